@@ -4,10 +4,15 @@ This module must not import Prefect, MLflow, torch or transformers; `tests/flows
 """
 
 import argparse
+import shutil
+from pathlib import Path
 
+from dataset_builders.errors import InputError
 from flows.deployments.grid import expand, parse_grid
 from flows.pipeline.graph import check_model, check_start_adapter
 from flows.pipeline.recipe import Recipe, load_recipe
+from flows.prefect_server.access import check_host
+from flows.prefect_server.ports import is_free
 from stages.artifacts.intact import check_written
 from stages.inputs.adapter_directory import read_adapter_dir
 from stages.inputs.hf_directory import check_hf_dir, resolve_hf_dir
@@ -40,9 +45,31 @@ def check_points(args: argparse.Namespace) -> None:
 def check_model_dir(args: argparse.Namespace) -> None:
     """Raise InputError if the directory holds no model that can answer, if the adapter belongs to another model, or if
     a file of an artifact was changed."""
-    hf_dir = resolve_hf_dir(args.model)
+    _check_model_dir(args.model, args.adapter)
+
+
+def check_served(args: argparse.Namespace) -> None:
+    """Raise InputError if a model of `serve` cannot answer, if the engine is not installed or takes no adapter, or if
+    the server could not listen."""
+    if len(args.models) > 2:
+        raise InputError(f"{len(args.models)} models are too many; `athanor serve` takes one or two")
+    check_host(args.host)
+    if not 0 < args.port < 2**16 or not is_free(args.host, args.port):
+        raise InputError(f"--port {args.port} of {args.host} cannot be listened on; give another port")
+    if args.engine == "vllm" and (args.adapter is not None or not shutil.which("vllm")):
+        why = (
+            "takes no unmerged adapter; serve the merged model" if args.adapter else "is not installed: no command vllm"
+        )
+        raise InputError(f"--engine vllm {why}, or leave --engine out")
+    for model in args.models[:-1]:
+        _check_model_dir(model, None)
+    _check_model_dir(args.models[-1], args.adapter)
+
+
+def _check_model_dir(model: str, adapter: Path | None) -> None:
+    hf_dir = resolve_hf_dir(model)
     check_written(hf_dir)
     check_hf_dir(hf_dir)
-    if args.adapter is not None:
-        check_written(args.adapter.resolve())
-        read_adapter_dir(args.adapter, hf_dir)
+    if adapter is not None:
+        check_written(adapter.resolve())
+        read_adapter_dir(adapter, hf_dir)

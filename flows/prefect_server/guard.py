@@ -4,7 +4,8 @@
   pointed at this machine (DNS rebinding).
 - Origin: a browser names the page that sends a request. Only the server's own pages are let in; pages of other ports of
   this machine are not.
-- Password: HTTP Basic authentication, for a server that has no password check of its own.
+- Password: HTTP Basic authentication, for a server that has no password check of its own. An API for programs also
+  takes the password as a key (`Authorization: Bearer`).
 
 The server's pages may connect only to the servers of this port, because Prefect's pages call a visitor counter whatever
 the settings are. The guard replaces the checks of Prefect and MLflow, which let in localhost's pages of any port, or
@@ -14,6 +15,7 @@ everybody.
 import base64
 import hmac
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -27,24 +29,33 @@ from flows.prefect_server.access import NAMES_VARIABLE
 HEALTH = "/health"  # needs no password, since it shows only that the server is running
 
 
-def guarded(app: ASGIApp, login: str | None = None, closed: frozenset[str] = frozenset()) -> ASGIApp:
-    """Return the server behind its guard. The allowed host names are those of ATHANOR_HOST_NAMES; without the variable
-    every request is refused.
+def guarded(
+    app: ASGIApp,
+    login: str | None = None,
+    closed: frozenset[str] = frozenset(),
+    names: Sequence[str] | None = None,
+    takes_key: bool = False,
+) -> ASGIApp:
+    """Return the server behind its guard.
 
     Args:
         login: `user:password`; None if the server checks a password itself.
         closed: path segments; a path with one of them is answered with 404.
+        names: the allowed host names; None: those of ATHANOR_HOST_NAMES. Without any, every request is refused.
+        takes_key: whether the password is taken as a key too.
     """
-    names = os.environ.get(NAMES_VARIABLE, "").split(",")
-    expected = base64.b64encode(login.encode()) if login else None
-    return TrustedHostMiddleware(_Guard(app, frozenset(names), expected, closed), names, www_redirect=False)
+    names = os.environ.get(NAMES_VARIABLE, "").split(",") if names is None else list(names)
+    taken = [("basic", base64.b64encode(login.encode()))] if login else []
+    if login and takes_key and (key := login.partition(":")[2]):
+        taken.append(("bearer", key.encode()))
+    return TrustedHostMiddleware(_Guard(app, frozenset(names), tuple(taken), closed), names, www_redirect=False)
 
 
 @dataclass(frozen=True, slots=True)
 class _Guard:
     app: ASGIApp
     names: frozenset[str]
-    expected: bytes | None
+    taken: tuple[tuple[str, bytes], ...]  # scheme and value of each header that knows the password; (): all do
     closed: frozenset[str]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -65,11 +76,13 @@ class _Guard:
     def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
         if not all(self._is_own(origin, scope, headers) for origin in headers.getlist("origin")):
             return PlainTextResponse("refused: a page of another origin calls\n", 403)
-        if self.expected is None or scope["path"] == HEALTH or self._knows_it(headers):
+        if not self.taken or scope["path"] == HEALTH or self._knows_it(headers):
             is_closed = not self.closed.isdisjoint(scope["path"].split("/"))
             return PlainTextResponse("athanor keeps this closed\n", 404) if is_closed else None
-        how = {"WWW-Authenticate": 'Basic realm="athanor: user and password as `athanor up` says", charset="UTF-8"'}
-        return PlainTextResponse("refused: user and password, as `athanor up` says, are missing or wrong\n", 401, how)
+        how = {"WWW-Authenticate": 'Basic realm="athanor: user and password as its start printed", charset="UTF-8"'}
+        return PlainTextResponse(
+            "refused: user and password, as the server's start printed, are missing or wrong\n", 401, how
+        )
 
     def _is_own(self, origin: str, scope: Scope, headers: Headers) -> bool:
         """Whether a page belongs to the server: its address is the called one, or another of the server's names."""
@@ -91,4 +104,5 @@ class _Guard:
 
     def _knows_it(self, headers: Headers) -> bool:
         scheme, _, given = headers.get("authorization", "").partition(" ")
-        return scheme.lower() == "basic" and hmac.compare_digest(given.strip().encode(), self.expected)
+        value = given.strip().encode()
+        return any(scheme.lower() == taken and hmac.compare_digest(value, secret) for taken, secret in self.taken)

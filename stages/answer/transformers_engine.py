@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import tokenizers
 import torch
 import transformers
 
@@ -61,6 +62,15 @@ class Generator:
             self._image_config.patch_format,
         )
         self._encoding = threading.Lock()  # a tokenizer is not thread-safe
+
+    @property
+    def tokenizer(self) -> tokenizers.Tokenizer:
+        return self._chat.tokenizer.backend_tokenizer
+
+    @property
+    def context_length(self) -> int:
+        """Number of tokens that the model has positions for."""
+        return self.decoder.model.config.get_text_config().max_position_embeddings
 
     def encode_images(self, images: Sequence[bytes]) -> EncodedImages:
         """Convert encoded image files to patches.

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from stages.answer.ask import ask
+from stages.chat.ask import ask
 from stages.inputs.hf_directory import resolve_hf_dir
 
 

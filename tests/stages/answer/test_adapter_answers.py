@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 
 from dataset_builders.errors import InputError
 from flows.cli.main import main
-from stages.answer.ask import ask
 from stages.answer.config import AnswerConfig
 from stages.answer.records import ANSWERS_JSONL
 from stages.answer.transformers_engine import Generator
+from stages.chat.ask import ask
 from stages.inputs.adapter_directory import adapter_input, read_adapter_dir
 from stages.inputs.hf_directory import model_input
 from tests.helpers.adapter_files import merge_adapter, write_adapter

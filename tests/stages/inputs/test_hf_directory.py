@@ -14,8 +14,8 @@ from dataset_builders.contracts.manifest import Manifest
 from dataset_builders.errors import InputError
 from flows.cli.check import check_model_dir
 from flows.cli.main import make_parser
-from stages.answer.ask import ask
 from stages.artifacts.intact import file_entries
+from stages.chat.ask import ask
 from stages.inputs.hf_directory import check_hf_dir, count_parameters, model_input, processor_input, resolve_hf_dir
 from tests.helpers.adapter_files import write_adapter
 from tests.helpers.tiny_hybrid_model import hybrid_hf_dir

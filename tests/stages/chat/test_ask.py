@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from dataset_builders.errors import InputError
-from stages.answer.ask import ask
+from stages.chat.ask import ask
 from stages.evaluate.config import EvaluateConfig
 from stages.evaluate.predictions import read_predictions
 from tests.helpers.evaluation import conversation, evaluated, hf_artifact, picture, samples_artifact, talkative_hf_dir

@@ -4,8 +4,9 @@ from pathlib import Path
 
 from dataset_builders.contracts.sample import IMAGE_SLOT, Message, SkipSample
 from dataset_builders.errors import InputError
-from stages.answer.transformers_engine import EncodedImages, Generator
+from stages.answer.transformers_engine import Generator
 from stages.artifacts.intact import check_written
+from stages.chat.conversation import UnusableImage, check_text, prompt_of
 
 
 def ask(
@@ -24,20 +25,22 @@ def ask(
         InputError: there is no such model, adapter or image, the model or adapter of an artifact was changed, the image
             is not usable, or the question cannot be asked.
     """
-    data = None if picture is None else _read_picture(picture)
+    images = [] if picture is None else [_read_picture(picture)]
     if not question.strip():
         raise InputError('the question is empty; ask for example "Which digit is in the picture?"')
-    if IMAGE_SLOT in question:
-        raise InputError(f"the question holds {IMAGE_SLOT}, which stands for a picture; leave it out")
     for directory in filter(None, (hf_dir, adapter_dir)):
         check_written(directory.resolve())
-    generator = Generator(hf_dir, adapter_dir=adapter_dir)
-    images = _encode(generator, picture, data)
-    slot = IMAGE_SLOT if images.patches else ""
     try:
-        prompt = generator.encode_prompt([Message(role="user", text=slot + question)], images)
+        check_text(question)
+        generator = Generator(hf_dir, adapter_dir=adapter_dir)
+        messages = [Message(role="user", text=IMAGE_SLOT * len(images) + question)]
+        prompt = prompt_of(generator, messages, images)
+    except UnusableImage as error:
+        raise InputError(f"picture {picture} cannot be used ({error}); give a PNG, JPEG or WebP file") from error
     except SkipSample as error:
-        raise InputError(f"the question cannot be asked ({error}); leave the model's special tokens out") from error
+        raise InputError(
+            f"the question cannot be asked ({error}); give plain text without the model's special tokens"
+        ) from error
     return generator.generate([prompt], max_new_tokens)[0].text.strip()
 
 
@@ -48,10 +51,3 @@ def _read_picture(picture: Path) -> bytes:
         return picture.read_bytes()
     except OSError as error:
         raise InputError(f"picture {picture} cannot be read ({error.strerror}); check its permissions") from error
-
-
-def _encode(generator: Generator, picture: Path | None, data: bytes | None) -> EncodedImages:
-    try:
-        return generator.encode_images([] if data is None else [data])
-    except SkipSample as error:
-        raise InputError(f"picture {picture} cannot be used ({error}); give a PNG, JPEG or WebP file") from error

@@ -1,0 +1,90 @@
+"""A model that answers requests, by transformers in this process."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from dataset_builders.contracts.sample import SkipSample
+from flows.serve.api_error import field_error
+from flows.serve.chat_request import Chat, unusable
+from stages.answer.greedy_decoder import PoolLimits
+from stages.answer.transformers_engine import Generator
+from stages.chat.batch import Batch
+from stages.chat.conversation import prompt_of
+from stages.chat.piece import Piece
+
+_PREPARING = 4  # conversations whose images are decoded at a time: bounds the memory of large images
+
+
+class ServedModel(Protocol):
+    """A model under the name by which requests call it.
+
+    `answer` yields pieces, the last of which has an ending or an error; closing it frees the answer's place in the
+    batch. It raises ApiError before the first piece for a conversation that cannot be asked.
+    """
+
+    name: str
+
+    def answer(self, chat: Chat) -> AsyncIterator[Piece]: ...
+    def close(self) -> None: ...
+
+
+class LocalModel:
+    """A model in this process.
+
+    Raises:
+        InputError: the directory is not a complete model, or the adapter is for another model.
+    """
+
+    def __init__(self, name: str, hf_dir: Path, adapter_dir: Path | None, limits: PoolLimits) -> None:
+        self.name = name
+        self._generator = Generator(hf_dir, adapter_dir=adapter_dir)
+        self._batch = Batch(self._generator, limits)
+        self._preparing = ThreadPoolExecutor(_PREPARING, "athanor-prepare")
+
+    async def answer(self, chat: Chat) -> AsyncIterator[Piece]:
+        """Yield the answer's pieces. See `ServedModel`."""
+        loop, pieces = asyncio.get_running_loop(), asyncio.Queue()
+        try:
+            prompt = await loop.run_in_executor(self._preparing, prompt_of, self._generator, chat.messages, chat.images)
+        except SkipSample as error:
+            raise unusable(error, chat) from error
+        size = check_context(chat, len(prompt.input_ids), self._generator.context_length)
+
+        def listen(piece: Piece) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
+                loop.call_soon_threadsafe(pieces.put_nowait, piece)
+
+        asked = self._batch.ask(prompt, replace(chat.settings, max_tokens=size), listen)
+        try:
+            while not (piece := await pieces.get()).is_last:
+                yield piece
+            yield piece
+        finally:
+            asked.drop()
+
+    def close(self) -> None:
+        """End the threads."""
+        self._preparing.shutdown(wait=False, cancel_futures=True)
+        self._batch.close()
+
+
+def check_context(chat: Chat, prompt_tokens: int, context: int) -> int:
+    """Return the number of tokens that the answer may have.
+
+    Raises:
+        ApiError: prompt and answer are longer than the model's context.
+    """
+    room = context - prompt_tokens
+    if room < (chat.max_tokens or 1):
+        raise field_error(
+            "messages",
+            f"the prompt has {prompt_tokens} tokens and the answer may have {chat.max_tokens or 1}, but the model's "
+            f"context has {context}",
+            "context_length_exceeded",
+        )
+    return min(room, chat.settings.max_tokens)
