@@ -11,6 +11,7 @@ from flows.pipeline.recipe import Recipe, load_recipe
 from stages.artifacts.intact import check_written
 from stages.inputs.adapter_directory import read_adapter_dir
 from stages.inputs.hf_directory import check_hf_dir, resolve_hf_dir
+from trainer.contract.names import HF_EXPORT
 
 
 def recipe_of(args: argparse.Namespace) -> Recipe:
@@ -46,3 +47,11 @@ def check_model_dir(args: argparse.Namespace) -> None:
     if args.adapter is not None:
         check_written(args.adapter.resolve())
         read_adapter_dir(args.adapter, hf_dir)
+
+
+def check_benched_model(args: argparse.Namespace) -> None:
+    """Raise InputError if there is no model in the directory, or if a file of an artifact was changed."""
+    directory = resolve_hf_dir(args.model)
+    hf_dir = directory / HF_EXPORT if (directory / HF_EXPORT).is_dir() else directory
+    check_written(hf_dir)
+    check_hf_dir(hf_dir)
