@@ -3,6 +3,7 @@
 import hashlib
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,8 +17,9 @@ from flows.resources.host import this_host
 from stages.evaluate.lmms_eval.task import HELDOUT, LMMS_EVAL_MODEL, lmms_eval_arguments
 from trainer.model.registry import read_model
 
-_ASKED_BY_PIXELS = ("qwen3_vl", "qwen3_5")  # families, with and without experts, that lmms-eval's model loads
+_LOADED = ("qwen3_vl", "qwen3_5")  # families, with and without experts, that lmms-eval's model loads
 _ON_CPU = "device=cpu,device_map=cpu"
+RESULTS = "results"
 _EXPERTS = "-A1B"  # lmms-eval loads a model as a mixture of experts if its path matches A<digits>B
 _ERROR = re.compile(r"^[\w.]*(Error|Exception|Exit)\b.*|.*\bERROR\b.*")
 
@@ -51,10 +53,14 @@ class Question:
         """The digest of the held-out questions; "" without them."""
         return "" if self.heldout is None else hashlib.sha256((self.heldout / HELDOUT).read_bytes()).hexdigest()
 
-    def arguments(self, model: Path, out: Path) -> list[str]:
-        """Return the arguments of Python for a model."""
-        pairs = [f"pretrained={model}", *([] if this_host().gpu else [_ON_CPU]), *filter(None, [self.model_args])]
-        command = lmms_eval_arguments(",".join(pairs), self.tasks, str(out), self.heldout)
+    def arguments(self, hf_dir: Path) -> list[str]:
+        """Return the arguments of Python for a model, to be run in the directory that `ask_tasks` prepares."""
+        pairs = [
+            f"pretrained={_link_name(hf_dir)}",
+            *([] if this_host().gpu else [_ON_CPU]),
+            *filter(None, [self.model_args]),
+        ]
+        command = lmms_eval_arguments(",".join(pairs), self.tasks, RESULTS, self.heldout)
         return command + (["--limit", str(self.limit)] if self.limit is not None else [])
 
 
@@ -65,7 +71,7 @@ def check_model_type(hf_dir: Path) -> None:
         InputError: it cannot.
     """
     family, _ = read_model(hf_dir)
-    if not family.model_type.startswith(_ASKED_BY_PIXELS):
+    if not family.model_type.startswith(_LOADED):
         raise InputError(
             f"{hf_dir}: model_type is {family.model_type}, which lmms-eval's model {LMMS_EVAL_MODEL} does not load; "
             "our own evaluation scores it"
@@ -81,16 +87,17 @@ def ask_tasks(question: Question, hf_dir: Path, work: Path) -> dict[str, TaskRes
     Raises:
         BenchFailed: lmms-eval ended with an error, or without results.
     """
-    model = work / f"model{_EXPERTS if 'moe' in read_model(hf_dir)[0].model_type else ''}"
+    model = work / _link_name(hf_dir)
     work.mkdir(parents=True, exist_ok=True)
     model.unlink(missing_ok=True)
     model.symlink_to(hf_dir, target_is_directory=True)
-    arguments = question.arguments(model, work / "results")
+    arguments = question.arguments(hf_dir)
     asked = fingerprint({"arguments": arguments, "files": _state(hf_dir), "task": question.digest})
     mark, log = work / "asked.txt", work / "lmms-eval.log"
     if mark.is_file() and mark.read_text(encoding="utf-8") == asked:
-        return read_results(work / "results")
+        return read_results(work / RESULTS)
     mark.unlink(missing_ok=True)
+    shutil.rmtree(work / RESULTS, ignore_errors=True)
     with log.open("wb") as output:
         done = subprocess.run(
             [str(question.python), *arguments],
@@ -102,13 +109,18 @@ def ask_tasks(question: Question, hf_dir: Path, work: Path) -> dict[str, TaskRes
             check=False,
         )
     try:
-        results = read_results(work / "results")
+        results = read_results(work / RESULTS)
     except InputError as error:
         raise BenchFailed(f"{_why(log) or error} (exit status {done.returncode}; log: {log})") from None
     if done.returncode:
         raise BenchFailed(f"{_why(log) or 'lmms-eval failed'} (exit status {done.returncode}; log: {log})")
     write_text(mark, asked)
     return results
+
+
+def _link_name(hf_dir: Path) -> str:
+    """Return the name of the link to a model, which lmms-eval gets in place of a path with letters like A3B."""
+    return f"model{_EXPERTS if 'moe' in read_model(hf_dir)[0].model_type else ''}"
 
 
 def _environment(is_offline: bool) -> dict[str, str]:

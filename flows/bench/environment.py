@@ -45,6 +45,7 @@ def lmms_eval_python(given: Path | None, directory: Path) -> Path:
 
 
 def _checked(python: Path) -> Path:
+    python = Path(shutil.which(str(python)) or python).absolute()
     try:
         done = subprocess.run([str(python), "-c", _VERSION], capture_output=True, text=True, check=False)
     except OSError as error:

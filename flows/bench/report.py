@@ -44,7 +44,7 @@ def write_report(
         models: "before" and "after" -> directory of the model; None: it was not asked.
     """
     commands = {
-        name: shlex.join([str(question.python), *question.arguments(model, directory / name / "results")])
+        name: shlex.join([str(question.python), *question.arguments(model)])
         for name, model in models.items()
         if model is not None
     }
@@ -54,7 +54,7 @@ def write_report(
         f"Asked by lmms-eval (tested with {LMMS_EVAL}).{part} Intervals hold 95%: bootstrap over the questions where a "
         "score is their mean, paired for the gain; otherwise from lmms-eval's standard error.",
         markdown_table(HEADS, score_rows(scores, ours), numbers=range(2, len(HEADS))),
-        *(f"{name}, {models[name]}:\n\n    {command}" for name, command in commands.items()),
+        *(f"{name}, {models[name]}, in {directory / name}:\n\n    {command}" for name, command in commands.items()),
     ]
     write_text(directory / REPORT, "\n\n".join(lines) + "\n")
     values = {name: score.model_dump() for name, score in scores.items()}

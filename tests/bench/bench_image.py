@@ -186,7 +186,8 @@ def try_by_itself(containers: Containers) -> list[tuple[str, str]]:
     await_true(lambda: "ready after" in log.read_text(errors="replace"), 600, "athanor up", process, log)
     (line,) = (line for line in log.read_text(errors="replace").splitlines() if line.startswith("ready after"))
     children = psutil.Process(process.pid).children(recursive=True)
-    up = min((one for one in children if one.cmdline()[2:3] == ["up"]), key=psutil.Process.create_time)
+    ups = [one for one in children if one.cmdline()[2:3] == ["up"] and "python" in one.cmdline()[0]]
+    up = min(ups, key=psutil.Process.create_time)  # it forks
     up.send_signal(signal.SIGINT)  # to the command itself: buildah would kill it
     return [*rows, ("athanor up", f"{line.partition(';')[0]}; exit status {process.wait(120)} after Ctrl-C")]
 

@@ -1,6 +1,6 @@
 """A replacement of lmms-eval for tests: it reads the arguments, asks nobody, and writes the files of lmms-eval 0.7.3.
 
-The model in .../before answers nothing; the one in .../after answers the first reference. A task that is not the
+In a directory `before` the model answers nothing, in `after` the first reference. A task that is not the
 held-out one has two questions, which only the second model answers, and a metric that is not a mean of questions.
 """
 
@@ -24,8 +24,8 @@ def run(argv: list[str]) -> int:
     if not (model / "config.json").is_file() or "nosuch" in args.tasks:
         print(f"ValueError: Tasks not found: {args.tasks}. See the list\nsome closing line")
         return 1
-    knows = model.parent.name == "after"
-    with (model.parent / "calls.txt").open("a") as calls:
+    knows = Path.cwd().name == "after"
+    with Path("calls.txt").open("a") as calls:
         calls.write(f"{' '.join(argv)}\n")
     out = Path(args.output_path) / "after__model"
     out.mkdir(parents=True, exist_ok=True)
