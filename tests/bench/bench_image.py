@@ -102,7 +102,10 @@ def layers_of(image: str) -> list[tuple[str, float]]:
         if "diff-digest" in layer
     }
     made = [entry["created_by"] for entry in about["OCIv1"]["history"] if not entry.get("empty_layer")]
-    texts = [" ".join(text.removeprefix("/bin/sh -c ").removeprefix("#(nop) ").split())[:70] for text in made]
+    texts = [
+        " ".join(text.removeprefix("/bin/sh -c ").removeprefix("#(nop) ").replace("pip install", "pip").split())[:70]
+        for text in made
+    ]
     return [(text, sizes.get(name, 0.0)) for text, name in zip(texts, ids)]
 
 
