@@ -1,6 +1,6 @@
 """Each `athanor ...` line of the README and of docs/ is accepted by the command.
 
-Athanor's own parser reads the line. The recipe of `run`, `plan`, `sweep` and `lmms-eval` is loaded with its `--set`.
+Athanor's own parser reads the line. The recipe of `run`, `plan` and `sweep` is loaded with its `--set`.
 Lines that need no data or model of the reader's are executed.
 """
 
@@ -23,7 +23,7 @@ OWN_DATA = ROOT / "docs" / "your-data-on-a-gpu.md"
 _FENCE = re.compile(r"^( *)```[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 _INLINE = re.compile(r"(?<!`)`(athanor [^`]+)`")
 _OPTIONAL = re.compile(r"\s\[(?:[A-Z]{2}|--)|\.\.\.")  # in a line that shows the syntax: `athanor run [RECIPE]`
-SETTINGS = {"run", "plan", "sweep", "lmms-eval"}
+SETTINGS = {"run", "plan", "sweep"}
 RUN_AT_ONCE = {"recipes", "doctor", "--version"}
 
 

@@ -16,6 +16,7 @@ from flows.prefect_server.ports import is_free
 from stages.artifacts.intact import check_written
 from stages.inputs.adapter_directory import read_adapter_dir
 from stages.inputs.hf_directory import check_hf_dir, resolve_hf_dir
+from trainer.contract.names import HF_EXPORT
 
 
 def recipe_of(args: argparse.Namespace) -> Recipe:
@@ -73,3 +74,11 @@ def _check_model_dir(model: str, adapter: Path | None) -> None:
     if adapter is not None:
         check_written(adapter.resolve())
         read_adapter_dir(adapter, hf_dir)
+
+
+def check_benched_model(args: argparse.Namespace) -> None:
+    """Raise InputError if there is no model in the directory, or if a file of an artifact was changed."""
+    directory = resolve_hf_dir(args.model)
+    hf_dir = directory / HF_EXPORT if (directory / HF_EXPORT).is_dir() else directory
+    check_written(hf_dir)
+    check_hf_dir(hf_dir)

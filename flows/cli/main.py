@@ -26,6 +26,7 @@ from pydantic import ValidationError
 
 from dataset_builders.errors import LONGEST_LINE, InputError, first_line, shown, without_middle
 from dataset_builders.storage.store import absolute, check_reachable, location, side_dir
+from flows.cli.bench_arguments import add_bench, add_rate, positive
 from flows.cli.bytecode import keep_bytecode
 from flows.prefect_server.home import prefect_home
 from flows.prefect_server.private_root import make_private_root
@@ -41,7 +42,8 @@ COMMANDS: dict[str, str] = {
     "serve": "flows.serve.command:serve_command",
     "preview": "flows.cli.commands.preview:preview_command",
     "sweep": "flows.cli.commands.sweep:sweep_command",
-    "lmms-eval": "flows.cli.commands.lmms_eval:lmms_eval_command",
+    "bench": "flows.bench.bench:bench_command",
+    "rate": "flows.bench.rate:rate_command",
     "up": "flows.cli.commands.up:up_command",
     "sync": "flows.cli.commands.sync:sync_command",
     "status": "flows.cli.commands.status:status_command",
@@ -52,17 +54,17 @@ COMMANDS: dict[str, str] = {
 CHECKS: dict[str, str] = {
     "run": "flows.cli.check:check_recipe",
     "plan": "flows.cli.check:check_recipe",
-    "lmms-eval": "flows.cli.check:check_recipe",
     "sweep": "flows.cli.check:check_points",
     "ask": "flows.cli.check:check_model_dir",
     "serve": "flows.cli.check:check_served",
+    "bench": "flows.cli.check:check_benched_model",
 }
 
 STARTING = dict.fromkeys(("run", "sweep"), "flows.prefect_server.temporary:start_early")
 
-WRITE = ("init", "preview", "run", "serve", "sweep", "up")  # commands that create the root
+WRITE = ("init", "preview", "run", "serve", "sweep", "bench", "rate", "up")  # commands that create the root
 
-SERVED = ("run", "sweep", "sync", "status")  # commands that talk to the servers of a running `athanor up`
+SERVED = ("run", "sweep", "bench", "sync", "status")  # commands that talk to the servers of a running `athanor up`
 
 
 _SPACE_LEFT = 2_000_000  # bytes; with less free space the disk counts as full
@@ -173,11 +175,8 @@ def make_parser() -> argparse.ArgumentParser:
     sweep.add_argument(
         "--grid", metavar="A.B=[V1,V2]", action="append", default=[], help="a setting and its values to try; repeatable"
     )
-    lmms_eval = commands.add_parser("lmms-eval", help="write a task for lmms-eval that scores the model of a run")
-    _add_recipe(lmms_eval)
-    lmms_eval.add_argument(
-        "--out", metavar="DIR", help="directory of the task (default: lmms-eval/<fingerprint> in the root)"
-    )
+    add_bench(commands.add_parser("bench", help="ask lmms-eval's tasks of a model, before and after training"))
+    add_rate(commands.add_parser("rate", help="measure the training speed of a model on this machine"))
     up = commands.add_parser("up", help="start Prefect, MLflow and a worker on this machine, until Ctrl-C")
     _add_up(up)
     commands.add_parser("sync", help="send to MLflow what earlier runs could not send")
@@ -216,7 +215,7 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-runs",
-        type=_positive,
+        type=positive,
         default=2,
         metavar="N",
         help="number of flow runs that may run at the same time (default: %(default)s)",
@@ -243,7 +242,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default: %(default)s)"
     )
-    parser.add_argument("--port", type=_positive, default=8000, help="port to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=positive, default=8000, help="port to listen on (default: %(default)s)")
     parser.add_argument(
         "--votes", type=Path, metavar="FILE", help="file of the page's votes (default: votes.jsonl in the root)"
     )
@@ -253,13 +252,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         "--queue": (64, "further requests that wait, at most; others get status 429"),
     }
     for name, (default, text) in numbers.items():
-        parser.add_argument(name, type=_positive, default=default, metavar="N", help=f"{text} (default: %(default)s)")
-
-
-def _positive(text: str) -> int:
-    if not (text.isdecimal() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
-    return int(text)
+        parser.add_argument(name, type=positive, default=default, metavar="N", help=f"{text} (default: %(default)s)")
 
 
 def _add_preview(parser: argparse.ArgumentParser) -> None:

@@ -68,7 +68,7 @@ def load_recipe(
     raw = _with_base(path)
     base = _validate(raw, f"recipe {path.stem}") if overrides or changes else None
     for override in overrides:
-        _set(raw, override)
+        apply_override(raw, override)
     for dotted, value in (changes or {}).items():
         _place(raw, dotted, value, f"{dotted}={shown(value)}")
     what = f"recipe {path.stem}" + (" with --set" if overrides else " with overrides" if changes else "")
@@ -171,7 +171,12 @@ for _number in ("int", "float"):
     _Loader.add_constructor(f"tag:yaml.org,2002:{_number}", _Loader._construct_number)
 
 
-def _set(raw: dict[str, Any], override: str) -> None:
+def apply_override(raw: dict[str, Any], override: str) -> None:
+    """Put the value of a `--set a.b=value` into nested settings.
+
+    Raises:
+        InputError: the text is not of that form, its value is not YAML, or a.b leads through a value without fields.
+    """
     path, equals, text = override.partition("=")
     if not equals or not path.strip():
         raise InputError(f"--set {shown(override)} is not of the form a.b=value, for example train.optim.lr=1e-3")

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 
 from dataset_builders.contracts.strict import StrictModel
 
+BENCH = "bench"  # a score that `athanor bench` measures is named bench/TASK/METRIC
 ArtifactLevel = Literal["references", "small", "all"]
 
 
@@ -70,7 +71,8 @@ class RegistryConfig(StrictModel):
         "compared: only candidate, or also champion",
     )
     gates: dict[str, Gate] = Field(
-        default={}, description="metric, or metric/subset -> its bounds; a model outside them is not registered"
+        default={},
+        description="metric, metric/subset, or bench/TASK/METRIC -> its bounds; a model outside them is not registered",
     )
     push_to: str | None = Field(
         default=None,
@@ -103,7 +105,7 @@ def _on_score(name: str, gate: Gate, scores: Mapping[str, float]) -> list[str]:
         return []
     value = scores.get(name)
     if value is None:
-        return [f"{name} was not measured; there are {', '.join(scores) or 'no scores'}"]
+        return [_missing(name) or f"{name} was not measured; there are {', '.join(scores) or 'no scores'}"]
     if gate.min is not None and not value >= gate.min:
         return [f"{name} {value:.4f} is below {gate.min:g}"]
     if gate.max is not None and not value <= gate.max:
@@ -111,9 +113,18 @@ def _on_score(name: str, gate: Gate, scores: Mapping[str, float]) -> list[str]:
     return []
 
 
+def _missing(name: str) -> str:
+    """Return the line for a benchmark score that is not measured yet; "" for another score."""
+    kind, _, rest = name.partition("/")
+    if kind != BENCH or not rest:
+        return ""
+    task = rest.rpartition("/")[0] or rest
+    return f"{name} is not measured yet; `athanor bench MODEL --tasks {task}` measures it and then registers the model"
+
+
 def _on_gain(name: str, least: float, gains: Mapping[str, tuple[float, float]] | None) -> list[str]:
     if gains is None or name not in gains:
-        return [f"{name} was not compared with the model before training"]
+        return [_missing(name) or f"{name} was not compared with the model before training"]
     low, high = gains[name]
     if low > least:
         return []

@@ -26,10 +26,10 @@ from pathlib import Path
 
 import torch
 
+from stages.rate.large_model import write_large_model
 from tests.bench.host import apart, describe
 from tests.bench.mix import MAX_PATCHES_PER_TOKEN, config_of, image_token, random_model, write_data
 from tests.bench.trainer_job import Execution, TrainerEnded, await_steps, bench_train_config, start, write_run
-from tests.helpers.large_model import write_large_model
 from trainer.contract.adapter import AdapterConfig
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import TrainConfig

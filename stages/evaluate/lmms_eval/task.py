@@ -22,7 +22,7 @@ lmms-eval's `huggingface` model cannot load Qwen3-VL: it chooses the class witho
 import inspect
 import json
 import shlex
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +41,7 @@ from stages.evaluate.lmms_eval import functions as lmms_eval_functions
 
 LMMS_EVAL = "0.7.3"  # the version that this was tested with
 INSTALL = f"pip install lmms-eval=={LMMS_EVAL} decord"  # qwen3_vl imports decord, which lmms-eval does not require
+LMMS_EVAL_MODEL = "qwen3_vl"  # for Qwen3-VL and Qwen3.5, dense and with experts
 HELDOUT = "heldout.parquet"
 MIN_PIXELS = 4 * 32 * 32  # qwen_vl_utils 0.0.14 enlarges smaller images, to four tokens of 32 x 32
 METRICS = tuple(lmms_eval_functions.METRICS)
@@ -64,8 +65,8 @@ TASK_SCHEMA = pa.schema(
 _README = """# {name}
 
 {count} questions on held-out samples, to be asked of an exported model offline by
-[lmms-eval](https://github.com/EvolvingLMMs-Lab/lmms-eval) (`{install}`, in an
-environment of its own):
+[lmms-eval](https://github.com/EvolvingLMMs-Lab/lmms-eval) (`{install}`, in an environment of its own).
+`athanor bench` does it; by hand, with the model's directory for HF_DIR:
 
 ```sh
 {command}
@@ -74,7 +75,7 @@ environment of its own):
 Without a GPU add `,device=cpu,device_map=cpu` to the value of `--model_args`.
 
 The pictures are scaled already as training scaled them, so that `--model qwen3_vl` leaves them alone{small}.
-It adds a system prompt to every conversation; `utils.py` drops it, since the rows carry the export's own. Do not give
+lmms-eval adds a system prompt to every conversation; `utils.py` drops it, as the rows carry the right one. Do not give
 `--force_simple`: only the chat form of a model sees earlier turns. `dataset_kwargs.data_files` in the YAML file is an
 absolute path: edit it after moving the directory. Keep letters and digits like `A3B` out of the model's path:
 lmms-eval reads them as a mixture of experts.
@@ -106,14 +107,17 @@ class WrittenTask:
     """A task that was written.
 
     Attributes:
-        command: shell command that runs the task.
-        num_questions: number of rows in the parquet file.
+        keys: key of each row's sample, in the order of the parquet file.
         num_small: number of questions with an image of fewer than MIN_PIXELS, which lmms-eval enlarges.
     """
 
-    command: str
-    num_questions: int
+    keys: tuple[str, ...]
     num_small: int
+
+    @property
+    def num_questions(self) -> int:
+        """The number of rows in the parquet file."""
+        return len(self.keys)
 
 
 def write_lmms_eval_task(directory: Path, hf_dir: Path, samples: Iterable[Sample], task: LmmsEvalTask) -> WrittenTask:
@@ -130,37 +134,40 @@ def write_lmms_eval_task(directory: Path, hf_dir: Path, samples: Iterable[Sample
         if metric not in METRICS:
             raise InputError(f"metrics.{subset}={metric} is not scored in lmms-eval; choose from {', '.join(METRICS)}")
     directory.mkdir(parents=True, exist_ok=True)
-    subsets, count, small = set(), 0, 0
+    subsets, keys, small = set(), [], 0
     with atomic_path(directory / HELDOUT) as tmp, pq.ParquetWriter(tmp, TASK_SCHEMA) as writer:
         rows: list[dict[str, object]] = []
         for row, is_small in _rows(samples, task, read_system_prompt(hf_dir), load_image_config(hf_dir)):
             rows.append(row)
+            keys.append(str(row["key"]))
             small += is_small
             subsets.add((row["subset"], row["metric"]))
             if len(rows) == _FLUSH_ROWS:
                 writer.write_table(pa.Table.from_pylist(rows, TASK_SCHEMA))
-                count, rows = count + len(rows), []
+                rows = []
         writer.write_table(pa.Table.from_pylist(rows, TASK_SCHEMA))
-        count += len(rows)
-    if not count:
+    if not keys:
         raise InputError(f"no held-out question for the lmms-eval task {task.name}; raise convert.heldout_fraction")
     write_text(directory / "utils.py", inspect.getsource(lmms_eval_functions))
     write_text(directory / f"{task.name}.yaml", _yaml(directory, task, sorted(subsets)))
-    command = lmms_eval_command(directory, hf_dir, task.name)
+    command = shlex.join(["python", *lmms_eval_arguments("pretrained=HF_DIR", [task.name], "results", directory)])
     note = _SMALL.format(count=small, pixels=MIN_PIXELS) if small else ""
-    about = {"name": task.name, "count": count, "install": INSTALL, "command": command, "small": note}
+    about = {"name": task.name, "count": len(keys), "install": INSTALL, "command": command, "small": note}
     write_text(directory / "README.md", _README.format(**about))
-    return WrittenTask(command=command, num_questions=count, num_small=small)
+    return WrittenTask(keys=tuple(keys), num_small=small)
 
 
-def lmms_eval_command(directory: Path, hf_dir: Path, name: str) -> str:
-    """Return the offline scoring command; without a GPU, add `,device=cpu,device_map=cpu` to `--model_args`."""
-    return (
-        "HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 python -m lmms_eval \\\n"
-        f"    --model qwen3_vl --model_args {shlex.quote(f'pretrained={hf_dir}')} \\\n"
-        f"    --include_path {shlex.quote(str(directory))} --tasks {name} --batch_size 1 \\\n"
-        "    --log_samples --output_path results"
-    )
+def lmms_eval_arguments(model_args: str, tasks: Sequence[str], out: str, include: Path | None = None) -> list[str]:
+    """Return the arguments of the Python that runs lmms-eval's tasks.
+
+    Args:
+        model_args: KEY=VALUE pairs with commas between them, for lmms-eval's model.
+        out: directory of its results.
+        include: directory of a task that is not part of lmms-eval.
+    """
+    command = ["-m", "lmms_eval", "--model", LMMS_EVAL_MODEL, "--model_args", model_args, "--tasks", ",".join(tasks)]
+    command += ["--batch_size", "1", "--log_samples", "--output_path", out]
+    return command + (["--include_path", str(include)] if include is not None else [])
 
 
 def _rows(

@@ -25,7 +25,7 @@ HEAVY = {"torch", "prefect", "mlflow", "transformers", "tokenizers", "scipy", "m
         (["run", "nope"], "no recipe 'nope'"),
         (["plan", "--set", "convert.options={turns: neither}"], "convert"),
         (["plan", "--set", "train.adapter={rank: 8, alpha: 8, targets: [q_proj]}"], r"nearest: .*\.q_proj"),
-        (["lmms-eval", "--set", "train.lr=1"], "unknown key train.lr"),
+        (["bench", "/nowhere"], "model '/nowhere' is not a directory here"),
         (["sweep", "--grid", "train.optim.lr=[7]"], "train.optim.lr=7 should be less than or equal to 1"),
         (["ask", "/nowhere", "-", "Which digit?"], "model '/nowhere' is not a directory here"),
         (
