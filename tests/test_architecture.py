@@ -38,6 +38,7 @@ IMPORTERS = {
         *("flows.tracking.store", "flows.tracking.publish", "flows.tracking.run_writer"),
         *("flows.tracking.registry", "flows.tracking.system", "flows.tracking.tables"),
         "flows.service.mlflow_app",  # the server's own process
+        "stages.release.flavor.mlflow_model",  # copied into a release, never imported here
     ),
     "megatron": ("trainer.",),
     "transformer_engine": ("trainer.layers.modules.engine",),
@@ -47,6 +48,7 @@ IMPORTERS = {
     "PIL": (
         *("dataset_builders.pictures.images", "dataset_builders.pictures.jpeg", "dataset_builders.pictures.pixels"),
         *("dataset_builders.pictures.slip", "stages.encode.images"),
+        *("stages.release.flavor.mlflow_model", "stages.reload.stranger"),  # run where there is no athanor
     ),
     "simplejpeg": ("dataset_builders.pictures.jpeg",),
 }
@@ -57,6 +59,7 @@ NO_MEGATRON = (*TRAINER_FACE, "trainer.data", "trainer.loop.metrics")
 RANK_NAMES = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}
 RANK_READERS = (
     *("trainer.parallel.mesh", "stages.answer.worker"),  # processes that torchrun starts: ranks of a training, workers
+    "stages.reload.stranger",  # one process of a job does the work
     "stages.launchers.torchrun",  # sets torchrun's variables for a process that needs no torchrun
 )
 # Modules that may change the process's own environment: for settings that a library reads at its import, or on request.

@@ -17,6 +17,8 @@ from stages.evaluate.config import CompareConfig, EvaluateConfig
 from stages.export.config import ExportConfig
 from stages.inputs.config import EmbeddedDataConfig, EmbeddedModelConfig, EmbeddedReceiptsConfig
 from stages.plan_bins.config import PlanBinsConfig
+from stages.reload.config import ReloadConfig
+from stages.scoring.names import SAME_ANSWERS
 from stages.tokenize.config import TokenizeConfig
 from trainer.contract.run import TrainConfig
 from trainer.model.shape import ModelShape
@@ -114,6 +116,9 @@ class PipelineConfig(StrictModel):
     compare: CompareConfig | None = Field(
         default=CompareConfig(), description="comparison with the model before training; null: no comparison"
     )
+    reload: ReloadConfig | None = Field(
+        default=ReloadConfig(), description="held-out questions that other programs answer with the export; null: none"
+    )
     execution: ExecutionConfig = ExecutionConfig()
 
     @field_validator("data", mode="before")
@@ -140,6 +145,11 @@ class PipelineConfig(StrictModel):
         self._check_lengths()
         self._check_profile()
         self._check_adapter()
+        if SAME_ANSWERS in self.execution.registry.gates and self.reload is None:
+            raise ValueError(
+                f"execution.registry.gates.{SAME_ANSWERS} needs the answers of other programs, and reload=null asks "
+                f"for none; leave out reload=null, or give execution.registry.gates without {SAME_ANSWERS}"
+            )
         if self.train.experts.force_balance:
             raise ValueError(
                 "train.experts.force_balance=true deals tokens to experts without regard to the router, which is for "

@@ -134,7 +134,7 @@ def evaluate(
         the stages' runs by name, and one line per gate that failed.
     """
     runs = run_nodes(config, root, tracking_run, EVALUATE, places)
-    dirs = {name: places[name].dir for name in ("export", "evaluate", "compare", "release") if name in places}
+    dirs = {name: places[name].dir for name in ("export", "evaluate", "compare", "reload", "release") if name in places}
     return runs, register_task(config, root, tracking_run, dirs)
 
 

@@ -122,15 +122,19 @@ def training_nodes(config: PipelineConfig) -> Iterator[Node]:
 
 def scoring_nodes(config: PipelineConfig) -> Iterator[Node]:
     """Yield the nodes of the evaluation: the answers and scores of the export and of the model before training, the
-    comparison of the two, and the release with its model card."""
+    answers of other programs, the comparison, and the release with its model card."""
     answer, evaluate = "stages.answer.stage:STAGE", "stages.evaluate.stage:STAGE"
     questions = {"samples": "convert"}
     scored = questions | ({} if config.contamination is None else {"contamination": "contamination"})
     before = {"hf": model_source(config), **questions, "tokenized": "tokenize"}
     tuned = {"hf": "export", **questions} if config.evaluate.adapter == "merged" else {**before, "adapter": "export"}
     yield Node("answer", answer, config.evaluate.answer, tuned, Needs.SLOT)
+    if config.reload is not None:
+        loaded = {"export": "export", "model": model_source(config), "answers": "answer", **questions}
+        yield Node("reload", "stages.reload.stage:STAGE", config.reload, loaded, Needs.SLOT)
     yield Node("evaluate", evaluate, config.evaluate.scoring, {"answers": "answer", **scored, "made_by": "train"})
     released = {"export": "export", "train": "train", "evaluate": "evaluate", **scored}
+    released |= {} if config.reload is None else {"reload": "reload"}
     if config.compare is not None:
         beside = "train" if trains_here(config) and not this_host().gpu else ""  # a GPU has no room for both
         yield Node("answer_base", answer, config.evaluate.answer, before, Needs.SLOT, beside)

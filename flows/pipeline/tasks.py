@@ -37,7 +37,7 @@ from stages.artifacts.quarantine import reason_words
 from stages.artifacts.run_stage import run_stage, scratch_dir
 from stages.artifacts.workers import StageResources
 from stages.release.hub import push_to_hub
-from stages.scoring.names import flat_scores
+from stages.scoring.names import OVERALL, SAME_ANSWERS, flat_scores
 from trainer.contract.answer import MetricsRow
 from trainer.contract.names import HF_EXPORT, METRICS_JSONL
 
@@ -174,20 +174,26 @@ def register_task(config: PipelineConfig, root: str, tracking_run: str | None, d
     repository that the recipe names.
 
     Args:
-        dirs: stage -> directory, for "export", "evaluate", "release" and, if the recipe has it, "compare".
+        dirs: stage -> directory, for "export", "evaluate", "release" and, if the recipe has them, "compare" and
+            "reload".
 
     Returns:
         one line per gate that failed; empty if the model was registered.
     """
     artifacts = {stage: Artifact.load(location(directory)) for stage, directory in dirs.items()}
     tracker, registry = Tracker(location(root), tracking_run), config.execution.registry
-    scores = artifacts["evaluate"].manifest.stats["scores"]
+    scores, why = artifacts["evaluate"].manifest.stats["scores"], {}
+    if "reload" in artifacts:
+        reloaded = artifacts["reload"].manifest.stats
+        scores = {**scores, OVERALL: {**scores[OVERALL], SAME_ANSWERS: reloaded[SAME_ANSWERS]}}
+        why = {SAME_ANSWERS: reloaded["reason"]}
     gains = artifacts["compare"].manifest.stats["gains"] if "compare" in artifacts else None
-    failed_gates = refusals(registry.gates, *with_benchmarks(flat_scores(scores), gains, tracker.benchmarks()))
+    measured = with_benchmarks(flat_scores(scores), gains, tracker.benchmarks())
+    failed_gates = refusals(registry.gates, *measured, why)
     for reason in failed_gates:
         get_run_logger().warning("the model is not registered: %s", reason)
     name, hf_dir = config.mlflow_name, artifacts["release"].dir / HF_EXPORT
-    tracker.register(artifacts["export"], artifacts["evaluate"], hf_dir, name, failed_gates)
+    tracker.register(artifacts["export"], artifacts["evaluate"], hf_dir, name, failed_gates, scores)
     if registry.push_to is not None and not failed_gates:
         page = push_to_hub(local_dir(hf_dir), registry.push_to, registry.push_private)
         get_run_logger().info("the model is at %s", page)

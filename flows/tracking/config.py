@@ -5,6 +5,7 @@ None of these settings is part of a fingerprint.
 """
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -72,7 +73,8 @@ class RegistryConfig(StrictModel):
     )
     gates: dict[str, Gate] = Field(
         default={},
-        description="metric, metric/subset, or bench/TASK/METRIC -> its bounds; a model outside them is not registered",
+        description="metric, metric/subset, or bench/TASK/METRIC -> its bounds; a model outside them is not "
+        "registered. same_answers is the share of answers that other programs give alike",
     )
     push_to: str | None = Field(
         default=None,
@@ -83,7 +85,10 @@ class RegistryConfig(StrictModel):
 
 
 def refusals(
-    gates: Mapping[str, Gate], scores: Mapping[str, float], gains: Mapping[str, tuple[float, float]] | None = None
+    gates: Mapping[str, Gate],
+    scores: Mapping[str, float],
+    gains: Mapping[str, tuple[float, float]] | None = None,
+    why: Mapping[str, str] = MappingProxyType({}),
 ) -> list[str]:
     """Return one line per gate that failed; [] if the model passes all gates. A missing score fails its gate.
 
@@ -91,10 +96,11 @@ def refusals(
         scores: name of a score, as the gates spell it -> value.
         gains: the same names -> low and high end of the interval of the gain over the model before training, positive
             if the trained model is better; None if there was no comparison.
+        why: the same names -> the cause of a low score, which is added to the line.
     """
     failures = []
     for name, gate in gates.items():
-        failures += _on_score(name, gate, scores)
+        failures += [": ".join(filter(None, (line, why.get(name)))) for line in _on_score(name, gate, scores)]
         if gate.min_gain is not None:
             failures += _on_gain(name, gate.min_gain, gains)
     return failures

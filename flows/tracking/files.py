@@ -17,6 +17,7 @@ from flows.prefect_server.service_record import FILES_VARIABLE
 from flows.tracking.config import ArtifactLevel
 from flows.tracking.run_writer import RunWriter
 from stages.artifacts.artifact import Artifact
+from stages.release.flavor.mlmodel import FLAVOR_FILES
 from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT, PROFILE
 
 REFERENCES = "references.json"
@@ -88,7 +89,10 @@ def send_stage(writer: RunWriter, artifact: Artifact, folder: str, names: list[s
 
 
 def send_model(client: Any, model_id: str, hf_dir: StorePath, level: ArtifactLevel, announce: Announce) -> int | None:
-    """Give a logged model its files, so that `models:/` leads to a directory that transformers loads.
+    """Give a logged model its files: MLflow's flavor, and hf/, a directory that transformers loads.
+
+    Args:
+        hf_dir: the hf/ of a release, whose parent has the files of the flavor.
 
     Returns:
         the bytes that were copied or uploaded now; None if the model's files stay where they are. They stay if they are
@@ -98,15 +102,17 @@ def send_model(client: Any, model_id: str, hf_dir: StorePath, level: ArtifactLev
     here, sent = _local(client.get_logged_model(model_id).artifact_location), 0
     if not is_local(hf_dir) and (here is not None or level == "references"):
         return None
-    sizes = sizes_of(hf_dir)
+    release, folder = hf_dir.parent, f"{hf_dir.name}/"
+    sizes = sizes_of(release)
+    sizes = {name: size for name, size in sizes.items() if name.startswith(folder) or name in FLAVOR_FILES}
     for name in _lacking(lambda path: client.list_logged_model_artifacts(model_id, path), sizes):
-        if here is not None and _link(hf_dir / name, here / name):
+        if here is not None and _link(release / name, here / name):
             continue
         if level == "references":
             return None
         announce(sizes[name] / _SLOWEST)
         folder = str(PurePosixPath(name).parent)
-        client.log_model_artifact(model_id, str(local_copy(hf_dir / name)), None if folder == "." else folder)
+        client.log_model_artifact(model_id, str(local_copy(release / name)), None if folder == "." else folder)
         sent += sizes[name]
     return sent
 

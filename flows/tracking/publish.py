@@ -321,7 +321,7 @@ class Publication:
         source = f"models:/{model_id}"
         if not tracking_uri(self.root).startswith("http"):  # without a server MLflow cannot resolve that
             has_files = writer.is_marked("model_files", mark)
-            source = writer.client.get_logged_model(model_id).artifact_location if has_files else hf_dir.as_uri()
+            source = writer.client.get_logged_model(model_id).artifact_location if has_files else hf_dir.parent.as_uri()
         if register_model(writer, self.root, registration, source, opening.registry):
             learnt.decided_ms = now_ms()
             self._count("model")

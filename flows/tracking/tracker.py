@@ -109,11 +109,18 @@ class Tracker:
         return sampled_host(samples_path(self.root, self.key), record.first_ms)
 
     def register(
-        self, exported: Artifact, evaluated: Artifact, hf_dir: StorePath, name: str, refusals: Sequence[str] = ()
+        self,
+        exported: Artifact,
+        evaluated: Artifact,
+        hf_dir: StorePath,
+        name: str,
+        refusals: Sequence[str] = (),
+        scores: Mapping[str, Mapping[str, float | None]] | None = None,
     ) -> None:
         """Log the exported directory as a model with its scores, and register it as a version.
 
         Args:
+            scores: subset -> metric -> value; None: the scores of the evaluation.
             hf_dir: directory of the model's files and card.
             name: name of the registered model.
             refusals: one line per gate that failed; the model is then logged, with the reasons, but not registered.
@@ -122,7 +129,7 @@ class Tracker:
             name=name,
             exported=self._place(exported.dir),
             evaluated=self._place(evaluated.dir),
-            scores=evaluated.manifest.stats["scores"],
+            scores=evaluated.manifest.stats["scores"] if scores is None else dict(scores),
             hf_dir=self._place(hf_dir),
             refusals=list(refusals),
         )

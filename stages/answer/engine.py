@@ -42,12 +42,16 @@ class Answer:
     Attributes:
         text: the answer without special tokens.
         stopped: whether an end-of-turn token was generated within max_new_tokens.
-        num_tokens: number of generated tokens, without the end-of-turn token.
+        ids: the generated tokens, without the end-of-turn token.
     """
 
     text: str
     stopped: bool
-    num_tokens: int
+    ids: list[int]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.ids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,7 +153,7 @@ def _answer(
             turn=questions[number].turn,
             answer=answer.text,
             stopped=answer.stopped,
-            num_tokens=answer.num_tokens,
+            ids=answer.ids,
         )
         on_answer(len(lines))
         lines.append((number, line))

@@ -1,6 +1,6 @@
 """answers.jsonl: a model's answer at each assistant turn of the held-out samples, in their order.
 
-    {"key": "ai2d/00001234", "turn": 0, "answer": "4", "stopped": true, "num_tokens": 1}
+    {"key": "ai2d/00001234", "turn": 0, "answer": "4", "stopped": true, "ids": [19]}
     {"key": "ai2d/00001235", "skip": "decode_error", "detail": "..."}
 
 A sample that cannot be asked has a single line, with the reason.
@@ -23,14 +23,18 @@ class GeneratedAnswer:
         turn: number of the assistant turn in its sample, from 0.
         answer: the text without special tokens.
         stopped: whether the model generated an end-of-turn token.
-        num_tokens: number of generated tokens, without the end-of-turn token.
+        ids: the generated tokens, without the end-of-turn token.
     """
 
     key: str
     turn: int
     answer: str
     stopped: bool
-    num_tokens: int
+    ids: list[int]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.ids)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -105,7 +105,7 @@ class Generator:
         """Return the answer of a row that has ended."""
         with self._encoding:
             text = self._chat.tokenizer.decode(row.ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return Answer(text, row.stopped, len(row.ids))
+        return Answer(text, row.stopped, list(row.ids))
 
 
 class TransformersEngine:

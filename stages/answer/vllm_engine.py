@@ -90,7 +90,7 @@ class VllmEngine:
         token_ids = list(ids[: ends[0]] if ends else ids)
         with self._encoding:
             text = self._chat.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return Answer(text, bool(ends), len(token_ids))
+        return Answer(text, bool(ends), token_ids)
 
     def _prompt(self, request: Request) -> dict[str, Any]:
         grids = [image_grid(*image_size(image), self._image_config) for image in request.images]

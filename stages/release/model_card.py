@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import yaml
 from huggingface_hub import EvalResult, ModelCardData
@@ -60,6 +61,7 @@ class CardFacts:
         contamination: the `contaminated` counts of that stage's manifest; None if it did not run.
         reproduce: the command that reproduces the model.
         adapter: facts of the adapter that was trained; None: the model itself was trained.
+        reload: the stats of that stage's manifest; None if it did not run.
     """
 
     name: str
@@ -74,6 +76,7 @@ class CardFacts:
     reproduce: str = ""
     carried: Mapping[str, int] = field(default_factory=dict)
     adapter: Mapping[str, object] | None = None
+    reload: Mapping[str, Any] | None = None
 
 
 def training_facts(trained: Artifact, exported: Artifact) -> dict[str, int | float | str]:

@@ -1,74 +1,40 @@
 """release: an exported model with its model card, ready to be registered, pushed to a hub and published.
 
-    hf/           the files of the export (hard links on the same file system, else copies) and README.md, the card
-    hf/adapter/   the export's adapter, if it has one, with the name of its base model
+    hf/, MLmodel, ...   see `directory.py`; hf/README.md is the card
     report.json, report.html
 
 The card needs an evaluation of the model. It shows scores with intervals and the scores before training, the number of
 held-out images that occur in the training split, the licences of the subsets, and the whole recipe.
 """
 
-import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dataset_builders.contracts.manifest import FileEntry
-from dataset_builders.storage.files import write_json
-from dataset_builders.storage.store import local_dir
 from stages.artifacts.artifact import Artifact, Stage, StageOutput
-from stages.inputs.hf_directory import read_json
 from stages.pages.report import Section, Table, write_report
 from stages.release.config import ReleaseConfig
-from stages.release.model_card import HUB_NAME, MODEL_CARD, CardFacts, Score, training_facts, write_model_card
+from stages.release.directory import write_directory
+from stages.release.flavor.mlmodel import FLAVOR_FILES
+from stages.release.model_card import MODEL_CARD, CardFacts, Score, training_facts, write_model_card
 from stages.scoring.names import OVERALL
 from stages.scoring.summary import SCORE
 from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT
-from trainer.contract.peft import ADAPTER_CONFIG
 
-VERSION = 1
+VERSION = 2  # 2: MLflow's flavor, and the answers of other programs
+_MAX_NEW_TOKENS = 64
 _REPRODUCE = "athanor run recipe.yaml"
 
 
 def _run(config: ReleaseConfig, inputs: Mapping[str, Artifact], work: Path, resources: object) -> StageOutput:
-    """Run the stage. Inputs: "export", "train", "samples", "evaluate"; "compare" and "contamination" are optional."""
-    hf_dir = work / HF_EXPORT
-    shutil.rmtree(hf_dir, ignore_errors=True)
-    hf_dir.mkdir()
-    places = {HF_EXPORT: hf_dir}
-    if "adapter" in inputs["export"].manifest.stats:
-        places[ADAPTER_EXPORT] = hf_dir / ADAPTER_EXPORT
-    known: list[FileEntry] = []  # entries of files that were just checked
-    entries = {entry.name: entry for entry in inputs["export"].manifest.files}
-    for folder, place in places.items():
-        place.mkdir(exist_ok=True)
-        for file in sorted(local_dir(inputs["export"].dir / folder).iterdir()):
-            name = f"{folder}/{file.name}"
-            if file.name == ADAPTER_CONFIG:
-                write_json(place / ADAPTER_CONFIG, _with_base(read_json(file), config.base_model))
-            elif _link(file, place / file.name) and name in entries:
-                known.append(entries[name].model_copy(update={"name": str((place / file.name).relative_to(work))}))
+    """Run the stage. Inputs: "export", "train", "samples", "evaluate"; "reload", "compare" and "contamination" are
+    optional."""
+    limit = config.recipe.get("evaluate", {}).get("max_new_tokens", _MAX_NEW_TOKENS)
+    known = write_directory(work, inputs["export"], inputs["samples"], config.base_model, limit)
     facts = _facts(config, inputs)
-    write_model_card(hf_dir, facts)
+    write_model_card(work / HF_EXPORT, facts)
     _write_report(work, facts)
     return StageOutput(files=known, stats={"model": inputs["export"].manifest.fingerprint, "card": MODEL_CARD})
-
-
-def _with_base(adapter: dict[str, Any], base_model: str | None) -> dict[str, Any]:
-    """Return adapter_config.json with the base model's hub name; a directory is useless on another machine."""
-    is_name = base_model is not None and HUB_NAME.fullmatch(base_model)
-    return {**adapter, "base_model_name_or_path": base_model if is_name else None}
-
-
-def _link(source: Path, target: Path) -> bool:
-    """Create a hard link to a file that never changes; if that is impossible, copy the file and return False."""
-    try:
-        os.link(source.resolve(), target)
-    except OSError:
-        shutil.copyfile(source, target)
-        return False
-    return True
 
 
 def _facts(config: ReleaseConfig, inputs: Mapping[str, Artifact]) -> CardFacts:
@@ -85,6 +51,7 @@ def _facts(config: ReleaseConfig, inputs: Mapping[str, Artifact]) -> CardFacts:
         scores=_scores(inputs["evaluate"].manifest.stats, _before(inputs)),
         score_note=_note(inputs["evaluate"].manifest.stats),
         contamination=contaminated,
+        reload=inputs["reload"].manifest.stats if "reload" in inputs else None,
         reproduce=f"# the recipe below, in a file of that name\n{_REPRODUCE}",
     )
 
@@ -142,4 +109,10 @@ def _write_report(work: Path, facts: CardFacts) -> None:
     write_report(work, title="Release", summary=summary, sections=sections)
 
 
-STAGE = Stage("release", VERSION, _run, on_disk=True, digested=(f"{HF_EXPORT}/*", f"{HF_EXPORT}/{ADAPTER_EXPORT}/*"))
+STAGE = Stage(
+    "release",
+    VERSION,
+    _run,
+    on_disk=True,
+    digested=(f"{HF_EXPORT}/*", f"{HF_EXPORT}/{ADAPTER_EXPORT}/*", *FLAVOR_FILES),
+)

@@ -11,6 +11,7 @@ METRIC_NAMES = (
 )
 
 OVERALL = "overall"  # name of the row for all subsets together
+SAME_ANSWERS = "same_answers"  # share of the drawn answers that other programs give alike, see `stages.reload`
 
 
 def flat_scores(scores: Mapping[str, Mapping[str, float | None]]) -> dict[str, float]:

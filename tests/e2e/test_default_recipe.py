@@ -21,7 +21,7 @@ from stages.scoring.metrics.exact_match import normalize
 ATHANOR = Path(sys.executable).parent / "athanor"
 STAGES = (
     *("embedded_data", "embedded_model", "convert", "contamination", "tokenize", "plan_bins"),
-    *("train", "export", "answer", "evaluate", "answer_base", "evaluate_base", "compare", "release"),
+    *("train", "export", "answer", "reload", "evaluate", "answer_base", "evaluate_base", "compare", "release"),
 )
 
 
@@ -37,7 +37,7 @@ def athanor(*arguments: str) -> str:
 def root(tmp_path_factory) -> Path:
     """Make one run of the default recipe."""
     directory = tmp_path_factory.mktemp("athanor-root")
-    assert "14 of 14 stages made" in athanor("run", "--root", str(directory))
+    assert "15 of 15 stages made" in athanor("run", "--root", str(directory))
     return directory
 
 
@@ -79,13 +79,13 @@ def test_training_is_what_made_the_difference(root):
 @pytest.mark.full  # covered in the core tier by tests/flows/pipeline/test_run.py
 def test_a_second_run_makes_nothing_again(root):
     text = athanor("run", "--root", str(root))
-    assert "0 of 14 stages made, 14 reused" in text
+    assert "0 of 15 stages made, 15 reused" in text
 
 
 def test_another_learning_rate_reruns_training_and_what_follows(root):
     plan = athanor("plan", "--root", str(root), "--set", "train.optim.lr=0.001")
     verdicts = dict(re.findall(r"^  (\w+) +(make|reuse)\b", plan, re.M))
-    made = ("train", "export", "answer", "evaluate", "evaluate_base", "compare", "release")
+    made = ("train", "export", "answer", "reload", "evaluate", "evaluate_base", "compare", "release")
     assert verdicts == {s: "make" if s in made else "reuse" for s in STAGES}
     assert re.search(r"train +make +optim\.lr: 0\.003 -> 0\.001", plan)
 

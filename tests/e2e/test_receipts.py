@@ -168,7 +168,7 @@ def score(made: Made, answers: Mapping[str, str], metrics: Mapping[str, list[str
                 turn=0,
                 answer=answers.get(sample.key, sample.messages[-1].text),
                 stopped=True,
-                num_tokens=1,
+                ids=[5],
             )
         )
         for sample in heldout_samples(made.converted)

@@ -231,7 +231,7 @@ def test_athanor_run_with_the_passwords_of_the_environment(guarded, triggered):
     before = len(guarded.prefect("/flow_runs/filter", {}))
     done = athanor_run(guarded)
     assert done.returncode == 0, done.stderr
-    assert "0 of 14 stages made, 14 reused" in done.stdout and finished_runs(guarded) >= 1
+    assert "0 of 15 stages made, 15 reused" in done.stdout and finished_runs(guarded) >= 1
     assert len(guarded.prefect("/flow_runs/filter", {})) > before, "it is not in the service's Prefect"
     assert_nowhere(guarded.place, done.stdout, done.stderr)
 

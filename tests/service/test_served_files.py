@@ -112,7 +112,7 @@ def test_the_database_keeps_addresses_that_a_client_without_the_service_follows(
             assert MANIFEST in files_of(client, run.info.run_id, "stages/convert")
         for version in client.search_model_versions(f"name='{MODEL}'"):
             uri = client.get_model_version_download_uri(MODEL, version.version)
-            assert Path(uri.removeprefix("file://"), "model.safetensors").samefile(weights_of(service))
+            assert Path(uri.removeprefix("file://"), "hf", "model.safetensors").samefile(weights_of(service))
 
 
 def ask(service: RunningService, path: str, method: str = "GET", data: bytes | None = None) -> int:

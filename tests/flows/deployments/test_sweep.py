@@ -90,7 +90,7 @@ def test_data_stages_are_made_once_and_every_run_has_its_own_mlflow_run(root, ca
     head, *rows = table_of(text)
     assert head[:3] == ["train.optim.lr", "train.seed", "state"] and head[-2:] == ["stages made", "seconds"]
     assert [row[:2] for row in rows] == [["0.001", "0"], ["0.003", "0"]]
-    assert [row[head.index("stages made")] for row in rows] == ["14 of 14", "7 of 14"]
+    assert [row[head.index("stages made")] for row in rows] == ["15 of 15", "8 of 15"]
     assert {row[2] for row in rows} == {"finished"} and rows[0][head.index("held-out loss")] == "2.0000"
     runs = runs_of(root)
     names = {run.info.run_name.split(" num_scans")[0] for run in runs}
@@ -98,7 +98,7 @@ def test_data_stages_are_made_once_and_every_run_has_its_own_mlflow_run(root, ca
     assert sorted(compared(text)) == sorted(run.info.run_id for run in runs)
     assert sweep(root, TWO) == 0
     head, *rows = table_of(capsys.readouterr().out)
-    assert [row[head.index("stages made")] for row in rows] == ["0 of 14"] * 2 and len(runs_of(root)) == len(runs)
+    assert [row[head.index("stages made")] for row in rows] == ["0 of 15"] * 2 and len(runs_of(root)) == len(runs)
 
 
 def test_a_run_that_fails_does_not_stop_the_others(root, capsys, monkeypatch):

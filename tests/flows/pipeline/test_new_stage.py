@@ -48,14 +48,14 @@ def test_it_is_planned(root, capsys):
     assert athanor("plan", root) == 0
     text = capsys.readouterr().out
     assert re.search(r"word_count +make +its input convert will be made first", text)
-    assert "15 of 15 stages would be made" in text
+    assert "16 of 16 stages would be made" in text
 
 
 @pytest.mark.full
 def test_it_runs_and_is_in_the_closing_table(root, capsys):
     assert athanor("run", root) == 0
     text = capsys.readouterr().out
-    assert "15 of 15 stages made" in text and re.search(r"word_count +made +\d", text)
+    assert "16 of 16 stages made" in text and re.search(r"word_count +made +\d", text)
     assert re.search(r"word_count: [\d,]+ of [\d,]+", text)  # its progress
     assert json.loads((artifact_of(root) / "words.json").read_text())["digits_single"] > 10
 
@@ -64,7 +64,7 @@ def test_it_runs_and_is_in_the_closing_table(root, capsys):
 def test_it_is_reused_and_planned_as_such(finished, capsys):
     assert athanor("run", finished) == 0
     text = capsys.readouterr().out
-    assert "0 of 15 stages made, 15 reused" in text and re.search(r"word_count +reused", text)
+    assert "0 of 16 stages made, 16 reused" in text and re.search(r"word_count +reused", text)
     assert athanor("plan", finished) == 0
     assert f"{artifact_of(finished).name} is finished" in capsys.readouterr().out
     assert athanor("plan", finished, **{"convert.seed": 5}) == 0

@@ -134,6 +134,7 @@ def test_an_unknown_key_names_the_nearest(override, words):
         ("execution.num_workers=100000", "should be less than or equal to 1024"),
         ("plan_bins.seq_len=100000000000", "should be less than or equal to 16777216"),
         ("execution.registry.gates={exact_match: {min: .nan}}", "should be a finite number"),
+        ("reload=null", "execution.registry.gates.same_answers needs the answers of other programs"),
     ],
 )
 def test_a_value_out_of_bounds_names_the_bound(override, words):

@@ -111,7 +111,7 @@ def test_a_template_that_teaches_what_is_not_asked_is_refused_before_any_stage(t
 
 def test_a_run_ends_with_scores_and_the_next_commands(root, first):
     text = first
-    assert "14 of 14 stages made, 0 reused" in text and "overall" in text and "exact_match" in text
+    assert "15 of 15 stages made, 0 reused" in text and "overall" in text and "exact_match" in text
     assert re.search(r"train: 5 of 5  loss 0\.2000", text)
     hf_dir = Path(re.search(r"^Model: +(\S+)", text, re.M).group(1))
     assert (hf_dir / "model.safetensors").is_file()
@@ -134,7 +134,7 @@ def test_both_models_are_asked_the_same(finished):
 
 
 def test_a_second_run_makes_nothing_and_stays_in_its_mlflow_run(finished, second):
-    assert "0 of 14 stages made, 14 reused" in second and "made in" not in second
+    assert "0 of 15 stages made, 15 reused" in second and "made in" not in second
     client = connect(finished)
     experiment = client.get_experiment_by_name("athanor-embedded")
     runs = client.search_runs([experiment.experiment_id], "tags.`athanor.differs` != 'x'")
@@ -172,10 +172,10 @@ def test_prefect_shows_stages_reports_scores_and_the_mlflow_run(second):
 
 def test_plan_says_which_field_changed(finished, capsys):
     assert athanor("plan", finished) == 0
-    assert "0 of 14 stages would be made" in capsys.readouterr().out
+    assert "0 of 15 stages would be made" in capsys.readouterr().out
     assert athanor("plan", finished, **{"train.optim.lr": 0.004}) == 0
     text = capsys.readouterr().out
-    assert "optim.lr: 0.002 -> 0.004" in text and "7 of 14 stages would be made" in text
+    assert "optim.lr: 0.002 -> 0.004" in text and "8 of 15 stages would be made" in text
     assert "its input train will be made first" in text
     assert re.search(r"samples +\d+ train, \d+ held-out", text) and re.search(r"bins +\d+ train", text)
     assert re.search(r"parameters +[\d,]+ \(vision", text) and re.search(r"memory +about", text)
@@ -193,7 +193,7 @@ def test_another_learning_rate_makes_the_training_and_what_follows_once_nobody_e
         logging.getLogger("athanor.stage").removeHandler(freer)
     text, told = capsys.readouterr()
     assert "is being made by process" in told and not lock.is_locked
-    assert "7 of 14 stages made, 7 reused" in text
+    assert "8 of 15 stages made, 7 reused" in text
     client = connect(finished)
     experiment = client.get_experiment_by_name("athanor-embedded")
     names = {run.info.run_name for run in client.search_runs([experiment.experiment_id])}
@@ -205,7 +205,7 @@ def test_another_learning_rate_makes_the_training_and_what_follows_once_nobody_e
 
 def test_a_reused_training_is_whole_in_the_next_mlflow_run(finished, capsys):
     assert athanor("run", finished, **{"evaluate.max_new_tokens": 3}) == 0
-    assert "6 of 14 stages made, 8 reused" in capsys.readouterr().out
+    assert "7 of 15 stages made, 8 reused" in capsys.readouterr().out
     client = connect(finished)
     experiment = client.get_experiment_by_name("athanor-embedded")
     (run,) = client.search_runs([experiment.experiment_id], "params.`evaluate.max_new_tokens` = '3'")
@@ -233,7 +233,7 @@ def pushed(monkeypatch) -> list[tuple[Path, str, bool]]:
 def test_a_model_whose_scores_do_not_hold_is_not_registered_and_not_pushed(finished, pushed):
     client, name = connect(finished), "athanor-embedded"
     before = len(client.search_model_versions(f"name='{name}'"))
-    gates = "{exact_match: {min: 0.99}, score: {min_gain: 0.9}}"
+    gates = "{exact_match: {min: 0.99}, score: {min_gain: 0.9}, same_answers: {max: 0.5}}"
     changes = {"evaluate.max_new_tokens": 1, "execution.registry.gates": gates}
     assert athanor("run", finished, **changes, **PUSHED) == 0
     assert pushed == []
@@ -241,6 +241,7 @@ def test_a_model_whose_scores_do_not_hold_is_not_registered_and_not_pushed(finis
     (run,) = client.search_runs([experiment.experiment_id], "params.`evaluate.max_new_tokens` = '1'")
     reason = run.data.tags["athanor.champion"]
     assert reason.startswith("not registered: exact_match 0.") and "is below 0.99; the gain in score, " in reason
+    assert reason.endswith("; same_answers 1.0000 is above 0.5") and run.data.metrics["same_answers"] == 1.0
     assert "gain_low" in run.data.metrics and reason in run.data.tags["mlflow.note.content"]
     assert len(client.search_model_versions(f"name='{name}'")) == before
 
@@ -248,7 +249,7 @@ def test_a_model_whose_scores_do_not_hold_is_not_registered_and_not_pushed(finis
 def test_without_comparison_and_contamination_nothing_of_them_is_made(finished, capsys):
     assert athanor("run", finished, compare="null", contamination="null") == 0
     text = capsys.readouterr().out
-    assert "2 of 10 stages made, 8 reused" in text
+    assert "2 of 11 stages made, 9 reused" in text
     card = (Path(re.search(r"^Model: +(\S+)", text, re.M).group(1)) / "README.md").read_text()
     assert "Not looked for." in card
 
@@ -257,7 +258,7 @@ def test_the_recipe_on_the_card_makes_the_same_model(finished, first, capsys, tm
     card = (Path(re.search(r"^Model: +(\S+)", first, re.M).group(1)) / "README.md").read_text()
     (tmp_path / "recipe.yaml").write_text(re.findall(r"```yaml\n(.*?)```", card, re.S)[0])
     assert main(["plan", str(tmp_path / "recipe.yaml"), "--root", str(finished)]) == 0
-    assert "0 of 14 stages would be made" in capsys.readouterr().out
+    assert "0 of 15 stages would be made" in capsys.readouterr().out
 
 
 def test_a_model_goes_to_the_hub_with_its_card(finished, pushed):

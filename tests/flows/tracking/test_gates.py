@@ -41,6 +41,13 @@ def test_a_score_that_is_not_there_does_not_hold():
     ]
 
 
+def test_a_gate_tells_why_a_score_is_low():
+    why = {"same_answers": "peft answers a/1 differently"}
+    found = refusals({"same_answers": Gate(min=1.0)}, {"same_answers": 0.75}, None, why)
+    assert found == ["same_answers 0.7500 is below 1: peft answers a/1 differently"]
+    assert refusals({"same_answers": Gate(min=1.0)}, {"same_answers": 1.0}, None, {"same_answers": ""}) == []
+
+
 def test_every_gate_that_fails_is_named():
     gates = {"stop_rate": Gate(min=0.9, min_gain=0.0), "cer": Gate(max=0.1)}
     assert len(refusals(gates, SCORES, GAINS)) == 3

@@ -65,7 +65,7 @@ def test_a_copy_goes_on_by_itself_and_leaves_the_original_alone(root, tmp_path, 
     assert "step" in Path(client.download_artifacts(first.run_id, "stages/train/metrics.jsonl")).read_text()
     monkeypatch.setenv("MLFLOW_TRACKING_URI", tracking_uri(copy))
     place = mlflow.artifacts.download_artifacts(f"models:/{MODEL}@champion")
-    assert Path(place).is_relative_to(copy) and (Path(place) / "model.safetensors").read_bytes() == b"weights"
+    assert Path(place).is_relative_to(copy) and (Path(place) / "hf" / "model.safetensors").read_bytes() == b"weights"
 
 
 def test_no_address_of_the_old_place_is_left(root, tmp_path):

@@ -26,6 +26,7 @@ from flows.tracking.sender import Sender
 from flows.tracking.store import connect, may_pass
 from flows.tracking.tracker import Tracker
 from stages.artifacts.artifact import Artifact
+from stages.release.flavor.mlmodel import FLAVOR_FILES, installed_versions, write_flavor
 from tests.helpers.mlflow_server import MlflowServer
 from tests.helpers.tiny_model import tiny_hf_dir
 from tests.helpers.tracked_run import (
@@ -44,10 +45,12 @@ from tests.helpers.tracked_run import (
 ELSEWHERE = f"""
 import mlflow, sys
 from transformers import AutoModelForImageTextToText, AutoTokenizer
-place = mlflow.artifacts.download_artifacts("models:/{MODEL}@champion")
+place = mlflow.artifacts.download_artifacts("models:/{MODEL}@champion/hf")
 model = AutoModelForImageTextToText.from_pretrained(place, local_files_only=True)
 AutoTokenizer.from_pretrained(place, local_files_only=True)
 print(sum(p.numel() for p in model.parameters()), file=sys.stderr)
+(answer,) = mlflow.pyfunc.load_model("models:/{MODEL}@champion").predict([{{"question": "Which digit?"}}])
+assert isinstance(answer, str)
 print(place)
 """
 
@@ -90,6 +93,7 @@ def tell(root: Path, key: str, level: str = "small") -> Tracker:
     tracker.log_stage(make_trained(root, "d" * 16, 3), False)
     exported = make_exported(root, "e" * 16)
     shutil.copytree(tiny_hf_dir("first"), exported.dir / "hf", dirs_exist_ok=True)
+    write_flavor(exported.dir, installed_versions(), "Which digit?", [], 8)
     tracker.register(exported, make_evaluated(root, "f" * 16, 12), exported.dir / "hf", MODEL)
     tracker.finish("FINISHED")
     return tracker
@@ -167,8 +171,8 @@ def test_an_upload_that_broke_goes_on_with_the_files_that_lack(server, tmp_path,
     client, this_run = MlflowClient(server.url), f"run_id='{load_record(tmp_path, 'broken').learnt.run_id}'"
     assert not client.search_model_versions(this_run), "a version leads to whole files"
     Publication(tmp_path, "broken").run()
-    names = sorted(path.name for path in (tmp_path / "artifacts" / "export" / ("e" * 16) / "hf").iterdir())
-    assert sorted(sent) == sorted([*names, sent[2]]), "each once, but the one that broke"
+    names = [path.name for path in (tmp_path / "artifacts" / "export" / ("e" * 16) / "hf").iterdir()]
+    assert sorted(sent) == sorted([*names, *FLAVOR_FILES, sent[2]]), "each once, but the one that broke"
     assert (
         len(MlflowClient(server.url).search_model_versions(f"name='{MODEL}' and run_id='{learnt_run(tmp_path)}'")) == 1
     )
@@ -204,7 +208,7 @@ def test_without_a_server_the_same_bytes_get_a_second_name(tmp_path):
     weights = tmp_path / "artifacts" / "export" / ("e" * 16) / "hf" / "model.safetensors"
     (version,) = client.search_model_versions(f"name='{MODEL}'")
     place = Path(version.source.removeprefix("file://"))
-    assert place.is_relative_to(tmp_path / "mlflow-artifacts") and (place / weights.name).samefile(weights)
+    assert place.is_relative_to(tmp_path / "mlflow-artifacts") and (place / "hf" / weights.name).samefile(weights)
 
 
 @pytest.mark.parametrize(
@@ -275,8 +279,8 @@ def test_an_adapter_goes_with_its_model(server, tmp_path, monkeypatch):
     Publication(tmp_path, "adapter").run()
     client, run_id = MlflowClient(server.url), load_record(tmp_path, "adapter").learnt.run_id
     model_id = client.get_run(run_id).data.tags["athanor.model_id"]
-    listed = {item.path: item.file_size for item in client.list_logged_model_artifacts(model_id, "adapter")}
-    assert listed == {"adapter/adapter_config.json": 2, "adapter/adapter_model.safetensors": 7}
+    listed = {item.path: item.file_size for item in client.list_logged_model_artifacts(model_id, "hf/adapter")}
+    assert listed == {"hf/adapter/adapter_config.json": 2, "hf/adapter/adapter_model.safetensors": 7}
     names = files_of(client, run_id, "stages/export/adapter")
     assert names == {"stages/export/adapter/adapter_config.json"}
     left = json.loads(Path(client.download_artifacts(run_id, "stages/export/references.json")).read_text())["files"]

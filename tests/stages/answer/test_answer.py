@@ -71,7 +71,7 @@ def test_a_line_a_turn_in_the_order_of_the_samples(made):
     lines = [(line.key, line.turn) for line in read_answers(made[1].dir / ANSWERS_JSONL)]
     turns = {"multi": 3}
     assert lines == [(s.key, turn) for s in mixed_samples(14) for turn in range(turns.get(s.subset, 1))]
-    assert json.loads(_bytes(made[1]).split(b"\n")[0]).keys() == {"key", "turn", "answer", "stopped", "num_tokens"}
+    assert json.loads(_bytes(made[1]).split(b"\n")[0]).keys() == {"key", "turn", "answer", "stopped", "ids"}
 
 
 def test_answers_are_those_of_each_prompt_alone(made):
@@ -83,7 +83,7 @@ def test_answers_are_those_of_each_prompt_alone(made):
             prompt = generator.encode_prompt(sample.messages[:place], images)
             (alone,) = generator.generate([prompt], CONFIG.max_new_tokens)
             line = said[sample.key, place // 2]
-            assert (line.answer, line.stopped, line.num_tokens) == (alone.text, alone.stopped, alone.num_tokens)
+            assert (line.answer, line.stopped, line.ids) == (alone.text, alone.stopped, alone.ids)
 
 
 def test_the_artifact_holds_the_answers_and_what_they_cost(made):
@@ -131,16 +131,14 @@ def test_a_sample_that_cannot_be_asked_is_left_out_and_counted(tmp_path):
 
 
 def test_one_turn_that_cannot_be_asked_takes_its_sample_with_it():
-    said = [GeneratedAnswer(key="a/1", turn=t, answer="x", stopped=True, num_tokens=1) for t in range(2)]
-    other = GeneratedAnswer(key="a/0", turn=0, answer="y", stopped=True, num_tokens=1)
+    said = [GeneratedAnswer(key="a/1", turn=t, answer="x", stopped=True, ids=[5]) for t in range(2)]
+    other = GeneratedAnswer(key="a/0", turn=0, answer="y", stopped=True, ids=[5])
     gone = [SkippedSample(key="a/1", skip="decode_error", detail=d) for d in "pq"]
     assert in_order_of_samples([(4, gone[1]), (3, said[1]), (2, gone[0]), (1, said[0]), (0, other)]) == [other, gone[0]]
 
 
 def test_any_characters_come_back_from_a_line(tmp_path):
-    line = GeneratedAnswer(
-        key="a/0", turn=0, answer="a\u2028b\x85c\nd\te \ufffd \U0001f600", stopped=True, num_tokens=9
-    )
+    line = GeneratedAnswer(key="a/0", turn=0, answer="a\u2028b\x85c\nd\te \ufffd \U0001f600", stopped=True, ids=[3, 1])
     (tmp_path / "x").write_text(to_line(line) * 2, encoding="utf-8")
     assert list(read_answers(tmp_path / "x")) == [line, line]
 

@@ -115,7 +115,7 @@ def _artifact(directory, stage, letter):
 
 
 def _said(sample, answer, stopped, num_tokens, turn=0):
-    return GeneratedAnswer(key=sample.key, turn=turn, answer=answer, stopped=stopped, num_tokens=num_tokens)
+    return GeneratedAnswer(key=sample.key, turn=turn, answer=answer, stopped=stopped, ids=[7] * num_tokens)
 
 
 def test_scores_count_right_stopped_and_empty_answers(tmp_path):

@@ -14,7 +14,8 @@ from dataset_builders.errors import InputError
 from stages.artifacts.artifact import Artifact
 from stages.artifacts.intact import check_inputs
 from stages.artifacts.run_stage import run_stage
-from stages.release import stage as release
+from stages.release import directory
+from stages.release.flavor.mlmodel import FLAVOR_FILES
 from stages.release.hub import push_to_hub
 from stages.release.stage import STAGE, ReleaseConfig
 from tests.helpers.evaluation import hf_artifact
@@ -77,7 +78,9 @@ def test_a_bit_of_the_one_file_with_two_names_is_noticed_under_both(inputs, tmp_
     """The fix takes two steps: first the export is made again, then its release."""
     released = run_stage(STAGE, CONFIG, inputs, tmp_path / "root").artifact
     names = {entry.name for entry in inputs["export"].manifest.files}
-    assert {entry.name for entry in released.manifest.files} == {*names, "hf/README.md"} and len(names) > 5
+    assert {entry.name for entry in released.manifest.files} == {*names, "hf/README.md", *FLAVOR_FILES} and len(
+        names
+    ) > 5
     check_inputs({"hf": released})
     data = bytearray((released.dir / "hf" / "model.safetensors").read_bytes())
     data[-1] ^= 1
@@ -99,7 +102,7 @@ def test_files_are_copied_where_they_cannot_have_two_names(inputs, tmp_path, mon
     def refuse(*_: object) -> None:
         raise OSError(18, "Invalid cross-device link")
 
-    monkeypatch.setattr(release.os, "link", refuse)
+    monkeypatch.setattr(directory.os, "link", refuse)
     hf_dir = run_stage(STAGE, CONFIG, inputs, tmp_path / "root").artifact.dir / "hf"
     for file in (inputs["export"].dir / "hf").iterdir():
         assert (hf_dir / file.name).read_bytes() == file.read_bytes()

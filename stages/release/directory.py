@@ -1,0 +1,87 @@
+"""The directory that is given away: the export's files, its adapter, and MLflow's flavor beside them.
+
+hf/           the files of the export, hard links on the same file system, else copies
+hf/adapter/   the export's adapter, if it has one, with the name of its base model
+MLmodel ...   see `stages.release.flavor`
+"""
+
+import base64
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from dataset_builders.contracts.manifest import FileEntry
+from dataset_builders.contracts.sample import IMAGE_SLOT
+from dataset_builders.pictures.images import preview_png
+from dataset_builders.storage.files import write_json
+from dataset_builders.storage.store import local_dir
+from stages.answer.plan import heldout_samples
+from stages.artifacts.artifact import Artifact
+from stages.inputs.hf_directory import read_json
+from stages.release.flavor.mlmodel import installed_versions, write_flavor
+from stages.release.model_card import HUB_NAME
+from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT
+from trainer.contract.peft import ADAPTER_CONFIG
+
+_EXAMPLE_SIDE = 128  # pixels of the input example's picture, at most
+_QUESTION = "What is in the picture?"
+
+
+def write_directory(
+    work: Path, exported: Artifact, samples: Artifact, base_model: str | None, max_new_tokens: int
+) -> list[FileEntry]:
+    """Write everything but the card.
+
+    Args:
+        samples: the convert artifact; one of its held-out questions becomes MLflow's input example.
+        base_model: hub name or directory of the base model; None: random weights.
+        max_new_tokens: default limit of an answer in MLflow.
+
+    Returns:
+        the entries of the files that are known already, since the export has their digests.
+    """
+    hf_dir = work / HF_EXPORT
+    shutil.rmtree(hf_dir, ignore_errors=True)
+    hf_dir.mkdir()
+    places = {HF_EXPORT: hf_dir}
+    if "adapter" in exported.manifest.stats:
+        places[ADAPTER_EXPORT] = hf_dir / ADAPTER_EXPORT
+    known: list[FileEntry] = []
+    entries = {entry.name: entry for entry in exported.manifest.files}
+    for folder, place in places.items():
+        place.mkdir(exist_ok=True)
+        for file in sorted(local_dir(exported.dir / folder).iterdir()):
+            name = f"{folder}/{file.name}"
+            if file.name == ADAPTER_CONFIG:
+                write_json(place / ADAPTER_CONFIG, _with_base(read_json(file), base_model))
+            elif _link(file, place / file.name) and name in entries:
+                known.append(entries[name].model_copy(update={"name": str((place / file.name).relative_to(work))}))
+    write_flavor(work, installed_versions(), *_example(samples), max_new_tokens)
+    return known
+
+
+def _with_base(adapter: dict[str, Any], base_model: str | None) -> dict[str, Any]:
+    """Return adapter_config.json with the base model's hub name; a directory is useless on another machine."""
+    is_name = base_model is not None and HUB_NAME.fullmatch(base_model)
+    return {**adapter, "base_model_name_or_path": base_model if is_name else None}
+
+
+def _link(source: Path, target: Path) -> bool:
+    """Create a hard link to a file that never changes; if that is impossible, copy the file and return False."""
+    try:
+        os.link(source.resolve(), target)
+    except OSError:
+        shutil.copyfile(source, target)
+        return False
+    return True
+
+
+def _example(samples: Artifact) -> tuple[str, list[str]]:
+    """Return the first held-out question about one picture, and the picture in base64; without one, a plain one."""
+    for sample in heldout_samples(samples, max_per_subset=1):
+        question = sample.messages[0]
+        if question.role == "user" and question.text.count(IMAGE_SLOT) == 1:
+            picture = preview_png(sample.images[:1], _EXAMPLE_SIDE)
+            return question.text, [base64.b64encode(picture).decode()]
+    return _QUESTION, []

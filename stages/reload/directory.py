@@ -1,0 +1,81 @@
+"""The comparison of an exported directory with the model that its training started from, by headers and small files.
+
+Greedy answers do not change if the weights of a draft layer are lost, if weights are stored in another dtype or if a
+tied matrix is stored twice. Other programs then fail, take twice the memory, or draft worse.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from stages.encode.chat import SYSTEM_PROMPT
+from stages.inputs.hf_directory import WEIGHTS_INDEX, read_json, safetensors_header, weight_files
+from trainer.model.registry import read_model
+
+_COMPARED = ("*.json", "*.jinja", "*.txt")
+_NOT_COMPARED = (WEIGHTS_INDEX, SYSTEM_PROMPT)  # depend on the files and on the training
+_FREE = {"dtype", "torch_dtype", "auto_map", "transformers_version"}
+_PIXEL_LIMITS = {"size", "min_pixels", "max_pixels"}  # the training's limits
+_OUTPUT = "lm_head.weight"
+
+
+def differences(hf_dir: Path, source: Path) -> list[str]:
+    """Return one line per difference that an export must not have; [] if there is none.
+
+    Args:
+        hf_dir: the export.
+        source: the HF directory that the training started from.
+    """
+    is_tied = read_model(source)[1].language.tie_word_embeddings
+    return [*_of_files(hf_dir, source), *_of_weights(_headers(hf_dir), _headers(source), is_tied)]
+
+
+def _of_files(hf_dir: Path, source: Path) -> Iterator[str]:
+    for file in sorted({file for pattern in _COMPARED for file in source.glob(pattern)}):
+        if file.name in _NOT_COMPARED or file.name.startswith(("manifest.", "report.")):
+            continue
+        copy = hf_dir / file.name
+        if not copy.is_file():
+            yield f"{file.name} is missing"
+        elif file.suffix != ".json":
+            if copy.read_bytes() != file.read_bytes():
+                yield f"{file.name} is not the source's"
+        else:
+            free = _FREE | (_PIXEL_LIMITS if "process" in file.name else set())
+            ours, theirs = (_flat(read_json(path), free) for path in (copy, file))
+            for name in sorted(name for name in ours.keys() | theirs if ours.get(name, ...) != theirs.get(name, ...)):
+                values = [json.dumps(each[name])[:60] if name in each else "absent" for each in (ours, theirs)]
+                yield f"{file.name}: {name} is {values[0]}, in the source {values[1]}"
+
+
+def _of_weights(ours: Mapping[str, Any], source: Mapping[str, Any], is_tied: bool) -> Iterator[str]:
+    needed = {name for name in source if not (is_tied and name == _OUTPUT)}
+    if missing := sorted(needed - ours.keys()):
+        yield f"{len(missing)} tensors are missing, the first is {missing[0]}"
+    if is_tied and _OUTPUT in ours:
+        yield f"{_OUTPUT} is stored, although tie_word_embeddings makes it the embedding"
+    if extra := sorted(ours.keys() - source.keys() - {_OUTPUT}):
+        yield f"{len(extra)} tensors are not the source's, the first is {extra[0]}"
+    for field in ("dtype", "shape"):
+        changed = [name for name in sorted(ours.keys() & source) if ours[name][field] != source[name][field]]
+        if changed:
+            values = f"{ours[changed[0]][field]}, in the source {source[changed[0]][field]}"
+            yield f"{len(changed)} tensors have another {field}: {changed[0]} is {values}"
+
+
+def _headers(directory: Path) -> dict[str, Any]:
+    return {
+        name: entry for file in weight_files(directory) for name, entry in safetensors_header(directory / file).items()
+    }
+
+
+def _flat(value: Any, free: set[str], prefix: str = "") -> dict[str, Any]:
+    """Return dotted name -> value of a JSON object, without the free fields."""
+    if not isinstance(value, dict):
+        return {prefix: value}
+    flat: dict[str, Any] = {} if value or not prefix else {prefix: {}}
+    for name, inner in value.items():
+        if name not in free:
+            flat |= _flat(inner, free, f"{prefix}.{name}" if prefix else name)
+    return flat

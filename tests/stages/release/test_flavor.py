@@ -1,0 +1,210 @@
+"""MLflow's flavor of a release: MLflow reads it, its pixels are those of training, and it needs nothing of athanor."""
+
+import base64
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import mlflow
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dataset_builders.contracts.sample import Message
+from dataset_builders.pictures.images import open_rgb
+from dataset_builders.pictures.pixels import encode_image, pixel_values
+from stages.answer.transformers_engine import Generator
+from stages.encode.images import load_image_config
+from stages.release.flavor import mlmodel
+from stages.release.flavor.mlmodel import installed_versions, write_flavor
+from tests.helpers.evaluation import picture, talkative_hf_dir
+from tests.helpers.object_store import free_port
+from tests.helpers.tiny_model import tiny_hf_dir
+
+QUESTIONS = (
+    *(("Which digit is in the picture?", 1), ("What is three plus four?", 0), ("Is the left one larger?", 2)),
+    ("<image>Which digit? Or<image>this one?", 2),
+)
+
+
+def in_base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("release")
+    shutil.copytree(talkative_hf_dir(), path / "hf")
+    write_flavor(path, installed_versions(), "Which digit?", [in_base64(picture(1))], 8)
+    return path
+
+
+@pytest.fixture(scope="module")
+def code():
+    spec = importlib.util.spec_from_file_location("flavor_code", Path(mlmodel.__file__).with_name(mlmodel.CODE))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def rows() -> list[dict]:
+    images = [[in_base64(picture(3 * i + j, 40 + 30 * j, 60)) for j in range(n)] for i, (_, n) in enumerate(QUESTIONS)]
+    return [{"question": text, "images": given} for (text, _), given in zip(QUESTIONS, images)]
+
+
+def our_answers(hf_dir: Path) -> list[str]:
+    generator, answers = Generator(hf_dir), []
+    for row in rows():
+        images = generator.encode_images([base64.b64decode(text) for text in row["images"]])
+        slots = "" if "<image>" in row["question"] else "<image>" * len(row["images"])
+        prompt = generator.encode_prompt([Message(role="user", text=slots + row["question"])], images)
+        answers.append(generator.generate([prompt], 8)[0].text.strip())
+    return answers
+
+
+def test_mlflow_loads_it_and_it_answers_as_our_own_stage(directory):
+    model = mlflow.pyfunc.load_model(str(directory))
+    expected = our_answers(directory / "hf")
+    assert model.predict(rows()) == expected and len(set(expected)) > 2
+    signature = model.metadata.signature
+    assert signature.inputs.input_names() == ["question", "images", "system"]
+    assert signature.inputs.required_input_names() == ["question"]
+    assert signature.params.to_dict()[0] | {"shape": None} == {
+        **{"name": "max_new_tokens", "type": "integer", "default": 8, "shape": None}
+    }
+    assert model.input_example.to_dict("records") == [{"question": "Which digit?", "images": [in_base64(picture(1))]}]
+    assert model.predict(model.input_example, params={"max_new_tokens": 1}) != model.predict(model.input_example)
+
+
+def test_it_is_what_mlflow_itself_would_write(directory, tmp_path):
+    """Everything but times, ids and sizes."""
+    own = mlflow.pyfunc.load_model(str(directory)).metadata
+    code = shutil.copyfile(directory / mlmodel.CODE, tmp_path / mlmodel.CODE)
+    example = (own.load_input_example(str(directory)), {"max_new_tokens": 8})
+    mlflow.pyfunc.save_model(
+        **{"path": tmp_path / "theirs", "python_model": str(code), "artifacts": {"hf_dir": str(directory / "hf")}},
+        **{"signature": own.signature, "input_example": example, "pip_requirements": ["torch"]},
+    )
+    theirs = mlflow.models.Model.load(str(tmp_path / "theirs"))
+    ours_flavor, their_flavor = (model.flavors["python_function"] for model in (own, theirs))
+    for key in ("loader_module", "python_version", "streamable", "code"):
+        assert ours_flavor[key] == their_flavor[key], key
+    assert own.signature == theirs.signature
+    assert own.saved_input_example_info == theirs.saved_input_example_info
+    serving = "serving_input_example.json"
+    assert json.loads((directory / serving).read_text()) == json.loads((tmp_path / "theirs" / serving).read_text())
+
+
+def test_pixels_are_bit_equal_to_those_of_training(code):
+    config = load_image_config(tiny_hf_dir())
+    settings = json.loads((tiny_hf_dir() / "preprocessor_config.json").read_text())
+    for seed, size in enumerate([(64, 64), (8, 9), (500, 400), (333, 47), (31, 90), (700, 200)]):
+        data = picture(seed, *size)
+        patches, grid = encode_image(data, config)
+        values, their_grid = code.patches_of(open_rgb(data), settings)
+        assert their_grid == grid.tolist()
+        assert torch.equal(values, torch.from_numpy(pixel_values(patches, config.patch_format))), size
+
+
+def encoded(image: Image.Image, **options: object) -> bytes:
+    out = io.BytesIO()
+    image.save(out, "PNG", **options)
+    return out.getvalue()
+
+
+def test_pictures_are_decoded_as_in_training(code):
+    draw = np.random.default_rng(5)
+    colours = draw.integers(0, 256, (20, 30, 4), dtype=np.uint8)
+    upright = Image.fromarray(colours[..., :3])
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    files = [
+        encoded(Image.fromarray(colours)),
+        encoded(upright.convert("P")),
+        encoded(upright.convert("L").convert("LA")),
+        encoded(Image.fromarray(draw.integers(0, 65536, (20, 30), dtype=np.uint16))),
+        encoded(upright, exif=exif.tobytes()),
+    ]
+    for data in files:
+        theirs = code._decode("data:image/png;base64," + in_base64(data))
+        assert np.array_equal(np.asarray(theirs), np.asarray(open_rgb(data)))
+
+
+def test_a_wrong_number_of_pictures_is_refused(directory):
+    model = mlflow.pyfunc.load_model(str(directory))
+    with pytest.raises(ValueError, match="marks 1 pictures with <image>, and images has 2"):
+        model.predict([{"question": "<image>Which?", "images": [in_base64(picture(1))] * 2}])
+
+
+HIDING = """
+import sys
+
+class Hidden:
+    def find_spec(name, *_):
+        if name in ("flows", "stages", "trainer", "dataset_builders"):
+            raise ImportError(name)
+
+sys.meta_path.insert(0, Hidden)
+"""
+ALONE = """
+import json, sys, mlflow
+print(json.dumps(mlflow.pyfunc.load_model(sys.argv[1]).predict(json.load(sys.stdin))))
+"""
+
+
+def without_athanor(tmp_path: Path) -> dict[str, object]:
+    """Return the options of a process in which athanor cannot be imported."""
+    (tmp_path / "sitecustomize.py").write_text(HIDING)
+    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # mlflow looks for uvicorn there
+    options = {"env": {**os.environ, "PYTHONPATH": str(tmp_path), "PATH": programs}, "cwd": tmp_path}
+    failed = subprocess.run([sys.executable, "-c", "import stages"], capture_output=True, **options)
+    assert b"ImportError: stages" in failed.stderr
+    return options
+
+
+@pytest.mark.full
+def test_it_answers_where_there_is_no_athanor(directory, tmp_path):
+    command, options = [sys.executable, "-c", ALONE, str(directory)], without_athanor(tmp_path)
+    done = subprocess.run(command, input=json.dumps(rows()), capture_output=True, text=True, check=True, **options)
+    assert json.loads(done.stdout.splitlines()[-1]) == our_answers(directory / "hf")
+
+
+@pytest.mark.full
+def test_mlflow_serves_it(directory, tmp_path):
+    """`mlflow models serve` answers questions with pictures over HTTP, in a process without athanor."""
+    command, options = (
+        ["mlflow", "models", "serve", "-m", directory, "--env-manager", "local"],
+        without_athanor(tmp_path),
+    )
+    port = free_port()
+    process = subprocess.Popen(
+        [*command, "--host", "127.0.0.1", "--port", str(port)], start_new_session=True, **options
+    )
+    address = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + 120
+        while True:
+            try:
+                urllib.request.urlopen(f"{address}/ping", timeout=5)
+                break
+            except OSError:
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.5)
+        body = json.dumps({"dataframe_records": rows()}).encode()
+        request = urllib.request.Request(f"{address}/invocations", body, {"Content-Type": "application/json"})
+        answers = json.load(urllib.request.urlopen(request, timeout=120))["predictions"]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        process.wait(30)
+    assert answers == our_answers(directory / "hf")
