@@ -2,6 +2,7 @@
 
 - Columns of MLflow's tables hold absolute addresses of files, which follow a root that was copied or moved.
 - The application of `mlflow server` gets its settings from private environment variables.
+- Experiments and browsers hold the state of MLflow's pages: columns, charts, sections.
 - Only the client's own methods turn a dataset into the entity that MlflowClient wants.
 
 The replaced functions of the server itself are in `flows/service/mlflow_app.py`.
@@ -99,3 +100,65 @@ def server_variables(store: str, files: str) -> dict[str, str]:
 def entity_of(dataset: Any) -> Any:
     """Return the entity of an mlflow.data.Dataset."""
     return dataset._to_mlflow_entity()
+
+
+VIEW_TAG = (
+    "mlflow.sharedViewState.athanor"  # tag of an experiment: the page opens with it at ?viewStateShareKey=athanor
+)
+_COLUMNS = ("score", "gain", "heldout_loss", "loss", "tokens_per_second")
+_CHARTS = (("BAR", "score"), ("LINE", "heldout_loss"), ("LINE", "loss"), ("BAR", "gain"), ("LINE", "tokens_per_second"))
+_LINE = {
+    "lineSmoothness": 0,
+    "xAxisScaleType": "linear",
+    "scaleType": "linear",
+    "range": {},
+    "xAxisKey": "step",
+    "selectedXAxisMetricKey": "",
+    "yAxisKey": "metric",
+    "yAxisExpressions": [],
+    "ignoreOutliers": False,
+    "useGlobalXaxisKey": True,
+    "useGlobalLineSmoothing": True,
+}
+_DIFFERENCE = {
+    "compareGroups": ["Parameters", "Model metrics"],
+    "chartName": "Runs difference view",
+    "showChangeFromBaseline": True,
+    "showDifferencesOnly": True,
+    "baselineColumnUuid": "",
+}
+
+
+def first_view(is_of_one_run: bool = False) -> dict[str, Any]:
+    """Return a state of MLflow's pages in which score and loss are the first columns and the first charts.
+
+    The pages add the other metrics behind these. They keep the state of a page in the browser.
+
+    Args:
+        is_of_one_run: for the charts of a run, which has no table and nothing to differ from.
+    """
+    names = {"athanor-1": "Score and loss", "athanor-2": "What differs", "athanor-3": "Model metrics"}
+    sections = [
+        {"uuid": uuid, "name": name, "display": True, "isReordered": False, "deleted": False, "isGenerated": True}
+        for uuid, name in names.items()
+        if not (is_of_one_run and name == "What differs")
+    ]
+    charts = [
+        _chart(kind, name, "athanor-1", metricKey=name, **(_LINE if kind == "LINE" else {})) for kind, name in _CHARTS
+    ]
+    view = {
+        "compareRunCharts": charts,
+        "compareRunSections": sections,
+        "isAccordionReordered": True,  # else the sections are sorted by name
+        "autoRefreshEnabled": True,
+        "globalLineChartConfig": {"xAxisKey": "step", "lineSmoothness": 0, "selectedXAxisMetricKey": ""},
+    }
+    if is_of_one_run:
+        return view
+    charts.append(_chart("DIFFERENCE", "difference", "athanor-2", **_DIFFERENCE))
+    return view | {"selectedColumns": [f"metrics.`{name}`" for name in _COLUMNS], "hideEmptyCharts": True}
+
+
+def _chart(kind: str, name: str, section: str, **settings: Any) -> dict[str, Any]:
+    plain = {"runsCountToCompare": 10, "deleted": False, "isGenerated": True}
+    return {"type": kind, "uuid": f"athanor-{name}", "metricSectionId": section, **plain, **settings}

@@ -22,9 +22,13 @@ from stages.artifacts.artifact import External, Input
 
 @contextlib.contextmanager
 def ends_with_failure(tracker: Tracker) -> Iterator[None]:
-    """End the MLflow run if the block ends early: FAILED for an error, KILLED for a stop."""
+    """End the MLflow run if the block ends early: FAILED for an error, KILLED for a stop. Before its first stage, an
+    error of the input leaves no run."""
     try:
         yield
+    except InputError:
+        tracker.finish("REFUSED")
+        raise
     except Exception:
         tracker.finish("FAILED")
         raise
@@ -57,7 +61,6 @@ def open_tracking(
         "athanor.git_dirty": source.get("dirty", "unknown"),
         "mlflow.source.git.commit": source.get("commit", "unknown"),
         "mlflow.source.name": "athanor run",
-        **execution_tags(config),
     }
     opening = Opening(
         experiment=config.mlflow_name,
@@ -66,6 +69,7 @@ def open_tracking(
         params=config.identity(),
         tags=tags,
         note=f"Recipe **{recipe}**. {about}\n\n{_how_to_repeat(config, recipe)}",
+        execution_yaml=execution_yaml(config),
         recipe_yaml=yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False),
         registry=config.execution.registry,
         artifacts=config.execution.tracking.artifacts,
@@ -74,10 +78,9 @@ def open_tracking(
     return open_run(location(root), opening)
 
 
-def execution_tags(config: PipelineConfig) -> dict[str, str]:
-    """Return the dotted settings of execution, without unset ones."""
-    values = {"execution": config.execution.model_dump(mode="json")}
-    return {key: str(value) for key, value in flatten(values).items() if value is not None}
+def execution_yaml(config: PipelineConfig) -> str:
+    """Return the settings of execution, without unset ones."""
+    return yaml.safe_dump(config.execution.model_dump(mode="json", exclude_none=True), sort_keys=False)
 
 
 def reproducing_command(config: PipelineConfig, recipe: str) -> str | None:

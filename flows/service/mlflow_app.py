@@ -9,14 +9,16 @@ of this server see the same files under `mlflow-artifacts:`, and read and write 
 Whoever may call MLflow's API may set any directory for the files of an experiment, and read and write in it. This
 application serves only files in the root's own directory, and deletes none. Endpoints that make the server run a
 model's commands or call other machines are closed. Parts of MLflow 3.17.2 are replaced for this: the types of the
-columns of addresses, the opener of every file, and the first page. They are compared with the installed MLflow in
-`tests/flows/libraries/test_mlflow_private.py`.
+columns of addresses, the opener of every file, the order of a run's metrics, and the first page. They are compared with
+the installed MLflow in `tests/flows/libraries/test_mlflow_private.py`.
 """
 
+import json
 import os
 from pathlib import Path
 from typing import Any
 
+from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import PERMISSION_DENIED
 from mlflow.server import app as flask_app
@@ -27,28 +29,30 @@ from mlflow.store.artifact import artifact_repository_registry
 from mlflow.store.artifact.artifact_repo import ArtifactRepository
 from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
 from mlflow.store.db.base_sql_model import Base
+from mlflow.store.tracking.dbmodels.models import SqlRun
 from mlflow.utils.file_utils import local_file_uri_to_path
 from mlflow.utils.uri import is_local_uri
 from sqlalchemy import Dialect, String, TypeDecorator
 from starlette.types import ASGIApp
 
 from dataset_builders.known_version import check_version
-from flows.libraries.mlflow_private import ADDRESSES, KNOWN
+from flows.libraries.mlflow_private import ADDRESSES, KNOWN, first_view
 from flows.prefect_server.access import MLFLOW_PASSWORD, MLFLOW_USER
 from flows.prefect_server.guard import guarded
+from flows.prefect_server.reports import with_reports
 from flows.tracking.store import migrate
 
 check_version("mlflow", KNOWN, __name__, "the server could give out or change any file of this machine", refuses=True)
 
 # A path with one of these segments is answered with 404: an assistant with a shell, calls to other machines, jobs, and
 # an upload that ignores where a run's files are and puts them into EXPERIMENT/RUN/artifacts.
-CLOSED = frozenset(
-    {"assistant", "gateway", "gateway-proxy", "webhooks", "jobs", "prompt-optimization", "scorers", "upload-artifact"}
-)
+CLOSED = frozenset({"assistant", "gateway", "webhooks", "jobs", "prompt-optimization", "scorers", "upload-artifact"})
 _SERVED = "mlflow-artifacts:"
 # At a browser's first visit, MLflow shows its pages for generated text and opens the assistant, which is closed here.
 # It also announces that it collects usage data, and shows the switch for that as on, whatever the server's setting is.
-_FIRST_VISIT = """<head><script>
+# Where a browser has no state of an experiment's or a run's page yet, the page gets the one of `first_view`, and an
+# experiment opens on its charts. The button of the assistant is hidden.
+_FIRST_VISIT = """<head><style>[data-assistant-ui] { display: none !important; }</style><script>
 const first = {
   "mlflow.workflowType_v1": '"machine_learning"',
   "mlflow.assistant.fab.autoOpenedOnFirstLoad_v1": "true",
@@ -56,7 +60,30 @@ const first = {
   "mlflow.telemetry.info.alert.dismissed_v1": "true",
 };
 for (const [key, value] of Object.entries(first)) localStorage.getItem(key) ?? localStorage.setItem(key, value);
+const views = [
+  [/^MLflowLocalStorage-[^-]+-ExperimentPage-\\["[0-9]+"\\]-/, JSON.stringify(EXPERIMENT)],
+  [/^MLflowLocalStorage-[^-]+-RunPage-[0-9a-f]{32}-model-/, JSON.stringify(RUN)],
+];
+const stored = Storage.prototype.getItem;
+Storage.prototype.getItem = function (key) {
+  return stored.call(this, key) ?? views.find(([name]) => name.test(key))?.[1] ?? null;
+};
+const opening = /(#\\/experiments\\/[0-9]+)(?:\\/runs)?$/;
+const charts = (url) => String(url ?? "").replace(opening, "$1/runs?compareRunsMode=CHART");
+for (const name of ["pushState", "replaceState"]) {
+  const change = history[name];
+  history[name] = function (state, title, url) { return change.call(this, state, title, url && charts(url)); };
+}
+if (charts(location.hash) !== location.hash) history.replaceState(null, "", charts(location.hash));
 </script>"""
+
+
+# A run's page and the compare page list metrics in the order of the answer; compare begins with the first.
+_FIRST_METRICS = (
+    *("score", "score_low", "score_high", "gain", "gain_low", "gain_high"),
+    *("heldout_loss", "loss", "tokens_per_second"),
+)
+_LAST_METRICS = ("timing/", "usage/")
 
 
 def make_app() -> ASGIApp:
@@ -68,10 +95,31 @@ def make_app() -> ASGIApp:
         column.type = ServedAddress(column.type.length)
     # MLflow's handlers, its store and its pages for prompts open files by it.
     artifact_repository_registry._artifact_repository_registry.get_artifact_repository = own_files
+    replace_run_reader(SqlRun)
     page = Path(flask_app.static_folder, "index.html").read_text(encoding="utf-8")
-    flask_app.view_functions["serve"] = lambda: page.replace("<head>", _FIRST_VISIT, 1)
+    first_visit = _FIRST_VISIT.replace("EXPERIMENT", json.dumps(first_view())).replace(
+        "RUN", json.dumps(first_view(True))
+    )
+    flask_app.view_functions["serve"] = lambda: page.replace("<head>", first_visit, 1)
     handlers.initialize_backend_stores(store, store, os.environ[ARTIFACT_ROOT_ENV_VAR])
-    return guarded(app, f"{os.environ[MLFLOW_USER]}:{os.environ[MLFLOW_PASSWORD]}", CLOSED)
+    return guarded(
+        with_reports(app, _own_directory().parent), f"{os.environ[MLFLOW_USER]}:{os.environ[MLFLOW_PASSWORD]}", CLOSED
+    )
+
+
+def replace_run_reader(runs: type[SqlRun]) -> None:
+    """Make the table of runs give each run with its metrics in reading order: results, metrics, subsets, machine."""
+    read = runs.to_mlflow_entity
+
+    def place(metric: Any) -> tuple[int, bool, bool]:
+        rank = _FIRST_METRICS.index(metric.key) if metric.key in _FIRST_METRICS else len(_FIRST_METRICS)
+        return rank, metric.key.startswith(_LAST_METRICS), "/" in metric.key
+
+    def read_in_order(run: SqlRun) -> Run:
+        list.sort(run.latest_metrics, key=place)  # not the method of SQLAlchemy's list, which would note a change
+        return read(run)
+
+    runs.to_mlflow_entity = read_in_order
 
 
 class ServedAddress(TypeDecorator):

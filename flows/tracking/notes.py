@@ -8,6 +8,7 @@ from flows.tracking.store import compare_url
 NOTE_TAG = "mlflow.note.content"
 MAX_NAME = 250
 _MAX_VALUE = 48
+MAX_VERSION_NOTE = 5000  # characters that MLflow stores
 _MAX_NOTE = 7500  # MLflow cuts a tag at 8000 characters
 
 
@@ -42,23 +43,29 @@ def run_note(
     stages: Mapping[str, tuple[str, Collection[str]]],
     scores: Mapping[str, Mapping[str, Any]],
     verdict: str | None,
+    headline: Sequence[str] = (),
 ) -> str:
     """Return a run's description in Markdown.
 
-    MLflow shows only the first lines of a description until the user unfolds it.
+    MLflow shows only the first lines of a description until the user unfolds it: these have the headline, the links to
+    the reports and the verdict.
 
     Args:
+        headline: score, gain, losses and speed, each with its name.
         head: the part that is known from the start: recipe, differences, command.
         page: address of the run's own page, for links to its artifacts.
         stages: name of a stage -> directory of its artifact, and names of the artifact's files that the run holds.
         scores: subset -> metric -> value.
         verdict: why the run's model is champion, or why not.
     """
-    overall = {name: value for name, value in scores.get("overall", {}).items() if not name.startswith("mean_")}
-    summary = ", ".join(f"{name} {score_text(value)}" for name, value in overall.items() if value is not None)
-    results = [f"Held-out: {summary}."] if summary else []
-    results += [f"Registered model: {verdict}."] if verdict else []
-    paragraphs = [" ".join(results), head, _score_table(scores) if scores else ""]
+    reports = [link for name, (_, files) in stages.items() if (link := _link(page, name, "report", files, name))]
+    paragraphs = [
+        f"**{', '.join(headline)}**" if headline else "",
+        f"Reports: {', '.join(reversed(reports))}" if reports else "",
+        f"Registered model: {verdict}." if verdict else "",
+        head,
+        _score_table(scores) if scores else "",
+    ]
     if stages:
         rows = [
             (name, _link(page, name, "report", files), _link(page, name, "preview", files), f"`{directory}`")
@@ -68,8 +75,18 @@ def run_note(
     return "\n\n".join(paragraph for paragraph in paragraphs if paragraph)[:_MAX_NOTE]
 
 
-def _link(page: str, stage: str, name: str, files: Collection[str]) -> str:
-    return f"[{name}]({page}/artifacts/stages/{stage}/{name}.html)" if f"{name}.html" in files else ""
+def version_note(verdict: str, scores: Mapping[str, Mapping[str, Any]], page: str, directory: str) -> str:
+    """Return a version's description in Markdown: the decision, the run that made it, its files and its scores.
+
+    Args:
+        page: address of the run's page.
+        directory: directory of the model's files.
+    """
+    return f"{verdict}\n\n[Run]({page}), files: `{directory}`\n\n{_score_table(scores)}"[:MAX_VERSION_NOTE]
+
+
+def _link(page: str, stage: str, name: str, files: Collection[str], text: str = "") -> str:
+    return f"[{text or name}]({page}/artifacts/stages/{stage}/{name}.html)" if f"{name}.html" in files else ""
 
 
 def _score_table(scores: Mapping[str, Mapping[str, Any]]) -> str:
@@ -94,5 +111,10 @@ def score_text(value: float | None, ends: tuple[float, float] | None = None) -> 
 def experiment_note(names: Sequence[str], run_ids: Sequence[str], experiment_id: str) -> str:
     """Return an experiment's description: a link to the page that compares the newest runs, and their names."""
     link = compare_url(run_ids, experiment_id, "").removeprefix("/")  # relative, so that a server may have any prefix
+    view = f"#/experiments/{experiment_id}/runs?viewStateShareKey=athanor&compareRunsMode=CHART"
     newest = "\n".join(f"- {name}" for name in names)
-    return f"[Compare the {len(run_ids)} newest runs]({link})\n\n{newest}"[:_MAX_NOTE]
+    return (
+        f"[Score and loss of all runs]({view}), [what differs between the {len(run_ids)} newest]({link})\n\n{newest}"[
+            :_MAX_NOTE
+        ]
+    )

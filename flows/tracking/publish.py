@@ -4,6 +4,7 @@ A stage, a model and scores are marked by a tag once they are complete. The time
 So publishing again adds exactly the missing content, whatever failed before.
 """
 
+import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from dataset_builders.contracts.fingerprint import fingerprint, flatten
 from dataset_builders.contracts.manifest import MANIFEST
 from dataset_builders.storage.files import GrowingFile
 from dataset_builders.storage.store import StorePath, local_copy, modified, side_dir
+from flows.libraries.mlflow_private import VIEW_TAG, first_view
 from flows.tracking.config import BENCH
 from flows.tracking.files import REFERENCES, chosen_files, references, send_model, send_stage, sizes_of
 from flows.tracking.notes import NOTE_TAG, experiment_note, run_note
@@ -37,7 +39,7 @@ from flows.tracking.record import (
     save_learnt,
 )
 from flows.tracking.registry import MODEL_TAG, REASON_TAG, log_model, register_model, standing
-from flows.tracking.run_writer import RunWriter
+from flows.tracking.run_writer import FINGERPRINT, HIDDEN, RunWriter, metric_name
 from flows.tracking.system import CPU_METRIC, parse_samples
 from flows.tracking.tables import (
     COMPARISON_TABLE,
@@ -45,8 +47,11 @@ from flows.tracking.tables import (
     PREDICTIONS_TABLE,
     dataset_input,
     gain_metrics,
+    headline,
     log_answers,
     most_different,
+    score_interval,
+    training_figures,
     wrong_first,
 )
 from stages.artifacts.artifact import Artifact
@@ -55,9 +60,9 @@ from stages.scoring.names import flat_scores
 from trainer.contract.answer import parse_metrics, read_metrics
 from trainer.contract.names import METRICS_JSONL
 
-IDENTITY_TAG, _CREATION_TAG = "athanor.identity", "athanor.creation"
+IDENTITY_TAG, _CREATION_TAG = f"{HIDDEN}identity", f"{HIDDEN}creation"
 _LOSS = "loss"  # a metric of every row of a training
-RECIPE_YAML = "recipe.yaml"
+RECIPE_YAML, EXECUTION_YAML = "recipe.yaml", "execution.yaml"
 COMPARED_RUNS = 8
 log = logging.getLogger("athanor.tracking")
 
@@ -81,6 +86,7 @@ class Publication:
         self._writer: RunWriter | None = None
         self._live: GrowingFile | None = None
         self._samples = GrowingFile(samples_path(root, key))
+        self._headline_of: tuple[list[str], list[str]] = ([], [])  # directories of artifacts, and their figures
         self._files: dict[str, list[str]] = {}  # stage -> names of the files that the run holds
 
     def run(self) -> None:
@@ -92,7 +98,10 @@ class Publication:
         self.record = record = load_record(self.root, self.key)
         try:
             is_open = record.learnt.store == store_digest(self.root) and self._writer is not None
-            if is_open and record.learnt.published == record.revision:
+            if record.is_empty():  # a run that is refused before its first stage leaves none in MLflow
+                if record.is_waiting():
+                    save_learnt(self.root, self.key, record.learnt.model_copy(update={"published": record.revision}))
+            elif is_open and record.learnt.published == record.revision:
                 self._live_rows()
             else:
                 self._publish()
@@ -181,15 +190,29 @@ class Publication:
             writer.client.log_text(writer.run_id, opening.recipe_yaml, RECIPE_YAML)
             writer.mark("params", opening.identity)
             self._count("recipe")
+        mark = fingerprint({"execution": opening.execution_yaml})
+        if opening.execution_yaml and not writer.is_marked("execution", mark):
+            writer.client.log_text(writer.run_id, opening.execution_yaml, EXECUTION_YAML)
+            writer.mark("execution", mark)
         writer.set_tags(opening.tags)
 
     def _describe(self) -> None:
         record, writer = self.record, self._writer
-        page = f"#/experiments/{writer.experiment_id}/runs/{writer.run_id}"
         stages = {name: (entry.dir, self._files_of(name)) for name, entry in record.stages.items()}
         scores = record.registration.scores if record.registration else {}
         record.learnt.verdict = self._verdict()
-        writer.set_tags({NOTE_TAG: run_note(record.opening.note, page, stages, scores, writer.tags.get(REASON_TAG))})
+        note = run_note(record.opening.note, writer.page, stages, scores, writer.tags.get(REASON_TAG), self._headline())
+        writer.set_tags({NOTE_TAG: note})
+
+    def _headline(self) -> list[str]:
+        """Return the score, the gain, the losses and the speed of this run, as far as they exist."""
+        evaluated = self.record.registration and self.record.registration.evaluated
+        places = [place for place in (evaluated, *(each.dir for each in self.record.stages.values())) if place]
+        places = [place for place in places if (find_place(self.root, place) / MANIFEST).is_file()]
+        if self._headline_of[0] != places:
+            artifacts = {place: Artifact.load(find_place(self.root, place)) for place in places}
+            self._headline_of = places, headline(artifacts.get(evaluated), list(artifacts.values()))
+        return self._headline_of[1]
 
     def _verdict(self) -> str:
         """Return the decision on this run's model. If an earlier try decided it, return which model is champion now."""
@@ -210,7 +233,7 @@ class Publication:
         writer, record = self._writer, self.record
         if writer.status != "FINISHED" and (writer.status, writer.end_ms) != (record.status, record.ended_ms):
             seconds = (record.ended_ms - record.opened_ms) / 1e3
-            writer.log_metrics([Metric("flow_seconds", seconds, record.ended_ms, 0)])
+            writer.log_metrics([Metric(metric_name("flow_seconds"), seconds, record.ended_ms, 0)])
             writer.client.set_terminated(writer.run_id, record.status, record.ended_ms)
             self._count("end")
         self._drop_doubles()
@@ -219,6 +242,7 @@ class Publication:
         if len(ids) > 1:
             note = experiment_note([run.info.run_name for run in newest], ids, writer.experiment_id)
             writer.client.set_experiment_tag(writer.experiment_id, NOTE_TAG, note)
+            writer.client.set_experiment_tag(writer.experiment_id, VIEW_TAG, json.dumps(first_view()))
         record.learnt.compare = [other for other in ids if other != writer.run_id][:1]
 
     def _comparable_runs(self) -> list[Run]:
@@ -226,7 +250,7 @@ class Publication:
         samples = self.record.stages.get("convert")
         if samples is None:
             return []
-        alike = f"attributes.status = 'FINISHED' AND tags.`fingerprint.convert` = '{samples.fingerprint}'"
+        alike = f"attributes.status = 'FINISHED' AND tags.`{FINGERPRINT}convert` = '{samples.fingerprint}'"
         order = ["attributes.start_time DESC"]
         return self._writer.client.search_runs([self._writer.experiment_id], alike, 1, COMPARED_RUNS, order)
 
@@ -241,7 +265,7 @@ class Publication:
 
     def _stage(self, name: str, entry: StageEntry) -> None:
         """Add a stage: its pages, its curves or differences, and a dataset of the run if the stage makes data."""
-        writer, mark = self._writer, f"fingerprint.{name}"
+        writer, mark = self._writer, f"{FINGERPRINT}{name}"
         if writer.tags.get(mark) == entry.fingerprint:
             return
         artifact = Artifact.load(find_place(self.root, entry.dir))
@@ -256,7 +280,7 @@ class Publication:
         if entry.dataset is not None:
             writer.client.log_inputs(writer.run_id, [dataset_input(artifact, entry.dataset)])
         # The mark is set last, so that a stage that was logged only in part is logged again.
-        writer.set_tags({f"reused.{name}": str(entry.reused).lower(), mark: entry.fingerprint})
+        writer.set_tags({f"{HIDDEN}reused.{name}": str(entry.reused).lower(), mark: entry.fingerprint})
         self._count("stage")
 
     def _training(self, training: Artifact) -> None:
@@ -265,17 +289,8 @@ class Publication:
         self._count("step", self._writer.log_rows(rows, _made_ms(training), _LOSS))
         if not rows:
             return
-        steps = [b.step - a for a, b in zip([0, *(row.step for row in rows)], rows)]
-        seconds = sum(count * row.step_seconds for count, row in zip(steps, rows))
-        heldout = [row.heldout_loss for row in rows if row.heldout_loss is not None]
-        values = {
-            "final_loss": rows[-1].loss,
-            "final_heldout_loss": heldout[-1] if heldout else None,
-            "train_seconds": seconds,
-            "train_tokens_per_second": rows[-1].tokens / seconds if seconds else None,
-        }
         moment, step = rows[-1].time_ms or _made_ms(training), rows[-1].step
-        figures = {name: value for name, value in values.items() if value is not None}
+        figures = training_figures(rows)
         self._writer.log_metrics([Metric(name, value, moment, step) for name, value in figures.items()])
 
     def _comparison(self, comparison: Artifact) -> None:
@@ -291,7 +306,7 @@ class Publication:
     def _stage_files(self, name: str, entry: StageEntry) -> None:
         """Add the chosen files of a stage, and a list of the files that are not uploaded."""
         writer, level = self._writer, self.record.opening.artifacts
-        mark, is_added = f"{entry.fingerprint} {level}", writer.tags.get(f"fingerprint.{name}") == entry.fingerprint
+        mark, is_added = f"{entry.fingerprint} {level}", writer.tags.get(f"{FINGERPRINT}{name}") == entry.fingerprint
         if writer.is_marked(f"files.{name}", mark) or not is_added:
             return
         artifact, folder = Artifact.load(find_place(self.root, entry.dir)), f"stages/{name}"
@@ -336,6 +351,7 @@ class Publication:
             samples = evaluation.manifest.parents["samples"]
             about = {"model_id": model_id, "dataset_name": samples.name, "dataset_digest": samples.fingerprint}
         moment, scores = _made_ms(evaluation), flat_scores(registration.scores)
+        scores |= score_interval(evaluation)
         writer.log_metrics([Metric(name, value, moment, 0, **about) for name, value in scores.items()])
         log_answers(writer.client, writer.run_id, PREDICTIONS_TABLE, wrong_first(evaluation.dir, MAX_ANSWERS))
         writer.mark("scores", evaluation.manifest.fingerprint)
@@ -369,6 +385,8 @@ class Publication:
             self._live = GrowingFile(path)
         self._count("step", writer.log_rows(parse_metrics(self._live.new_lines()), default_ms, _LOSS))
         self._live.take()
+        if not writer.steps.get(_LOSS) and self.record.status is None:
+            return  # MLflow's compare page begins with the first metric that a run got
         samples = parse_samples(self._samples.new_lines())
         self._count("machine sample", writer.log_rows(samples, default_ms, CPU_METRIC))
         self._samples.take()

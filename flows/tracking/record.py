@@ -27,6 +27,7 @@ from flows.tracking.config import ArtifactLevel, RegistryConfig
 from stages.launchers.owner import Owner
 
 FORMAT_VERSION = 1
+REFUSED = "REFUSED"  # status of a run that ended with an error of its input before its first stage
 log = logging.getLogger("athanor.tracking")
 
 
@@ -44,6 +45,7 @@ class Opening(_Part):
         tags: tags of the run, which may change between two tries.
         note: description in Markdown.
         recipe_yaml: the whole configuration, stored as a file of the run.
+        execution_yaml: the settings of execution, a file of the run which may change between two tries.
         registry: the conditions under which the run's model becomes champion.
         artifacts: the level of files that are uploaded.
         samples_host: whether the trainer runs on this machine, so that this machine's system metrics are useful.
@@ -56,6 +58,7 @@ class Opening(_Part):
     tags: dict[str, str]
     note: str = ""
     recipe_yaml: str = ""
+    execution_yaml: str = ""
     registry: RegistryConfig = RegistryConfig()
     artifacts: ArtifactLevel = "small"
     samples_host: bool = True
@@ -181,6 +184,13 @@ class TrackedRun(_Part):
     revision: int = 0
     learnt: MlflowState = MlflowState()
 
+    def is_empty(self) -> bool:
+        """Whether MLflow has no run and needs none yet: no stage has ended, no training runs, nothing has failed."""
+        return self._has_no_work() and self.status in (None, REFUSED)
+
+    def _has_no_work(self) -> bool:
+        return not (self.stages or self.live or self.registration or self.learnt.run_id)
+
     def is_waiting(self) -> bool:
         """Whether MLflow lacks a known change of the record, or the run's process died without ending the run."""
         return self.learnt.published < self.revision or (self.status is None and self.owner.is_dead())
@@ -189,6 +199,8 @@ class TrackedRun(_Part):
         """End the current try. A finished run stays finished."""
         if self.status != "FINISHED":
             self.status, self.ended_ms = status, ended_ms
+            if status == REFUSED and not self._has_no_work():
+                self.status = "FAILED"
 
 
 def with_benchmarks(

@@ -23,9 +23,9 @@ from mlflow.exceptions import MlflowException
 from dataset_builders.contracts.fingerprint import flatten
 from dataset_builders.errors import InputError
 from dataset_builders.storage.store import StorePath, absolute
-from flows.tracking.notes import score_text
+from flows.tracking.notes import score_text, version_note
 from flows.tracking.record import Registration, find_place
-from flows.tracking.run_writer import RunWriter
+from flows.tracking.run_writer import FINGERPRINT, HIDDEN, RunWriter
 from stages.artifacts.artifact import Artifact
 from stages.evaluate.predictions import PREDICTIONS, heldout_fingerprint
 from stages.scoring.names import flat_scores
@@ -34,13 +34,14 @@ if TYPE_CHECKING:
     from stages.compare.certainty import Certainty
 
 CANDIDATE, CHAMPION = "candidate", "champion"
-MODEL_TAG, _VERSION_TAG = "athanor.model_id", "athanor.model_version"
+MODEL_TAG, _VERSION_TAG = f"{HIDDEN}model_id", f"{HIDDEN}model_version"
 REASON_TAG = "athanor.champion"
-HELDOUT_TAG, EVALUATION_TAG = "heldout", "evaluation"
+HELDOUT_TAG, EVALUATION_TAG, EXPORT_TAG = f"{HIDDEN}heldout", f"{HIDDEN}evaluation", f"{HIDDEN}export"
+SCORE_TAG = f"{HIDDEN}score."  # and the name of a score
 _CERTAINTY = "stages.compare.certainty"
 _NOT_COMPARED = "so that the two are not compared"
 _WAY_OUT = "the same command with --set execution.registry.other_heldout=champion"
-_BEATEN_TAG = "athanor.beaten_version"  # tag of a new champion: the version of the previous champion, or "none"
+_BEATEN_TAG = f"{HIDDEN}beaten_version"  # tag of a new champion: the version of the previous champion, or "none"
 
 
 def log_model(writer: RunWriter, root: StorePath, registration: Registration) -> str:
@@ -90,12 +91,15 @@ def register_model(
     fingerprint = exported.manifest.fingerprint
     if writer.is_marked("export_model", fingerprint) and not _is_open(writer.tags.get(REASON_TAG), config):
         return False
-    tags = {"hf_dir": str(find_place(root, registration.hf_dir)), "fingerprint": fingerprint}
+    tags = {"hf_dir": str(find_place(root, registration.hf_dir)), EXPORT_TAG: fingerprint}
     tags |= {HELDOUT_TAG: heldout_fingerprint(evaluated), EVALUATION_TAG: evaluated.manifest.fingerprint}
-    tags |= {name: f"{value:.6g}" for name, value in flat_scores(registration.scores).items()}
+    tags |= {f"{SCORE_TAG}{name}": f"{value:.6g}" for name, value in flat_scores(registration.scores).items()}
     model_id = writer.tags[MODEL_TAG]
     version = register(writer.client, registration.name, source, writer.run_id, model_id, tags).version
     reason = promote(writer.client, root, registration.name, version, config)
+    writer.client.update_model_version(
+        registration.name, version, version_note(reason, registration.scores, writer.page, tags["hf_dir"])
+    )
     writer.set_tags({_VERSION_TAG: f"{registration.name}/{version}", REASON_TAG: reason})
     writer.mark("export_model", fingerprint)
     return True
@@ -128,7 +132,7 @@ def register(
     with contextlib.suppress(MlflowException):  # it may exist; if it could not be made, the next call raises
         client.create_registered_model(name)
     for version in client.search_model_versions(f"name='{name}'", max_results=1000):
-        if version.run_id == run_id and version.tags.get("fingerprint") == tags["fingerprint"]:
+        if version.run_id == run_id and version.tags.get(EXPORT_TAG) == tags[EXPORT_TAG]:
             return version
     return client.create_model_version(name, source, run_id, dict(tags), model_id=model_id, await_creation_for=0)
 
@@ -260,7 +264,7 @@ def _evaluation_of(client: MlflowClient, root: StorePath, version: ModelVersion)
     """Return the evaluation that a version's scores are from; None if its run or its evaluation no longer exists."""
     try:
         fingerprint = version.tags.get(EVALUATION_TAG)
-        fingerprint = fingerprint or client.get_run(version.run_id).data.tags.get("fingerprint.evaluate", "")
+        fingerprint = fingerprint or client.get_run(version.run_id).data.tags.get(f"{FINGERPRINT}evaluate", "")
         evaluated = Artifact.load(absolute(root) / "artifacts" / "evaluate" / fingerprint)
         return evaluated if (evaluated.dir / PREDICTIONS).is_file() else None
     except (MlflowException, InputError, FileNotFoundError) as error:
@@ -275,7 +279,7 @@ def _number(version: ModelVersion | None) -> str:
 
 def _score(version: ModelVersion, metric: str) -> float | None:
     try:
-        return float(version.tags[metric])
+        return float(version.tags[f"{SCORE_TAG}{metric}"])
     except (KeyError, ValueError):
         return None
 

@@ -14,6 +14,10 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, Run, RunTag
 from pydantic import BaseModel
 
+# MLflow's pages hide tags that begin with "mlflow.": only code reads these.
+HIDDEN = "mlflow.athanor."
+FINGERPRINT = f"{HIDDEN}fingerprint."  # and the name of a stage
+TIMING = "timing/"  # like usage/ of system.py, this sorts after losses and scores
 METRICS_PER_BATCH, ENTITIES_PER_BATCH = 1000, 100  # MLflow's limits
 _MAX_PARAM, _MAX_TAG = 6000, 8000  # characters
 
@@ -34,13 +38,18 @@ class RunWriter:
         self.name, self.status, self.end_ms = run.info.run_name, run.info.status, run.info.end_time
         self.steps: dict[str, set[int]] = {}
 
+    @property
+    def page(self) -> str:
+        """The address of the run's page, relative to the server's."""
+        return f"#/experiments/{self.experiment_id}/runs/{self.run_id}"
+
     def is_marked(self, what: str, fingerprint: str) -> bool:
         """Whether `mark` was called with the same arguments."""
-        return self.tags.get(f"athanor.logged.{what}") == fingerprint
+        return self.tags.get(f"{HIDDEN}logged.{what}") == fingerprint
 
     def mark(self, what: str, fingerprint: str) -> None:
         """Mark that the run holds something completely. Must be called after all of it was added."""
-        self.set_tags({f"athanor.logged.{what}": fingerprint})
+        self.set_tags({f"{HIDDEN}logged.{what}": fingerprint})
 
     def set_tags(self, tags: Mapping[str, object]) -> None:
         """Set the tags whose values differ from the run's."""
@@ -82,10 +91,15 @@ class RunWriter:
         for row in missing.values():
             values = row.model_dump(exclude={"step", "time_ms"}, exclude_none=True)
             moment = row.time_ms or default_ms
-            groups.append([Metric(name, float(value), moment, row.step) for name, value in values.items()])
+            groups.append([Metric(metric_name(name), float(value), moment, row.step) for name, value in values.items()])
         rows_per_batch = METRICS_PER_BATCH // max(map(len, groups), default=1)
         for start in range(0, len(groups), rows_per_batch):
             batch = [point for group in groups[start : start + rows_per_batch] for point in group]
             self.client.log_batch(self.run_id, metrics=batch)
         self.steps[metric] |= missing.keys()
         return len(missing)
+
+
+def metric_name(field: str) -> str:
+    """Return the name under which MLflow gets a field of a row: seconds and TFLOP/s are in a section of their own."""
+    return f"{TIMING}{field}" if field.endswith(("_seconds", "_tflops")) else field

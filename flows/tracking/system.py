@@ -21,15 +21,16 @@ from mlflow.system_metrics.metrics.disk_monitor import DiskMonitor
 from mlflow.system_metrics.metrics.gpu_monitor import GPUMonitor
 from mlflow.system_metrics.metrics.network_monitor import NetworkMonitor
 
-CPU_METRIC = "system/cpu_utilization_percentage"  # in every sample
+CPU_METRIC = "usage/cpu_utilization_percentage"  # in every sample
 INTERVAL_SECONDS = 10.0
-_PREFIX = "system/"  # MLflow's page of system metrics shows metrics with this prefix
+# Not "system/", since MLflow lists metrics of that name before the losses and scores of a run.
+_PREFIX = "usage/"
 _MONITORS = (CPUMonitor, DiskMonitor, NetworkMonitor, GPUMonitor)
 log = logging.getLogger("athanor.tracking")
 
 
 class HostSample(BaseModel):
-    """One line of a file of samples. The other fields are metrics, as "system/cpu_utilization_percentage": 12.5.
+    """One line of a file of samples. The other fields are metrics, as "usage/cpu_utilization_percentage": 12.5.
 
     Attributes:
         step: seconds since the run was first opened.

@@ -1,8 +1,8 @@
-"""Data in MLflow: an artifact as a dataset of the run, and a table of answers with their images."""
+"""Data in MLflow: an artifact as a dataset of the run, a table of answers with their images, headline figures."""
 
 import math
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,12 @@ from mlflow.entities import DatasetInput, InputTag
 
 from dataset_builders.storage.store import StorePath, absolute, is_local, local_copy
 from flows.libraries.mlflow_private import entity_of
+from flows.tracking.notes import score_text
+from flows.tracking.run_writer import metric_name
 from stages.artifacts.artifact import Artifact
 from stages.evaluate.predictions import COMPARISON, PREDICTIONS
 from stages.scoring.names import OVERALL
+from trainer.contract.answer import MetricsRow, read_metrics
 
 PREDICTIONS_TABLE, COMPARISON_TABLE = "predictions.json", "comparison.json"
 MAX_ANSWERS = 64
@@ -56,6 +59,51 @@ def gain_metrics(subsets: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
             if math.isfinite(value := stats["difference"][key]):
                 values[metric + ending] = value
     return values
+
+
+def score_interval(evaluated: Artifact) -> dict[str, float]:
+    """Return the ends of the interval of an evaluation's `score`, as metrics."""
+    ends = evaluated.manifest.stats.get("headlines", {}).get(OVERALL, {})
+    return {f"score_{end}": ends[end] for end in ("low", "high") if ends.get(end) is not None}
+
+
+def training_figures(rows: Sequence[MetricsRow]) -> dict[str, float]:
+    """Return the last losses of a complete training, its seconds and its tokens per second, as metrics."""
+    steps = [b.step - a for a, b in zip([0, *(row.step for row in rows)], rows)]
+    seconds = sum(count * row.step_seconds for count, row in zip(steps, rows))
+    heldout = [row.heldout_loss for row in rows if row.heldout_loss is not None]
+    values = {
+        "final_loss": rows[-1].loss,
+        "final_heldout_loss": heldout[-1] if heldout else None,
+        metric_name("train_seconds"): seconds,
+        "train_tokens_per_second": rows[-1].tokens / seconds if seconds else None,
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def headline(evaluated: Artifact | None, artifacts: Sequence[Artifact]) -> list[str]:
+    """Return the figures that a person looks for first: score and gain with their intervals, losses, tokens/s.
+
+    Args:
+        evaluated: scores of the trained model.
+        artifacts: all artifacts of the run; the comparison and the training among them are recognised by their files.
+    """
+    figures = []
+    scores = {} if evaluated is None else evaluated.manifest.stats["scores"].get(OVERALL, {})
+    if name := next((name for name in ("score", *scores) if scores.get(name) is not None), None):
+        ends = score_interval(evaluated) if name == "score" else {}
+        figures.append(f"{name} {score_text(scores[name], tuple(ends.values()) if len(ends) == 2 else None)}")
+    for artifact in artifacts:
+        if (artifact.dir / COMPARISON).is_file():
+            gain = gain_metrics(artifact.manifest.stats["subsets"])
+            if "gain" in gain:
+                figures.append(f"gain {gain['gain']:+.4f} ({gain['gain_low']:+.2f} to {gain['gain_high']:+.2f})")
+        elif rows := read_metrics(artifact.dir):
+            values = training_figures(rows)
+            names = {"final_heldout_loss": "held-out loss", "final_loss": "loss"}
+            figures += [f"{name} {values[key]:.4f}" for key, name in names.items() if key in values]
+            figures += [f"{values[key]:,.0f} tokens/s" for key in ("train_tokens_per_second",) if key in values]
+    return sorted(figures, key=lambda text: (text not in figures[:1], not text.startswith("gain")))
 
 
 def log_answers(client: MlflowClient, run_id: str, name: str, rows: list[dict[str, Any]]) -> None:

@@ -166,7 +166,8 @@ class Tracker:
         return sender_of(self.root).wait(self.key)
 
     def finish(self, status: str) -> None:
-        """End the run with a status: FINISHED, FAILED or KILLED. A run that was finished before keeps its times.
+        """End the run with a status: FINISHED, FAILED, KILLED, or REFUSED for an error of the input. A run that was
+        finished before keeps its times. A run that was refused after a stage is a failed run.
 
         Wait a limited time until the run is completely in MLflow. The rest is sent later.
         """

@@ -132,7 +132,7 @@ def mlflow_runs(client: MlflowClient) -> list[Run]:
 
 def made(root: Path, run: Run, stage: str) -> Path:
     """Return the artifact of a stage that a run made."""
-    return root / "artifacts" / stage / run.data.tags[f"fingerprint.{stage}"]
+    return root / "artifacts" / stage / run.data.tags[f"mlflow.athanor.fingerprint.{stage}"]
 
 
 def reads_right(answer: dict[str, Any]) -> bool:
@@ -158,7 +158,7 @@ def test_a_model_that_never_learnt_to_stop_is_caught_by_its_stop_rate(broken):
 def test_the_gate_keeps_it_out_of_the_registry(broken):
     assert broken.reason.startswith(f"not registered: stop_rate {broken.stop_rate:.4f} is below 0.9")
     assert broken.reason in broken.run.data.tags["mlflow.note.content"]
-    assert broken.run.info.status == "FINISHED" and "athanor.model_version" not in broken.run.data.tags
+    assert broken.run.info.status == "FINISHED" and "mlflow.athanor.model_version" not in broken.run.data.tags
     assert broken.versions == broken.aliases == {}
 
 

@@ -123,15 +123,15 @@ def tell_a_run(root: Path, identity: str, num_steps: int = 12, *, live: range | 
 def holdings(client: MlflowClient, identity: str) -> dict[str, Any]:
     """Return everything that MLflow holds of an identity, except values that differ each time: ids, paths, times."""
     experiment = client.get_experiment_by_name(EXPERIMENT)
-    runs = client.search_runs([experiment.experiment_id], f"tags.`athanor.identity` = '{identity}'")
+    runs = client.search_runs([experiment.experiment_id], f"tags.`mlflow.athanor.identity` = '{identity}'")
     (run,) = runs
     run_id = run.info.run_id
     points = {
         name: [(m.step, m.value, m.timestamp if name == "loss" else 0) for m in client.get_metric_history(run_id, name)]
         for name in run.data.metrics
-        if name != "flow_seconds"
+        if name != "timing/flow_seconds"
     }
-    own = ("athanor.creation", "athanor.model_id", "mlflow.note.content", "mlflow.user", "mlflow.source")
+    own = ("mlflow.athanor.creation", "mlflow.athanor.model_id", "mlflow.note.content", "mlflow.user", "mlflow.source")
     versions = [v for v in client.search_model_versions(f"name='{MODEL}'") if v.run_id == run_id]
     return {
         "runs": len(client.search_runs([experiment.experiment_id])),
@@ -139,7 +139,7 @@ def holdings(client: MlflowClient, identity: str) -> dict[str, Any]:
         "params": run.data.params,
         "tags": {key: value for key, value in run.data.tags.items() if not key.startswith(own)},
         "points": points,
-        "flow_seconds": len(client.get_metric_history(run_id, "flow_seconds")),
+        "timing/flow_seconds": len(client.get_metric_history(run_id, "timing/flow_seconds")),
         "inputs": [(item.dataset.name, item.dataset.digest) for item in run.inputs.dataset_inputs],
         "files": sorted(
             item.path for folder in ("stages/train", None) for item in client.list_artifacts(run_id, folder)

@@ -19,6 +19,7 @@ RECORDED = {
         *("workspace_store_uri=None", "read_replica_backend_store_uri=None"),
     ],
     "mlflow.server.fastapi_app:app": None,
+    "mlflow.store.tracking.dbmodels.models:SqlRun.to_mlflow_entity": ["self"],
 }
 # Columns that could hold the address of a file, and hold none of a root's files.
 OTHER_ADDRESSES = {

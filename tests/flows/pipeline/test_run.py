@@ -144,8 +144,13 @@ def test_a_second_run_makes_nothing_and_stays_in_its_mlflow_run(finished, second
     assert len(client.get_metric_history(run.info.run_id, "loss")) == 5
     assert {i.dataset.name for i in run.inputs.dataset_inputs} == {"embedded_data", "convert", "tokenize", "plan_bins"}
     assert run.data.tags["prefect.flow_run_id"] and "exact_match" in run.data.metrics
-    assert {"final_loss", "final_heldout_loss", "train_seconds", "flow_seconds"} <= run.data.metrics.keys()
-    assert any(name.startswith("system/cpu") for name in run.data.metrics)
+    assert {
+        "final_loss",
+        "final_heldout_loss",
+        "timing/train_seconds",
+        "timing/flow_seconds",
+    } <= run.data.metrics.keys()
+    assert any(name.startswith("usage/cpu") for name in run.data.metrics)
     note = run.data.tags["mlflow.note.content"]
     assert (
         "athanor run embedded \\\n    --set data.num_scans=40 \\\n" in note
@@ -210,7 +215,7 @@ def test_a_reused_training_is_whole_in_the_next_mlflow_run(finished, capsys):
     experiment = client.get_experiment_by_name("athanor-embedded")
     (run,) = client.search_runs([experiment.experiment_id], "params.`evaluate.max_new_tokens` = '3'")
     assert [metric.step for metric in client.get_metric_history(run.info.run_id, "loss")] == [1, 2, 3, 4, 5]
-    assert run.data.tags["reused.train"] == "true" and len(run.inputs.dataset_inputs) == 4
+    assert run.data.tags["mlflow.athanor.reused.train"] == "true" and len(run.inputs.dataset_inputs) == 4
 
 
 PUSHED = {"execution.registry.push_to": "owner/digits"}

@@ -3,8 +3,9 @@
 import shlex
 
 import pytest
+import yaml
 
-from flows.pipeline.mlflow_run import execution_tags, reproducing_command
+from flows.pipeline.mlflow_run import execution_yaml, reproducing_command
 from flows.pipeline.recipe import load_recipe
 
 
@@ -33,10 +34,9 @@ def test_the_registry_enters_no_fingerprint():
     assert plain.config.identity() == other.config.identity() and other.config.execution.registry.margin == 0.5
 
 
-def test_tags_name_the_launcher_in_use_and_what_is_set():
-    plain = execution_tags(load_recipe("embedded").config)
-    assert plain["execution.cluster.launcher"] == "torchrun" and plain["execution.num_workers"]
-    assert "execution.cluster.job_file" not in plain
-    assert "None" not in plain.values()
+def test_execution_is_one_file_with_the_launcher_in_use_and_what_is_set():
+    plain = yaml.safe_load(execution_yaml(load_recipe("embedded").config))
+    assert plain["cluster"]["launcher"] == "torchrun" and "num_workers" in plain
+    assert "job_file" not in plain["cluster"]
     slurm = load_recipe("embedded", ["execution.cluster.launcher=slurm", "execution.cluster.job_file=h200.sbatch"])
-    assert execution_tags(slurm.config)["execution.cluster.job_file"] == "h200.sbatch"
+    assert "job_file: h200.sbatch" in execution_yaml(slurm.config)

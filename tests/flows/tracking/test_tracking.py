@@ -13,6 +13,7 @@ from dataset_builders.contracts.sample_record import to_fields
 from dataset_builders.contracts.shard_io import ShardWriter
 from flows.prefect_server.ports import reserve_ports
 from flows.tracking.record import load_record, records_dir
+from flows.tracking.run_writer import metric_name
 from flows.tracking.sender import publish_waiting, sender_of
 from flows.tracking.store import compare_url, connect, server_url
 from flows.tracking.tables import wrong_first
@@ -81,7 +82,10 @@ def test_a_run_holds_everything_and_nothing_twice(root):
     client = connect(root)
     assert times[0] == times[1] and run.info.status == "FINISHED", "a finished run keeps its times"
     assert run.data.params["train.optim.lr"] == "0.001" and len(run.data.params["long"]) == 6000
-    assert run.data.tags["fingerprint.convert"] == "c" * 16 and run.data.tags["reused.train"] == "true"
+    assert (
+        run.data.tags["mlflow.athanor.fingerprint.convert"] == "c" * 16
+        and run.data.tags["mlflow.athanor.reused.train"] == "true"
+    )
     (dataset,) = run.inputs.dataset_inputs
     assert (dataset.dataset.name, dataset.dataset.digest) == ("convert", "c" * 16)
     assert {tag.key: tag.value for tag in dataset.tags}["num_samples"] == "7"
@@ -89,17 +93,19 @@ def test_a_run_holds_everything_and_nothing_twice(root):
     pages = ("manifest.json", "preview.html", "references.json", "report.html", "report.json")
     assert names == {f"stages/convert/{name}" for name in pages}
     assert run.data.metrics["exact_match"] == 0.75 and run.data.metrics["exact_match/digits"] == 0.5
-    scored = client.get_logged_model(run.data.tags["athanor.model_id"]).metrics
+    scored = client.get_logged_model(run.data.tags["mlflow.athanor.model_id"]).metrics
     assert {(m.key, m.value) for m in scored} >= {("exact_match", 0.75), ("exact_match/digits", 0.5)}
     assert {(m.dataset_name, m.dataset_digest) for m in scored} == {("convert", "c" * 16)}
-    headline = ("final_loss", "train_seconds", "train_tokens_per_second", "flow_seconds", "exact_match")
+    headline = ("final_loss", "timing/train_seconds", "train_tokens_per_second", "timing/flow_seconds", "exact_match")
     assert all(len(client.get_metric_history(run_id, name)) == 1 for name in headline)
-    assert run.data.metrics["final_loss"] == pytest.approx(1 / 3) and run.data.metrics["train_seconds"] == 0.75
+    assert run.data.metrics["final_loss"] == pytest.approx(1 / 3) and run.data.metrics["timing/train_seconds"] == 0.75
     assert [m.step for m in client.get_metric_history(run_id, "loss")] == [1, 2, 3]
     pictures = client.list_artifacts(run_id, "table_images/predictions")
     assert len(pictures) == 2 * 64  # an image and its thumbnail for each of 64 rows
     note = run.data.tags["mlflow.note.content"]
-    assert note.startswith("Held-out: exact_match 0.7500, stop_rate 1.0000. Registered model: exact_match 0.7500 (0.9")
+    first, reports, decision = note.split("\n\n")[:3]
+    assert first == "**exact_match 0.7500, loss 0.3333, 400 tokens/s**"
+    assert decision.startswith("Registered model: exact_match 0.7500 (0.9") and reports.startswith("Reports: [train](#")
     assert "What it is." in note and "| overall | 0.7500 | 1.0000 |" in note
     assert f"runs/{run_id}/artifacts/stages/convert/preview.html" in note
     assert Path(client.download_artifacts(run_id, "recipe.yaml")).read_text() == "name: embedded\n"
@@ -113,9 +119,11 @@ def test_the_model_is_registered_once_with_its_scores(root):
         _delivered(tracker)
     run_id, client = _delivered(tracker), connect(root)
     (version,) = client.search_model_versions("name='athanor-once'")
-    assert version.tags["exact_match"] == "0.75" and version.tags["hf_dir"] == str(exported.dir / "hf")
+    assert version.tags["mlflow.athanor.score.exact_match"] == "0.75" and version.tags["hf_dir"] == str(
+        exported.dir / "hf"
+    )
     assert version.run_id == run_id
-    model = client.get_logged_model(client.get_run(run_id).data.tags["athanor.model_id"])
+    model = client.get_logged_model(client.get_run(run_id).data.tags["mlflow.athanor.model_id"])
     assert model.status == "READY" and model.params["dtype"] == "float32"
 
 
@@ -131,12 +139,12 @@ def test_a_model_that_a_gate_keeps_out_is_logged_and_not_registered_until_the_ga
     assert not client.search_model_versions("name='athanor-gated'")
     assert run.data.tags["athanor.champion"] == "not registered: stop_rate 0.2500 is below 0.9"
     assert "not registered: stop_rate 0.2500 is below 0.9" in run.data.tags["mlflow.note.content"]
-    assert client.get_logged_model(run.data.tags["athanor.model_id"]).status == "READY"
+    assert client.get_logged_model(run.data.tags["mlflow.athanor.model_id"]).status == "READY"
     tracker.register(*asked)
     _delivered(tracker)
     (version,) = client.search_model_versions("name='athanor-gated'")
     assert client.get_run(run_id).data.tags["athanor.champion"].endswith("champion")
-    assert version.tags["exact_match"] == "0.75"
+    assert version.tags["mlflow.athanor.score.exact_match"] == "0.75"
 
 
 def test_a_trace_of_steps_goes_with_its_training(root):
@@ -162,11 +170,12 @@ def test_every_field_of_a_metrics_row_becomes_a_metric(root):
     tracker.finish("FINISHED")
     run_id = _delivered(tracker)
     metrics = connect(root).get_run(run_id).data.metrics
-    of_training = {name for name in metrics if not name.startswith("system/")} - {"flow_seconds"}
-    assert of_training == MetricsRow.model_fields.keys() - {"step", "time_ms"}
+    of_training = {name for name in metrics if not name.startswith("usage/")} - {"timing/flow_seconds"}
+    assert of_training == {metric_name(name) for name in MetricsRow.model_fields.keys() - {"step", "time_ms"}}
+    assert "timing/step_seconds" in metrics and "tokens_per_second" in metrics
     (point,) = connect(root).get_metric_history(run_id, "loss")
     assert point.timestamp == 1700000000123, "the moment at which the trainer wrote the line"
-    assert metrics["system/cpu_utilization_percentage"] >= 0
+    assert metrics["usage/cpu_utilization_percentage"] >= 0
 
 
 def test_a_row_is_sent_while_the_training_goes_on(root):
@@ -207,11 +216,23 @@ def test_the_same_pipeline_goes_on_in_its_run_and_another_gets_its_own(root):
     run_id = _delivered(first)
     assert connect(root).get_run(run_id).info.status == "FAILED"
     again, other = open_tracker(root, "identity-a"), open_tracker(root, "identity-b", "embedded lr=0.01")
+    other.log_stage(make_artifact(root, "convert", "6" * 16), False)
     assert _delivered(again) == run_id != _delivered(other)
     assert connect(root).get_run(run_id).info.status == "RUNNING"
     assert connect(root).get_run(_delivered(other)).info.run_name == "embedded lr=0.01"
     again.finish("FINISHED")
     assert run_id in again.url()
+
+
+def test_a_run_that_is_refused_before_its_first_stage_leaves_none(root):
+    refused = open_tracker(root, "refused")
+    assert _delivered(refused) is None, "it has not begun"
+    refused.finish("REFUSED")
+    assert _delivered(refused) is None and publish_waiting(root) == []
+    later = open_tracker(root, "refused")
+    later.log_stage(make_artifact(root, "convert", "8" * 16), False)
+    later.finish("REFUSED")
+    assert connect(root).get_run(_delivered(later)).info.status == "FAILED"
 
 
 def test_a_run_is_compared_with_the_newest_finished_one_on_the_same_data(root):
@@ -232,7 +253,7 @@ def test_a_run_is_compared_with_the_newest_finished_one_on_the_same_data(root):
     url = unquote(tracker.compare_with_last())
     assert [name for name, run_id in runs.items() if run_id in url] == ["good", "last"]
     note = connect(root).get_experiment_by_name("athanor-test").tags["mlflow.note.content"]
-    assert "2 newest runs" in note and runs["failed"] not in note and runs["other data"] not in note
+    assert "2 newest](" in note and runs["failed"] not in note and runs["other data"] not in note
 
 
 def test_a_run_that_is_made_again_says_who_is_champion_now(root):

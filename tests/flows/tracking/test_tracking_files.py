@@ -257,7 +257,7 @@ def test_by_reference_nothing_of_a_model_is_uploaded(server, tmp_path, monkeypat
     tell(tmp_path, "reference", "references")
     Publication(tmp_path, "reference").run()
     client, learnt = MlflowClient(server.url), load_record(tmp_path, "reference").learnt
-    model_id = client.get_run(learnt.run_id).data.tags["athanor.model_id"]
+    model_id = client.get_run(learnt.run_id).data.tags["mlflow.athanor.model_id"]
     assert learnt.refused == {} and client.list_logged_model_artifacts(model_id) == []
     assert client.get_logged_model(model_id).tags["hf_dir"] == str(
         tmp_path / "artifacts" / "export" / ("e" * 16) / "hf"
@@ -278,7 +278,7 @@ def test_an_adapter_goes_with_its_model(server, tmp_path, monkeypatch):
     tracker.register(exported, make_evaluated(tmp_path, "f" * 16, 12), exported.dir / "hf", f"{MODEL}-adapter")
     Publication(tmp_path, "adapter").run()
     client, run_id = MlflowClient(server.url), load_record(tmp_path, "adapter").learnt.run_id
-    model_id = client.get_run(run_id).data.tags["athanor.model_id"]
+    model_id = client.get_run(run_id).data.tags["mlflow.athanor.model_id"]
     listed = {item.path: item.file_size for item in client.list_logged_model_artifacts(model_id, "hf/adapter")}
     assert listed == {"hf/adapter/adapter_config.json": 2, "hf/adapter/adapter_model.safetensors": 7}
     names = files_of(client, run_id, "stages/export/adapter")

@@ -36,10 +36,16 @@ def test_too_many_differences_are_counted():
 def test_the_description_of_a_run():
     scores = {"pairs": {"exact_match": 0.5, "mean_tokens": 3.0}, "overall": {"exact_match": None}}
     note = run_note(
-        "Head.", "#/experiments/1/runs/r", {"train": ("/root/train/1", ["report.html"])}, scores, "0.9: champion"
+        "Head.",
+        "#/experiments/1/runs/r",
+        {"train": ("/root/train/1", ["report.html"])},
+        scores,
+        "0.9: champion",
+        ["a 1"],
     )
     lines = note.splitlines()
-    assert lines[0] == "Registered model: 0.9: champion." and lines[2] == "Head."
+    assert lines[0] == "**a 1**" and lines[4] == "Registered model: 0.9: champion." and lines[6] == "Head."
+    assert lines[2] == "Reports: [train](#/experiments/1/runs/r/artifacts/stages/train/report.html)"
     assert lines.index("| overall |  |") < lines.index("| pairs | 0.5000 |") and "mean_tokens" not in note
     assert "[report](#/experiments/1/runs/r/artifacts/stages/train/report.html)" in note and "`/root/train/1`" in note
     assert "preview" not in lines[-1], "there is no such file of this stage"
@@ -47,5 +53,8 @@ def test_the_description_of_a_run():
 
 def test_an_experiment_links_to_the_compare_page():
     note = experiment_note(["a lr=1", "a"], ["r1", "r2"], "7")
-    assert note.startswith("[Compare the 2 newest runs](#/compare-runs?runs=%5B%22r1%22%2C%20%22r2%22%5D&experiments")
+    assert note.startswith(
+        "[Score and loss of all runs](#/experiments/7/runs?viewStateShareKey=athanor&compareRunsMode="
+    )
+    assert "2 newest](#/compare-runs?runs=%5B%22r1%22%2C%20%22r2%22%5D&experiments" in note
     assert "- a lr=1" in note

@@ -68,7 +68,7 @@ def assert_whole(root: Path, run_id: str, training: Training) -> None:
     for name in ("loss", "lr", "tokens_per_second", "memory_gb"):
         steps = [metric.step for metric in client.get_metric_history(run_id, name)]
         assert steps == list(range(1, training.step + 1)), name
-    system = client.get_metric_history(run_id, "system/cpu_utilization_percentage")
+    system = client.get_metric_history(run_id, "usage/cpu_utilization_percentage")
     moments = [metric.timestamp / 1e3 for metric in system]
     assert len({*moments}) == len(moments) > 0
     assert all(later - before < 3 * INTERVAL_SECONDS for before, later in itertools.pairwise(moments))

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from flows.tracking.config import RegistryConfig
-from flows.tracking.registry import promote, register
+from flows.tracking.registry import EVALUATION_TAG, EXPORT_TAG, HELDOUT_TAG, SCORE_TAG, promote, register
 from flows.tracking.store import connect
 from stages.compare.certainty import ScoredAnswers
 from stages.evaluate.predictions import PREDICTIONS, PREDICTIONS_SCHEMA, heldout_fingerprint
@@ -35,10 +35,10 @@ def make(root, request, monkeypatch):
         score: float | None, fingerprint: str = "", heldout: str | None = "h1", config=CONFIG, evaluation: str = ""
     ) -> str:
         number = len(client.search_model_versions(f"name='{name}'"))
-        tags = {"fingerprint": fingerprint or f"{number:016d}"}
-        tags |= {} if score is None else {"exact_match": f"{score:.6g}"}
-        tags |= {} if heldout is None else {"heldout": heldout}
-        tags |= {"evaluation": evaluation} if evaluation else {}
+        tags = {EXPORT_TAG: fingerprint or f"{number:016d}"}
+        tags |= {} if score is None else {f"{SCORE_TAG}exact_match": f"{score:.6g}"}
+        tags |= {} if heldout is None else {HELDOUT_TAG: heldout}
+        tags |= {EVALUATION_TAG: evaluation} if evaluation else {}
         model = client.create_logged_model("0", source_run_id=run_id)
         made = register(client, name, f"file://{root}/hf", run_id, model.model_id, tags)
         return promote(client, root, name, str(made.version), config)
@@ -111,14 +111,14 @@ def test_a_champion_of_before_is_asked_what_its_scores_are_of(make, root):
     evaluated = make_evaluated(root, "9" * 16)
     make(0.9, heldout=None)
     run_id = make.client.get_model_version(make.name, "1").run_id
-    make.client.set_tag(run_id, "fingerprint.evaluate", "8" * 16)
+    make.client.set_tag(run_id, "mlflow.athanor.fingerprint.evaluate", "8" * 16)
     assert "not compared" in make(0.95, heldout=heldout_fingerprint(evaluated)), "its evaluation is gone"
-    make.client.set_tag(run_id, "fingerprint.evaluate", "9" * 16)
+    make.client.set_tag(run_id, "mlflow.athanor.fingerprint.evaluate", "9" * 16)
     reason = make(0.96, heldout=heldout_fingerprint(evaluated))
     assert (
         " against 0.9000 of version 1: candidate only, the lead of 0.0600 may be chance" in reason
     )  # the same answers
-    assert make.client.get_model_version(make.name, "1").tags["heldout"] == heldout_fingerprint(evaluated)
+    assert make.client.get_model_version(make.name, "1").tags[HELDOUT_TAG] == heldout_fingerprint(evaluated)
 
 
 @pytest.fixture

@@ -173,7 +173,7 @@ def test_only_new_lines_are_read_and_asked_for(tmp_path, monkeypatch):
 
 def test_a_machines_samples_survive_an_outage_and_are_sent_once(tmp_path):
     tracker = open_tracker(tmp_path, "one")
-    write_live(tracker, [])
+    write_live(tracker, [timed_row(1)])
     for second in (10, 20, 30):
         write_sample(tmp_path, "one", second)
     for _ in range(2):
@@ -219,10 +219,11 @@ def test_a_store_that_was_emptied_meanwhile_gets_the_run_again(tmp_path):
 
 def test_a_late_double_of_the_run_is_removed_at_its_end(tmp_path):
     tracker = open_tracker(tmp_path, "one")
+    write_live(tracker, [])
     publication = Publication(tmp_path, "one")
     publication.run()
     client, record = connect(tmp_path), load_record(tmp_path, "one")
-    marks = {"athanor.identity": "one", "athanor.creation": record.creation}
+    marks = {"mlflow.athanor.identity": "one", "mlflow.athanor.creation": record.creation}
     client.create_run(record.learnt.experiment_id, tags=marks)  # arrived after a second request was answered
     tracker.finish("FINISHED")
     publication.run()
@@ -248,7 +249,7 @@ def test_sync_sends_what_waits_in_the_order_of_its_making(tmp_path, monkeypatch,
     assert main(["sync", "--root", str(tmp_path)]) == 0 and "nothing is left to send" in capsys.readouterr().out
     client = connect(tmp_path)
     runs = client.search_runs([client.get_experiment_by_name(EXPERIMENT).experiment_id], order_by=["start_time"])
-    assert [run.data.tags["athanor.identity"] for run in runs] == ["two", "one"]
+    assert [run.data.tags["mlflow.athanor.identity"] for run in runs] == ["two", "one"]
     aliases = {alias: int(v) for alias, v in client.get_registered_model("athanor-test").aliases.items()}
     assert aliases == {"champion": 1, "candidate": 2}
 

@@ -1,0 +1,47 @@
+"""The pages of artifacts over HTTP: pages only, and without the rights of the server's own pages."""
+
+import pytest
+from starlette.responses import PlainTextResponse
+from starlette.testclient import TestClient
+
+from flows.prefect_server import reports
+from flows.prefect_server.reports import page_url, with_reports
+
+PLACE = "convert/0123456789abcdef"
+
+
+@pytest.fixture
+def client(tmp_path):
+    for name in ("report.html", "shard.tar", "config.json"):
+        path = tmp_path / "artifacts" / PLACE / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    (tmp_path / "secret.html").write_text("secret")
+    return TestClient(with_reports(PlainTextResponse("MLflow"), tmp_path))
+
+
+def test_a_page_is_served_without_an_origin(client):
+    answer = client.get(f"/reports/{PLACE}/report.html")
+    assert answer.text == "report.html" and "text/html" in answer.headers["content-type"]
+    assert answer.headers["content-security-policy"].startswith("sandbox allow-scripts")
+    assert client.get("/other").text == "MLflow"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(f"{PLACE}/shard.tar", f"{PLACE}/config.json", f"{PLACE}/preview.html", "convert/0123456789abcdef/"),
+        *("../secret.html", "%2e%2e/%2e%2e/secret.html", f"{PLACE}/..%2f..%2f..%2fsecret.html", ""),
+    ],
+)
+def test_nothing_else_is(client, path):
+    answer = client.get(f"/reports/{path}")
+    assert (answer.status_code, answer.text) in ((404, "there is no such page\n"), (200, "MLflow"))
+
+
+def test_a_link_needs_a_service(tmp_path, monkeypatch):
+    page = tmp_path / "artifacts" / PLACE / "report.html"
+    assert page_url(tmp_path, page) is None
+    monkeypatch.setattr(reports, "read_record", lambda root: type("Record", (), {"mlflow": "http://h:5"}))
+    assert page_url(tmp_path, page) == f"http://h:5/reports/{PLACE}/report.html"
+    assert page_url(tmp_path, tmp_path / "elsewhere.html") is None
