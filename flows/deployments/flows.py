@@ -14,6 +14,7 @@ from prefect.states import Failed, State
 
 from dataset_builders.errors import InputError
 from dataset_builders.storage.store import StorePath
+from flows.deployments.notify import tell_champion
 from flows.deployments.request import Overrides, RecipeName, resolve_request, service_root
 from flows.pipeline.flow import evaluate, prepare_data, publish_results, run_nodes, tracked, vlm_sft
 from flows.pipeline.graph import EVALUATE, PREPARE_DATA, pipeline_nodes, place_of, plan_stages
@@ -44,8 +45,8 @@ def run_request(work: Callable[[Recipe, StorePath], Any], recipe: str, overrides
 
 
 def refusal(error: InputError) -> State:
-    """Return the Failed state whose message says what to fix."""
-    return Failed(message=str(error))
+    """Return the failed state, under a name of its own, whose message says what to fix."""
+    return Failed(name="Refused", message=str(error))
 
 
 @flow(name="vlm-sft", flow_run_name=request_name, persist_result=False)
@@ -82,12 +83,14 @@ def evaluate_request(recipe: RecipeName = DEFAULT_RECIPE, overrides: Overrides =
 
 
 def _run_whole(recipe: Recipe, root: StorePath) -> dict[str, Any]:
-    return vlm_sft.fn(recipe.config, str(root), recipe.name, recipe.differs)
+    result = vlm_sft.fn(recipe.config, str(root), recipe.name, recipe.differs)
+    tell_champion(result["registered_name"], result["learnt"].verdict, result["mlflow_url"])
+    return result
 
 
 def _prepare(recipe: Recipe, root: StorePath) -> dict[str, Any]:
     runs, _ = prepare_data.fn(recipe.config, str(root))
-    publish_stages(list(runs.values()))
+    publish_stages(list(runs.values()), str(root))
     return {"stages": list(runs.values())}
 
 
@@ -106,6 +109,7 @@ def _evaluate(recipe: Recipe, root: StorePath) -> dict[str, Any]:
         # The export does not depend on some stages, such as contamination, which may not have run with these settings.
         run_nodes(recipe.config, str(root), tracker.key, PREPARE_DATA, places)
         runs, _ = evaluate.fn(recipe.config, str(root), places, tracker.key)
-        stats = publish_results(runs)
-    publish_mlflow(tracker.url())
+        stats = publish_results(runs, str(root))
+    publish_mlflow(url := tracker.url())
+    tell_champion(recipe.config.mlflow_name, tracker.learnt().verdict, url)
     return {"stages": list(runs.values()), "scores": stats["scores"]}

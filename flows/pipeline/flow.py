@@ -29,6 +29,7 @@ from flows.pipeline.graph import (
     place_of,
 )
 from flows.pipeline.mlflow_run import ends_with_failure, open_tracking
+from flows.pipeline.one_line_errors import shorten_errors
 from flows.pipeline.prefect_pages import publish_mlflow, publish_scores, publish_stages
 from flows.pipeline.tasks import StageRun, register_task, stage_task
 from flows.prefect_server.stored_results import refuse_stored_results
@@ -49,6 +50,7 @@ Runs = dict[str, StageRun]
 _log = logging.getLogger("athanor.pipeline")
 _LINK_SECONDS = 0.3  # a new store takes longer; then the link is published at the end of the run
 refuse_stored_results()
+shorten_errors()
 
 
 def run_nodes(
@@ -175,7 +177,7 @@ def vlm_sft(
         runs |= run_nodes(config, root, tracker.key, TRAIN, places)
         evaluation_runs, refusals = evaluate(config, root, places, tracker.key)
         runs = in_order(config, runs | evaluation_runs)
-        stats = publish_results(runs)
+        stats = publish_results(runs, root)
     if mlflow_url is None:
         publish_mlflow(mlflow_url := tracker.url())
     return {
@@ -210,11 +212,11 @@ def tracked(
     tracker.finish("FINISHED")
 
 
-def publish_results(runs: Runs) -> dict[str, Any]:
+def publish_results(runs: Runs, root: str) -> dict[str, Any]:
     """Publish the pages of a flow run that has scored a model, and return the stats of the evaluation."""
     stats = Artifact.load(location(runs["evaluate"]["dir"])).manifest.stats
-    publish_stages(list(runs.values()))
-    publish_scores(stats["scores"], runs["release"]["dir"])
+    publish_stages(list(runs.values()), root)
+    publish_scores(stats, runs["release"]["dir"])
     return stats
 
 

@@ -2,36 +2,46 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from prefect.artifacts import create_link_artifact, create_markdown_artifact
 
 from dataset_builders.storage.store import location
 from flows.pipeline.tasks import StageRun
-from flows.tracking.notes import markdown_table
+from flows.prefect_server.reports import page_url
+from flows.tracking.notes import markdown_table, score_text
 from stages.pages.report import REPORT_HTML, REPORT_JSON
+from stages.scoring.names import OVERALL
 
 
-def publish_stages(runs: Sequence[StageRun]) -> None:
+def publish_stages(runs: Sequence[StageRun], root: str) -> None:
     """Publish two pages: which stages were made or reused, and the headline figures of each report."""
     rows = [
-        (run["stage"], "reused" if run["reused"] else "made", f"{run['seconds']:.1f}", f"`{run['dir']}`")
+        (_linked(run, root), "reused" if run["reused"] else f"{run['seconds']:,.1f} s", f"`{run['dir']}`")
         for run in runs
     ]
-    table = markdown_table(("stage", "", "seconds", "directory"), rows, numbers=[2])
+    table = markdown_table(("stage", "made in", "directory"), rows, numbers=[1])
     create_markdown_artifact(key="stages", markdown=table, description="What this run made and what it reused")
-    create_markdown_artifact(
-        key="reports", markdown="\n\n".join(_report(run) for run in runs), description="Headline figures of each stage"
-    )
+    figures = [row for run in runs for row in _figures(run, root)]
+    table = markdown_table(("stage", "figure", "value"), figures, numbers=[2])
+    create_markdown_artifact(key="reports", markdown=table, description="Headline figures of each stage")
 
 
-def publish_scores(scores: Mapping[str, Mapping[str, float]], export_dir: str) -> None:
-    """Publish the scores of every subset, with the model's directory."""
-    metrics = sorted({metric for values in scores.values() for metric in values})
-    rows = [
-        (name, *("" if values.get(metric) is None else f"{values[metric]:.4g}" for metric in metrics))
-        for name, values in scores.items()
-    ]
-    table = markdown_table(("subset", *metrics), rows, numbers=range(1, len(metrics) + 1))
+def publish_scores(stats: Mapping[str, Any], export_dir: str) -> None:
+    """Publish the scores of every subset, the headline of each with its interval first, and the model's directory.
+
+    Args:
+        stats: the stats of the evaluation: "scores", and "headlines" and "counts" if it has them.
+    """
+    scores, headlines, counts = stats["scores"], stats.get("headlines", {}), stats.get("counts", {})
+    metrics = list(dict.fromkeys(metric for values in scores.values() for metric in values))
+    rows = []
+    for name in sorted(scores, key=lambda subset: subset != OVERALL):
+        head = headlines.get(name)
+        first = f"{head['metric']} {score_text(head['value'], (head['low'], head['high']))}" if head else ""
+        answers = f"{counts[name]['answers']:,}" if name in counts else ""
+        rows.append((name, answers, first, *(score_text(scores[name].get(metric)) for metric in metrics)))
+    table = markdown_table(("subset", "answers", "headline", *metrics), rows, numbers=range(1, len(metrics) + 3))
     text = f"Model: `{export_dir}`\n\n{table}"
     create_markdown_artifact(key="scores", markdown=text, description="Scores on held-out samples")
 
@@ -54,9 +64,15 @@ def publish_sweep(
         create_link_artifact(key="mlflow-compare", link=url, link_text="Compare in MLflow", description=url)
 
 
-def _report(run: StageRun) -> str:
+def _linked(run: StageRun, root: str) -> str:
+    """Return the stage's name, as a link to its report if the service of the root serves it."""
+    page = location(run["dir"]) / REPORT_HTML
+    url = page_url(location(root), page) if page.is_file() else None
+    return f"[{run['stage']}]({url})" if url else run["stage"]
+
+
+def _figures(run: StageRun, root: str) -> list[tuple[str, str, str]]:
     path = location(run["dir"]) / REPORT_JSON
     summary = json.loads(path.read_text(encoding="utf-8"))["summary"] if path.is_file() else {}
-    table = markdown_table(("", ""), [(name, str(value)) for name, value in summary.items()], numbers=[1])
-    page = location(run["dir"]) / REPORT_HTML
-    return f"## {run['stage']}\n\n`{page}`\n\n{table if summary else ''}"
+    names = [_linked(run, root), *[""] * len(summary)]  # the name stands in the first of its rows only
+    return [(name, figure, str(value)) for name, (figure, value) in zip(names, summary.items())]

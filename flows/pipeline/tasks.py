@@ -130,12 +130,14 @@ def _resources(
     Args:
         work_dir: work directory of the stage, in which a trainer writes its metrics.
     """
-    execution = config.execution
+    execution, logger, is_due = config.execution, get_run_logger(), _every(_LOG_SECONDS)
 
     def on_progress(finished: int, total: int) -> None:
         if stop.is_set():
             raise StoppedBeside(f"{node.name} was stopped, since a stage beside it ended the run")
         display().progressed(node.name, finished, total)
+        if finished < total and is_due():
+            logger.info("%s: %s of %s", node.name, f"{finished:,}", f"{total:,}")
 
     resources = StageResources(
         num_workers=execution.num_workers or os.cpu_count() or 1,
@@ -156,16 +158,28 @@ def _resources(
 
 def _listener(name: str, num_steps: int) -> Callable[[list[MetricsRow]], None]:
     """Return a listener that passes rows to the display, and the newest row to the Prefect log every _LOG_SECONDS."""
-    logger, last = get_run_logger(), -_LOG_SECONDS
+    logger, is_due = get_run_logger(), _every(_LOG_SECONDS)
 
     def on_rows(rows: list[MetricsRow]) -> None:
-        nonlocal last
-        show_rows(name, rows, num_steps)
-        if time.monotonic() - last >= _LOG_SECONDS:
-            last = time.monotonic()
-            logger.info("step %d of %d: loss %.4f, lr %.3g", rows[-1].step, num_steps, rows[-1].loss, rows[-1].lr)
+        text = show_rows(name, rows, num_steps)
+        if is_due():
+            logger.info("%s: step %s of %s: %s", name, f"{rows[-1].step:,}", f"{num_steps:,}", text)
 
     return on_rows
+
+
+def _every(seconds: float) -> Callable[[], bool]:
+    """Return a function that returns True at its first call, and then at most once in a number of seconds."""
+    next_at = time.monotonic()
+
+    def is_due() -> bool:
+        nonlocal next_at
+        if (now := time.monotonic()) < next_at:
+            return False
+        next_at = now + seconds
+        return True
+
+    return is_due
 
 
 @task(name="register", **_POLICY)

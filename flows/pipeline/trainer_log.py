@@ -1,6 +1,7 @@
 """The trainer's lines in the log of the flow run: the lines of rank 0, each with its level, at a limited rate.
 
-All lines are in the file logs/trainer.log of the training. Prefect gets only as many per second as its server can take.
+All lines are in the file logs/trainer.log of the training. Prefect gets only as many per second as its server can take,
+no line of each step (`tasks.py` writes a row every ten seconds), and no warning that a library gives to programmers.
 """
 
 import logging
@@ -14,7 +15,9 @@ BURST_LINES = 100
 LINES_A_SECOND = 2.0
 _MAX_CHARACTERS = 2000
 _ERROR = re.compile(r"^\s*Traceback|\b\w+(Error|Exception)\b:|\bERROR\b|\bCRITICAL\b")
-_WARNING = re.compile(r"\bWARN(ING)?\b|\b\w+Warning\b")
+_WARNING = re.compile(r"\bWARN(ING)?\b")
+_STEP = re.compile(r"^[\d:]+ step \d+ loss ")
+_OF_LIBRARIES = re.compile(r":\d+: \w*Warning: ")  # the next line, which is indented, is the line of code
 
 
 def log_lines(clock: Callable[[], float] = time.monotonic) -> Callable[[str], None]:
@@ -29,8 +32,12 @@ def log_lines(clock: Callable[[], float] = time.monotonic) -> Callable[[str], No
     logger = get_run_logger()
     shares = {logging.ERROR: _Share(clock), logging.INFO: _Share(clock)}
 
+    is_code = False
+
     def log_line(line: str) -> None:
-        if not line.strip():
+        nonlocal is_code
+        was_warned, is_code = is_code, bool(_OF_LIBRARIES.search(line))
+        if not line.strip() or is_code or (was_warned and line[0].isspace()) or _STEP.match(line):
             return
         level = logging.WARNING if _WARNING.search(line) else logging.INFO
         if _ERROR.search(line):

@@ -205,6 +205,23 @@ def artifacts(service, run_id: str, key: str) -> list[dict]:
     return api(service, "/artifacts/filter", body)
 
 
+def test_mlflow_opens_on_score_and_loss(service, form_run, pictures, page):
+    (link,) = artifacts(service, form_run["id"], "mlflow-run")
+    run_url = re.search(r"\((http[^)]+)\)", link["data"]).group(1)
+    page.goto(run_url.partition("/runs/")[0])
+    page.get_by_text("Score and loss", exact=True).wait_for()
+    assert [page.get_by_text(name, exact=True).first.bounding_box()["y"] < HEIGHT for name in ("score", "loss")] == [
+        True
+    ] * 2
+    page.wait_for_timeout(3000)
+    snap(page, pictures / "mlflow_experiment.png")
+    page.goto(run_url)
+    page.get_by_text("score_low", exact=True).wait_for()
+    assert page.get_by_text("Reports:").is_visible() and not page.get_by_text("fingerprint").count()
+    page.goto(f"{run_url}/model-metrics")
+    page.get_by_text("Score and loss", exact=True).wait_for()
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -229,7 +246,9 @@ def test_two_runs_compared_in_mlflow(service, form_run, pictures, page):
     right = api(service, f"/deployments/{deployment}/create_flow_run", {"parameters": {"overrides": SMALL}})
     second, refused = wait_for_run(service, right["id"]), wait_for_run(service, wrong["id"], 60)
     assert second["state_type"] == "COMPLETED", second["state"]["message"]
-    assert refused["state_type"] == "FAILED" and not artifacts(service, wrong["id"], "stages")
+    assert (refused["state_type"], refused["state_name"]) == ("FAILED", "Refused") and not artifacts(
+        service, wrong["id"], "stages"
+    )
     assert refused["state"]["message"].startswith("recipe embedded with overrides: tokenize.max_seq_len=99999 is more")
     (stages,) = artifacts(service, second["id"], "stages")
     assert "| convert | reused |" in stages["data"] and "| train | made |" in stages["data"]

@@ -88,7 +88,7 @@ def test_mlflow_has_its_fingerprint_manifest_report_and_preview(finished):
     client = connect(finished)
     experiment = client.get_experiment_by_name("athanor-embedded")
     (run,) = client.search_runs([experiment.experiment_id])
-    assert run.data.tags["fingerprint.word_count"] == artifact_of(finished).name
+    assert run.data.tags["mlflow.athanor.fingerprint.word_count"] == artifact_of(finished).name
     logged = {Path(file.path).name for file in client.list_artifacts(run.info.run_id, "stages/word_count")}
     assert {"manifest.json", "report.json", "report.html", "preview.html"} <= logged
     assert "word_count" in run.data.tags["mlflow.note.content"]

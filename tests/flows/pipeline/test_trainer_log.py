@@ -35,16 +35,29 @@ def heard(monkeypatch) -> list[tuple[int, str]]:
 @pytest.mark.parametrize(
     ("line", "level"),
     [
-        ("12:00:01 step 5 loss 0.2", logging.INFO),
+        ("12:00:01 checkpoint: step-001000", logging.INFO),
         ("Traceback (most recent call last):", logging.ERROR),
         ("torch.OutOfMemoryError: CUDA out of memory", logging.ERROR),
-        ("model.py:3: FutureWarning: old", logging.WARNING),
+        ("12:00:01 WARNING a checkpoint is kept aside", logging.WARNING),
         ("grad_norm error-free", logging.INFO),
     ],
 )
 def test_levels(heard, line, level):
     log_lines()(line)
     assert heard == [(level, f"trainer: {line}")]
+
+
+def test_steps_and_warnings_of_libraries_are_left_to_the_file(heard):
+    say = log_lines()
+    for line in (
+        "12:00:01 step 5 loss 0.2",
+        "x.py:41: FutureWarning: old",
+        "  return f(x)",
+        "  a table",
+        "12:00:02 end",
+    ):
+        say(line)
+    assert [text for _, text in heard] == ["trainer:   a table", "trainer: 12:00:02 end"]
 
 
 def test_a_chatty_trainer_is_cut_and_counted_and_its_error_is_not(heard):
