@@ -74,5 +74,8 @@ def _linked(run: StageRun, root: str) -> str:
 def _figures(run: StageRun, root: str) -> list[tuple[str, str, str]]:
     path = location(run["dir"]) / REPORT_JSON
     summary = json.loads(path.read_text(encoding="utf-8"))["summary"] if path.is_file() else {}
-    names = [_linked(run, root), *[""] * len(summary)]  # the name stands in the first of its rows only
+    name = _linked(run, root)
+    if name == run["stage"]:  # no server serves the report
+        name = f"{name}: `{location(run['dir']) / REPORT_HTML}`"
+    names = [name, *[""] * len(summary)]  # the name stands in the first of its rows only
     return [(name, figure, str(value)) for name, (figure, value) in zip(names, summary.items())]

@@ -251,7 +251,8 @@ def test_two_runs_compared_in_mlflow(service, form_run, pictures, page):
     )
     assert refused["state"]["message"].startswith("recipe embedded with overrides: tokenize.max_seq_len=99999 is more")
     (stages,) = artifacts(service, second["id"], "stages")
-    assert "| convert | reused |" in stages["data"] and "| train | made |" in stages["data"]
+    assert re.search(r"\[convert\]\(\S+/reports/convert/\w+/report.html\) \| reused \|", stages["data"])
+    assert re.search(r"\[train\]\(\S+\) \| [\d.]+ s \|", stages["data"])
 
     links = [artifacts(service, run["id"], "mlflow-run")[-1]["data"] for run in (form_run, second)]
     urls = [re.search(r"\((http[^)]+)\)", link).group(1) for link in links]

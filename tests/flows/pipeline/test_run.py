@@ -205,7 +205,7 @@ def test_another_learning_rate_makes_the_training_and_what_follows_once_nobody_e
     assert any(" lr=0.004 " in name for name in names)
     assert "#/compare-runs?runs=" in text
     link = client.get_experiment(experiment.experiment_id).tags["mlflow.note.content"]
-    assert link.startswith("[Compare the 2 newest runs](#/compare-runs?runs=")
+    assert link.startswith("[Score and loss of all runs](#/experiments/") and "2 newest](#/compare-runs?runs=" in link
 
 
 def test_a_reused_training_is_whole_in_the_next_mlflow_run(finished, capsys):
