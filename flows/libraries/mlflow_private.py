@@ -29,7 +29,7 @@ ADDRESSES = (
 )
 TEXTS = (
     *(("tags", "value"), ("logged_model_tags", "tag_value"), ("model_version_tags", "value")),
-    ("datasets", "dataset_source"),
+    *(("datasets", "dataset_source"), ("model_versions", "description")),
 )
 log = logging.getLogger("athanor.tracking")
 
