@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from pydantic import ValidationError
 
 from dataset_builders.errors import InputError, shown
 from dataset_builders.storage.files import write_json, write_text
 from dataset_builders.storage.store import side_dir
 from flows.cli.init.fit import PATCHES, USABLE
 from flows.cli.text_table import bytes_text
+from flows.pipeline.explain import explain
 from flows.pipeline.recipe import apply_override
 from flows.pipeline.source_version import source_version
 from flows.resources.host import ask_driver, gpu_memory_gb, this_host
@@ -37,7 +39,7 @@ from trainer.model.shape import ModelShape, Work
 from trainer.model.targets import adapter_sizes
 from trainer.model.whole_modules import check_adapter
 from trainer.plan.checks import check_experts, check_training
-from trainer.plan.layout import check_layout
+from trainer.plan.layout import FieldNames, check_layout
 from trainer.plan.placement import PlacementJob, current_placement
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "transformers", "triton")
@@ -114,7 +116,10 @@ def _config(args: argparse.Namespace, subject: Subject) -> RateConfig:
     raw: dict[str, Any] = dict(_TINY) if subject.is_small else {}
     for override in args.overrides:
         apply_override(raw, override)
-    return RateConfig.model_validate(raw | ({"steps": args.steps} if args.steps else {}))
+    try:
+        return RateConfig.model_validate(raw | ({"steps": args.steps} if args.steps else {}))
+    except ValidationError as error:
+        raise InputError(f"--set: {explain(error, RateConfig)}") from error
 
 
 def check_settings(subject: Subject, config: RateConfig, gpus: int) -> None:
@@ -129,7 +134,8 @@ def check_settings(subject: Subject, config: RateConfig, gpus: int) -> None:
     check_adapter(train, subject.family, subject.shape)
     check_experts(train, parallel, subject.shape)
     sizes = {"global_batch_size": config.global_batch_size, "seq_len": config.seq_len}
-    check_layout(parallel, subject.shape, world_size=gpus, pad_multiple=_pad_multiple(config), **sizes)
+    names = FieldNames(parallel="parallel.", processes="--gpus")
+    check_layout(parallel, subject.shape, world_size=gpus, pad_multiple=_pad_multiple(config), names=names, **sizes)
 
 
 def _pad_multiple(config: RateConfig) -> int:

@@ -57,11 +57,10 @@ def check_served(args: argparse.Namespace) -> None:
     check_host(args.host)
     if not 0 < args.port < 2**16 or not is_free(args.host, args.port):
         raise InputError(f"--port {args.port} of {args.host} cannot be listened on; give another port")
-    if args.engine == "vllm" and (args.adapter is not None or not shutil.which("vllm")):
-        why = (
-            "takes no unmerged adapter; serve the merged model" if args.adapter else "is not installed: no command vllm"
-        )
-        raise InputError(f"--engine vllm {why}, or leave --engine out")
+    if args.engine == "vllm" and args.adapter is not None:
+        raise InputError("--engine vllm takes no unmerged adapter; serve the merged model, or leave out --engine")
+    if args.engine == "vllm" and not shutil.which("vllm"):
+        raise InputError("--engine vllm: no command `vllm` on PATH; install vLLM, or leave out --engine")
     for model in args.models[:-1]:
         _check_model_dir(model, None)
     _check_model_dir(args.models[-1], args.adapter)

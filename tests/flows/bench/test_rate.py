@@ -44,9 +44,9 @@ def test_rates_are_sums_over_wall_clock_time():
     [
         (["qwen3_vl_8b"], "qwen3_vl_8b needs about 242 GB in the fullest process, and this machine gives a process "),
         (["qwen3_vl_7b"], "model 'qwen3_vl_7b' is no variant and no directory; variants: qwen3_vl_tiny, "),
-        (["qwen3_vl_tiny", "--set", "parallel.tp=2"], "is not a multiple of tp=2"),
+        (["qwen3_vl_tiny", "--set", "parallel.tp=2"], "--gpus=1 is not a multiple of tp=2"),
         (["qwen3_vl_tiny", "--set", "precision=float8"], "train.precision=float8 needs a GPU of the Hopper"),
-        (["qwen3_vl_tiny", "--set", "seqlen=64"], "seqlen: Extra inputs are not permitted"),
+        (["qwen3_vl_tiny", "--set", "seqlen=64"], "--set: unknown key seqlen; did you mean seq_len?"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_line(arguments, words, tmp_path, capsys):

@@ -13,7 +13,7 @@ from tests.helpers.evaluation import talkative_hf_dir
         (["{model}", "{model}", "{model}"], "3 models are too many"),
         (["{model}", "--host", "example.com"], "is not an IP address"),
         (["{model}", "--port", "99999"], "--port 99999 of 127.0.0.1 cannot be listened on"),
-        (["{model}", "--engine", "vllm"], "is not installed: no command vllm"),
+        (["{model}", "--engine", "vllm"], "install vLLM, or leave out --engine"),
         (["{model}", "--engine", "vllm", "--adapter", "x"], "takes no unmerged adapter"),
         (["{model}", "--votes", "/proc/no/votes"], "--votes /proc/no/votes cannot be written"),
     ],
