@@ -1,5 +1,5 @@
 # shellcheck shell=bash disable=SC2154
-# Functions of run_two_gpus.sh and run_four_gpus.sh, which set `directory` and `gpus` before they source this file.
+# Functions of run_two_gpus.sh, run_four_gpus.sh and run_eight_gpus.sh, which set `directory` and `gpus` before they source this file.
 
 # Runs GPU tests and prints failures and measured distances. Arguments: name, then those of pytest.
 suite() {
