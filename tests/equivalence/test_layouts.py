@@ -239,8 +239,6 @@ def outcome(tmp_path_factory):
         train = run.train.model_copy(update={part: PartConfig(frozen=True) for part in frozen})
         if shape.startswith("experts-"):
             train = train.model_copy(update={"experts": ExpertsConfig(auxiliary_loss="layer", coefficient=0.1)})
-        if shape.startswith("mtp-"):
-            train = train.model_copy(update={"mtp_loss_scaling_factor": 0.3})
         run = run.model_copy(update={"seq_len": SEQ_LEN, "train": train})
         world = run_world(run, processes)
         heldout, before = (read_heldout(run.output_dir / name) for name in (HELDOUT_JSONL, HELDOUT_BASE_JSONL))

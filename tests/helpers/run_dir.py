@@ -99,6 +99,7 @@ def write_job(
             precision="float32",
             heldout_interval=3,
             optim=optim,
+            mtp_loss_scaling_factor=0.3 if shape.startswith("mtp-") else 0.0,
         ),
         execution=TrainerExecution(
             parallel=parallel or ParallelConfig(),
