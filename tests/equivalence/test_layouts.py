@@ -188,6 +188,10 @@ LAYOUTS = {
     "mtp-own-1+1": (own(1), 2, "mtp-first"),
     "mtp-own-2+2-cp2": ({"cp": 2, **own(2)}, 4, "mtp-first"),
     "mtp-tp2-sp-cp2": ({"tp": 2, "cp": 2, **SP}, 4, "mtp-deep"),
+    "mtp-experts-full": (FULL, 1, "mtp-experts-shared"),
+    "mtp-experts-ep2-dp2": ({"ep": 2}, 2, "mtp-experts-shared"),
+    "mtp-experts-ep2-tp2-sp": ({"ep": 2, "tp": 2, **SP}, 2, "mtp-experts-shared"),
+    "mtp-experts-cp2": ({"cp": 2}, 2, "mtp-experts-many"),
     "fourfold": (FOURFOLD, 16, "first"),
     "fourfold-dealt": ({**FOURFOLD, **DEALT}, 16, "first"),
     "fourfold-full": ({**FOURFOLD, **FULL}, 16, "first"),
@@ -237,7 +241,7 @@ def outcome(tmp_path_factory):
             name="-".join((name, "frozen", *frozen)),
         )
         train = run.train.model_copy(update={part: PartConfig(frozen=True) for part in frozen})
-        if shape.startswith("experts-"):
+        if "experts-" in shape:
             train = train.model_copy(update={"experts": ExpertsConfig(auxiliary_loss="layer", coefficient=0.1)})
         run = run.model_copy(update={"seq_len": SEQ_LEN, "train": train})
         world = run_world(run, processes)

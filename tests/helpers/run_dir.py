@@ -17,7 +17,7 @@ from tests.helpers.bins import MIXED, TEXT_ONLY, Kind, make_samples, write_plan
 from tests.helpers.index import write_index
 from tests.helpers.reference import PIXELS, random_hf_dir
 from tests.helpers.started import Started
-from tests.helpers.tiny_experts_model import experts_hf_dir
+from tests.helpers.tiny_experts_model import experts_hf_dir, mtp_experts_hf_dir
 from tests.helpers.tiny_hybrid_model import hybrid_hf_dir, mtp_hf_dir
 from tests.helpers.tiny_text_model import text_hf_dir
 from tests.helpers.world import start
@@ -41,10 +41,12 @@ OPTIM = OptimConfig(lr=3e-3, min_lr_fraction=0.1, warmup_steps=2, weight_decay=0
 
 def model_dir(shape: str) -> Path:
     """Return the model directory of a shape name: a shape of the tiny Qwen3-VL, "text-" and a shape of the tiny Qwen3,
-    "hybrid-" and a shape of the tiny Qwen3.5, "mtp-" and a shape of it with multi-token prediction, or "experts-" and a
-    shape of the tiny models with experts."""
+    "hybrid-" and a shape of the tiny Qwen3.5, or "experts-" and a shape of the tiny models with experts. "mtp-" and
+    "mtp-experts-" are the last two with multi-token prediction."""
     if shape.startswith("experts-"):
         return experts_hf_dir(shape.removeprefix("experts-"))
+    if shape.startswith("mtp-experts-"):
+        return mtp_experts_hf_dir(shape.removeprefix("mtp-experts-"))
     if shape.startswith("mtp-"):
         return mtp_hf_dir(shape.removeprefix("mtp-"))
     if shape.startswith("hybrid-"):

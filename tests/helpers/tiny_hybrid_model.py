@@ -117,8 +117,13 @@ def hybrid_hf_dir(shape: str = "first") -> Path:
 @functools.cache
 def mtp_hf_dir(shape: str = "first") -> Path:
     """Return the directory of a shape with all tensors of multi-token prediction, whose names and sizes are vLLM's."""
-    directory = Path(tempfile.mkdtemp(prefix="athanor-mtp-")) / shape
-    shutil.copytree(hybrid_hf_dir(shape), directory)
+    return with_mtp(hybrid_hf_dir(shape))
+
+
+def with_mtp(hf_dir: Path) -> Path:
+    """Return a copy of a directory with all tensors of multi-token prediction; its layer has the sizes of another."""
+    directory = Path(tempfile.mkdtemp(prefix="athanor-mtp-")) / hf_dir.name
+    shutil.copytree(hf_dir, directory)
     config = json.loads((directory / "config.json").read_text())
     text = config["text_config"]
     text["mtp_num_hidden_layers"] = 1

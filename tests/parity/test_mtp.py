@@ -12,14 +12,15 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeDecoderLayer
 
 from dataset_builders.contracts.tokenized import TokenizedSample
 from tests.helpers.bins import MIXED, Kind, make_samples
 from tests.helpers.reference import load_reference, reference_inputs
-from tests.helpers.run_dir import OPTIM
+from tests.helpers.run_dir import OPTIM, model_dir
 from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiers import full
-from tests.helpers.tiny_hybrid_model import ATTENTION, mtp_hf_dir
+from tests.helpers.tiny_hybrid_model import ATTENTION
 from trainer.checkpoint.hf_read import HFTensors
 from trainer.checkpoint.hf_write import save_hf_weights
 from trainer.contract.run import TrainConfig
@@ -42,6 +43,20 @@ TRAIN = TrainConfig(
 )
 
 
+def stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return a layer's tensors with those of its experts, stored one by one, as transformers' module has them."""
+    experts = {name: tensor for name, tensor in tensors.items() if ".experts." in name}
+    if not experts:
+        return tensors
+
+    def of(part: str) -> list[torch.Tensor]:
+        return [tensors[f"mlp.experts.{i}.{part}.weight"] for i in range(len(experts) // 3)]
+
+    gate_up = torch.stack([torch.cat(both) for both in zip(of("gate_proj"), of("up_proj"))])
+    whole = {"mlp.experts.gate_up_proj": gate_up, "mlp.experts.down_proj": torch.stack(of("down_proj"))}
+    return {name: tensor for name, tensor in tensors.items() if name not in experts} | whole
+
+
 class PlainMTP(torch.nn.Module):
     """The formula, of one sample alone, with weights under their names on disk."""
 
@@ -50,8 +65,11 @@ class PlainMTP(torch.nn.Module):
         tensors = load_file(hf_dir / "model.safetensors")
         weights = {n.removeprefix("mtp."): t for n, t in tensors.items() if n.startswith("mtp.")}
         config = copy.deepcopy(reference.config.text_config)
-        layer = Qwen3_5DecoderLayer(config, config.layer_types.index(ATTENTION))
-        layer.load_state_dict({n.removeprefix("layers.0."): t for n, t in weights.items() if n.startswith("layers.0.")})
+        kind = Qwen3_5MoeDecoderLayer if "moe" in config.model_type else Qwen3_5DecoderLayer
+        layer = kind(config, config.layer_types.index(ATTENTION))
+        layer.load_state_dict(
+            stacked({n.removeprefix("layers.0."): t for n, t in weights.items() if n.startswith("layers.0.")})
+        )
         self.layers, self.eps = torch.nn.ModuleList([layer]), config.rms_norm_eps
         self.others = torch.nn.ParameterDict(
             {n.removesuffix(".weight"): t for n, t in weights.items() if not n.startswith("layers.")}
@@ -100,7 +118,7 @@ class Pair:
     """Ours and the reference with the same weights, and one bin of mixed samples."""
 
     def __init__(self, shape: str, mesh) -> None:
-        self.mesh, self.hf_dir = mesh, mtp_hf_dir(shape)
+        self.mesh, self.hf_dir = mesh, model_dir(f"mtp-{shape}")
         self.plain = PlainMTP(self.hf_dir, load_reference(self.hf_dir))
         self.ours = build_tiny(self.hf_dir, mesh, SEQ_LEN, train=TRAIN)
         self.samples = make_samples(KINDS, geometry_of(self.ours.shape), range(20, 300))
@@ -114,7 +132,9 @@ class Pair:
         return dict(zip(batch.keys, first.split(batch.loss_lengths))), dict(zip(batch.keys, second.split(lengths)))
 
 
-@pytest.fixture(scope="module", params=["first", full("second"), full("third")])
+@pytest.fixture(
+    scope="module", params=["first", full("second"), full("third"), full("experts-shared"), full("experts-many")]
+)
 def pair(request):
     with single_rank() as mesh:
         yield Pair(request.param, mesh)

@@ -131,7 +131,8 @@ class PackedModel(MegatronModule):
         """Set the factor of the second loss. Tell the layers that route tokens how they are trained, and where they
         report."""
         self.mtp_loss_scaling_factor = train.mtp_loss_scaling_factor
-        for layer in self.language.decoder.layers:
+        of_mtp = [] if self.language.mtp is None else [self.language.mtp.layer]
+        for layer in (*self.language.decoder.layers, *of_mtp):
             if layer.routes_tokens:
                 layer.mlp.prepare_training(train, layer.layer_number - 1, self.reports)
 

@@ -258,7 +258,9 @@ class ModelShape:
     @property
     def active_parameters(self) -> int:
         """Number of parameters that compute a token, those of the vision encoder included."""
-        return sum(self.parameters.values()) - sum(layer.feed_forward.idle_parameters for layer in self.language.layers)
+        mtp = self.language.mtp
+        layers = (*self.language.layers, *([] if mtp is None else [mtp.layer]))
+        return sum(self.parameters.values()) - sum(layer.feed_forward.idle_parameters for layer in layers)
 
     @property
     def parameters(self) -> dict[str, int]:

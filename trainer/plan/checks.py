@@ -168,7 +168,6 @@ def check_mtp(train: TrainConfig, parallel: ParallelConfig, shape: ModelShape) -
     factor = train.mtp_loss_scaling_factor
     for is_wrong, reason in (
         (shape.mtp is None, "this model has none with its own embeddings (mtp_num_hidden_layers=1 in config.json)"),
-        (shape.language.routes_tokens, "it has experts in this model, which are not supported"),
         (train.adapter is not None, "train.adapter trains adapters alone"),
         (train.language.frozen, "train.language.frozen=true freezes it"),
         (parallel.pp > 1, f"it needs the embeddings beside the last layer, which pp={parallel.pp} puts on two ranks"),

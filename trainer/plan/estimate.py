@@ -320,7 +320,8 @@ class _Process:
     def _of_experts(self, rank: int) -> int:
         """Return the number of parameters of all experts of a pipeline rank's layers."""
         layers = (self.shape.language.layers[number] for number in self._layers(rank))
-        return sum(layer.divided_by_experts for layer in layers)
+        of_mtp = 0 if self.shape.language.mtp is None else self.shape.language.mtp.layer.divided_by_experts
+        return sum(layer.divided_by_experts for layer in layers) + of_mtp
 
     def _activations(self, rank: int) -> float:
         decoder, p = self.shape.language, self.parallel

@@ -1,19 +1,15 @@
 """The sizes and FLOPs of multi-token prediction, and the settings that cannot train it."""
 
-import dataclasses
-
 import pytest
 
 from dataset_builders.errors import InputError
 from tests.helpers.run_dir import OPTIM
 from tests.helpers.single_rank import build_tiny, single_rank
-from tests.helpers.tiny_experts_model import experts_hf_dir
 from tests.helpers.tiny_hybrid_model import hybrid_hf_dir, mtp_hf_dir
 from trainer.contract.adapter import AdapterConfig
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import PartConfig, TrainConfig
 from trainer.data.flops import training_cost
-from trainer.model.mtp import MultiTokenPrediction
 from trainer.model.registry import read_model
 from trainer.model.shape import Work
 from trainer.plan.checks import check_mtp
@@ -86,7 +82,6 @@ def test_memory_counts_its_weights_gradients_moments_and_logits():
 
 REFUSED = {
     "a model without it": (hybrid_hf_dir, {}, {}, "this model has none with its own embeddings"),
-    "experts": (lambda: experts_hf_dir("shared"), {}, {}, "it has experts in this model, which are not supported"),
     "adapters": (mtp_hf_dir, {"adapter": AdapterConfig(rank=4, alpha=8)}, {}, "train.adapter trains adapters alone"),
     "frozen": (mtp_hf_dir, {"language": PartConfig(frozen=True)}, {}, "train.language.frozen=true freezes it"),
     "a pipeline": (mtp_hf_dir, {}, {"pp": 2}, "it needs the embeddings beside the last layer, which pp=2 puts"),
@@ -97,8 +92,6 @@ REFUSED = {
 def test_what_cannot_train_it_is_refused_in_one_line(name):
     directory, settings, layout, reason = REFUSED[name]
     shape = read_model(directory())[1]
-    if name == "experts":
-        shape = dataclasses.replace(shape, mtp=MultiTokenPrediction(shape.language.layers[-1]))
     check_mtp(of_training(0.0, **settings), ParallelConfig(**layout), shape)
     with pytest.raises(InputError, match=r"^train\.mtp_loss_scaling_factor is 0\.1 ") as caught:
         check_mtp(of_training(**settings), ParallelConfig(**layout), shape)
