@@ -5,16 +5,18 @@ input of the first layer, and its decoder layer for the layer; the rest is writt
 """
 
 import copy
+import shutil
 
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeDecoderLayer
 
 from dataset_builders.contracts.tokenized import TokenizedSample
+from stages.export.carried import count_carried
 from tests.helpers.bins import MIXED, Kind, make_samples
 from tests.helpers.reference import load_reference, reference_inputs
 from tests.helpers.run_dir import OPTIM, model_dir
@@ -211,6 +213,27 @@ def test_an_evaluation_has_the_losses_of_the_next_token_alone(pair):
     pair.ours.train()
     assert torch.equal(alone, without(pair.batch))
     assert_close(trained[: len(alone)], alone, atol=1e-5, rtol=0)
+
+
+@pytest.mark.full
+def test_experts_may_be_stored_in_one_tensor(tmp_path):
+    """Qwen3.5 stores the experts of mtp one by one, Qwen3.6 stacked, whatever the other layers do."""
+    source, stacked_dir = model_dir("mtp-experts-many"), tmp_path / "stacked"
+    shutil.copytree(source, stacked_dir)
+    tensors, prefix = load_file(source / "model.safetensors"), "mtp.layers.0."
+    layer = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+    tensors = {n: t for n, t in tensors.items() if not n.startswith(prefix)}
+    tensors |= {prefix + name: tensor for name, tensor in stacked(layer).items()}
+    save_file(tensors, stacked_dir / "model.safetensors", metadata={"format": "pt"})
+    with single_rank() as mesh:
+        models = [build_tiny(path, mesh, SEQ_LEN, train=TRAIN) for path in (source, stacked_dir)]
+        for one, other in zip(*(model.parameters() for model in models)):
+            assert torch.equal(one, other)
+        rules = read_model(stacked_dir)[0].weight_rules(models[1].shape)
+        save_hf_weights(models[1:], mesh, rules, stacked_dir, tmp_path / "out")
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    assert after.keys() == tensors.keys() and all(torch.equal(after[name], tensors[name]) for name in after)
+    assert count_carried(stacked_dir, TRAIN) == {} != count_carried(stacked_dir)
 
 
 def test_weights_in_and_out_are_bit_equal_trained_or_not(pair, tmp_path):
