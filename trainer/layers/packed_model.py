@@ -117,6 +117,11 @@ class PackedModel(MegatronModule):
         specs = (load(half.spec)(half, modules) for half in (mixer, feed_forward))
         return layer_around(*specs, modules, first_linears=(mixer.first_linear, feed_forward.first_linear))
 
+    @property
+    def predicts_second(self) -> bool:
+        """Whether the token after the next is predicted too: in training, not in an evaluation."""
+        return self.language.mtp is not None and self.training
+
     def rotation(self, batch: MicroBatch) -> Rotation:
         """Return the rotation of queries and keys by the positions of the t tokens."""
         raise NotImplementedError
@@ -124,7 +129,7 @@ class PackedModel(MegatronModule):
     def embed(self, batch: MicroBatch) -> Embedded:
         """Embed the tokens of a batch, on the first chunk."""
         self.clock.switch("language")
-        following = None if self.language.mtp is None else self.language.embed(batch.next_ids)
+        following = self.language.embed(batch.next_ids) if self.predicts_second else None
         return Embedded(self.language.embed(batch.input_ids), following=following)
 
     def prepare_training(self, train: TrainConfig) -> None:
@@ -166,7 +171,7 @@ class PackedModel(MegatronModule):
         """
         if not self.post_process:
             return self.hidden_states(batch)
-        if self.language.mtp is not None and self.training:
+        if self.predicts_second:
             return self._losses_of_two_tokens(batch)
         hidden = self.hidden_states(batch, self.language.loss_rows(batch.loss_index))
         return self.language.losses(hidden, batch.labels)

@@ -107,7 +107,7 @@ class Qwen3VLModel(PackedModel):
         places = batch.image_index
         hidden = self._embed_with(image_tokens, batch.input_ids, places)
         following = None
-        if self.language.mtp is not None:
+        if self.predicts_second:
             image_tokens = gathered.index_select(0, batch.next_image_rows)[:, : hidden.size(-1)]
             following = self._embed_with(image_tokens, batch.next_ids, batch.next_image_index)
 
