@@ -135,9 +135,11 @@ class PackedModel(MegatronModule):
     def prepare_training(self, train: TrainConfig) -> None:
         """Set the factor of the second loss. Tell the layers that route tokens how they are trained, and where they
         report."""
-        self.mtp_loss_scaling_factor = train.mtp_loss_scaling_factor
-        of_mtp = [] if self.language.mtp is None else [self.language.mtp.layer]
-        for layer in (*self.language.decoder.layers, *of_mtp):
+        layers = list(self.language.decoder.layers)
+        if self.language.mtp is not None:
+            self.mtp_loss_scaling_factor = train.mtp_loss_scaling_factor
+            layers.append(self.language.mtp.layer)
+        for layer in layers:
             if layer.routes_tokens:
                 layer.mlp.prepare_training(train, layer.layer_number - 1, self.reports)
 
