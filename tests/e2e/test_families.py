@@ -117,7 +117,7 @@ def test_qwen3_is_tokenized_trained_exported_and_answered(tmp_path, capsys):
 @pytest.mark.full
 def test_qwen3_5_is_trained_with_its_drafts(tmp_path, capsys):
     model, root = mtp_hf_dir(), tmp_path / "root"
-    settings = {"train.mtp_loss_scaling_factor": 0.3, "answer_base": "null", "compare": "null", "reload": "null"}
+    settings = {"train.mtp_loss_scaling_factor": 0.3, "compare": "null", "reload": "null"}
     assert run(root, {**DIGITS, "model": model, **settings}) == 0
     (trained,) = made(root, "train")
     losses = [row.mtp_loss for row in read_metrics(trained.dir)]
