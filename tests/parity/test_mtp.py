@@ -134,12 +134,18 @@ class Pair:
         return dict(zip(batch.keys, first.split(batch.loss_lengths))), dict(zip(batch.keys, second.split(lengths)))
 
 
-@pytest.fixture(
-    scope="module", params=["first", full("second"), full("third"), full("experts-shared"), full("experts-many")]
-)
-def pair(request):
+@pytest.fixture(scope="module")
+def mesh():
     with single_rank() as mesh:
-        yield Pair(request.param, mesh)
+        yield mesh
+
+
+SHAPES = ["first", full("second"), full("third"), full("experts-shared"), full("experts-many")]
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def pair(request, mesh):
+    return Pair(request.param, mesh)
 
 
 def test_logits_of_the_token_after_the_next_in_a_packed_bin(pair):
@@ -216,7 +222,7 @@ def test_an_evaluation_has_the_losses_of_the_next_token_alone(pair):
 
 
 @pytest.mark.full
-def test_experts_may_be_stored_in_one_tensor(tmp_path):
+def test_experts_may_be_stored_in_one_tensor(mesh, tmp_path):
     """Qwen3.5 stores the experts of mtp one by one, Qwen3.6 stacked, whatever the other layers do."""
     source, stacked_dir = model_dir("mtp-experts-many"), tmp_path / "stacked"
     shutil.copytree(source, stacked_dir)
@@ -225,12 +231,11 @@ def test_experts_may_be_stored_in_one_tensor(tmp_path):
     tensors = {n: t for n, t in tensors.items() if not n.startswith(prefix)}
     tensors |= {prefix + name: tensor for name, tensor in stacked(layer).items()}
     save_file(tensors, stacked_dir / "model.safetensors", metadata={"format": "pt"})
-    with single_rank() as mesh:
-        models = [build_tiny(path, mesh, SEQ_LEN, train=TRAIN) for path in (source, stacked_dir)]
-        for one, other in zip(*(model.parameters() for model in models)):
-            assert torch.equal(one, other)
-        rules = read_model(stacked_dir)[0].weight_rules(models[1].shape)
-        save_hf_weights(models[1:], mesh, rules, stacked_dir, tmp_path / "out")
+    models = [build_tiny(path, mesh, SEQ_LEN, train=TRAIN) for path in (source, stacked_dir)]
+    for one, other in zip(*(model.parameters() for model in models)):
+        assert torch.equal(one, other)
+    rules = read_model(stacked_dir)[0].weight_rules(models[1].shape)
+    save_hf_weights(models[1:], mesh, rules, stacked_dir, tmp_path / "out")
     after = load_file(tmp_path / "out" / "model.safetensors")
     assert after.keys() == tensors.keys() and all(torch.equal(after[name], tensors[name]) for name in after)
     assert count_carried(stacked_dir, TRAIN) == {} != count_carried(stacked_dir)
