@@ -26,7 +26,14 @@ from stages.encode.template import check_template
 from stages.encode_images.config import EncodeImagesConfig, EncodingConfig
 from stages.inputs.adapter_directory import adapter_input
 from stages.inputs.config import EmbeddedReceiptsConfig
-from stages.inputs.hf_directory import check_hf_dir, hf_dir_of, model_input, processor_input, resolve_hf_dir
+from stages.inputs.hf_directory import (
+    check_hf_dir,
+    check_mtp_tensors,
+    hf_dir_of,
+    model_input,
+    processor_input,
+    resolve_hf_dir,
+)
 from stages.inputs.raw_source import open_raw
 from stages.release.config import ReleaseConfig
 from trainer.contract.machine.modules import check_precision, describe
@@ -37,7 +44,7 @@ from trainer.model.registry import get_family, read_model
 from trainer.model.shape import ModelShape
 from trainer.model.targets import adapted_layers
 from trainer.model.whole_modules import check_adapter
-from trainer.plan.checks import check_cached, check_experts, check_training
+from trainer.plan.checks import check_cached, check_experts, check_mtp, check_training
 
 RAW_DIGESTS = "raw-digests.json"
 
@@ -200,9 +207,10 @@ def check_model(config: PipelineConfig) -> Path | None:
     check_hf_dir(hf_dir, config.execution.model_code_sha256)
     check_template(hf_dir)
     load_image_config(hf_dir, config.tokenize.min_pixels, config.tokenize.max_pixels)
-    family, shape = read_model(hf_dir)
+    family, shape = read_model(hf_dir, config.train)
     _check_family(config, family, shape)
     config.check_parallel(shape)
+    check_mtp_tensors(hf_dir, shape)
     return hf_dir
 
 
@@ -226,6 +234,7 @@ def _check_family(config: PipelineConfig, family: Family, shape: ModelShape) -> 
     check_adapter(config.train, family, shape)
     _check_beside(config, family, shape)
     check_experts(config.train, config.execution.parallel, shape)
+    check_mtp(config.train, config.execution.parallel, shape)
     if trains_here(config):
         check_precision(config.train.precision, config.execution.modules, this_host())
         modules_line(config)

@@ -3,15 +3,21 @@
 from pathlib import Path
 
 from stages.inputs.hf_directory import safetensors_header, weight_files
+from trainer.contract.run import TrainConfig
 from trainer.model.registry import read_model
+from trainer.model.rules import stored_rules
 
 
-def count_carried(hf_dir: Path) -> dict[str, int]:
+def count_carried(hf_dir: Path, train: TrainConfig | None = None) -> dict[str, int]:
     """Return name prefix -> number of carried (copied) tensors of a directory; empty if there are none.
 
     The numbers come from the headers of the safetensors files.
+
+    Args:
+        train: the training, which may compute some of them; None: it computes none.
     """
-    family, _ = read_model(hf_dir)
-    names = [name for file in weight_files(hf_dir) for name in safetensors_header(hf_dir / file)]
+    family, shape = read_model(hf_dir, train)
+    names = {name for file in weight_files(hf_dir) for name in safetensors_header(hf_dir / file)}
+    names -= {name for rule in stored_rules(family.weight_rules(shape), names) for name in rule.hf}
     counts = {prefix: sum(name.startswith(prefix) for name in names) for prefix in family.carried}
     return {prefix: count for prefix, count in counts.items() if count}

@@ -59,10 +59,12 @@ def export(config: ExportConfig, inputs: Mapping[str, Input], work_dir: Path, re
         "dtype": written_dtype(hf_dir),
         "parameters": count_parameters(hf_dir),
         "active_parameters": read_model(hf_dir)[1].active_parameters,
-        "carried": count_carried(hf_dir),
+        "carried": count_carried(hf_dir, run.train),
         "steps": trained["steps"],
         "checkpoint": trained["checkpoint"],
     }
+    if run.train.mtp_loss_scaling_factor:
+        stats["mtp"] = sum(count_carried(hf_dir).values()) - sum(stats["carried"].values())
     if run.train.adapter:
         stats["adapter"] = _adapter_facts(work_dir / ADAPTER_EXPORT, run.train.adapter)
     _write_report(work_dir, stats, files)
@@ -87,6 +89,8 @@ def _write_report(work_dir: Path, stats: Mapping[str, Any], files: Sequence[File
     if stats["carried"]:
         carried = [(f"{prefix}*", number) for prefix, number in stats["carried"].items()]
         sections.insert(1, Table("Carried from the base model, not trained", ("names", "tensors"), carried))
+    if "mtp" in stats:
+        summary["tensors of multi-token prediction, trained"] = stats["mtp"]
     if "adapter" in stats:
         rows = [(name, ", ".join(v) if isinstance(v, list) else v) for name, v in stats["adapter"].items()]
         sections.insert(1, Table("Adapter, merged into the weights and as a separate file", ("", "value"), rows))

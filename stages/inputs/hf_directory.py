@@ -22,6 +22,7 @@ from stages.inputs.remote_code import check_remote_code
 from trainer.contract.names import HF_EXPORT
 from trainer.model.family import Family
 from trainer.model.registry import read_model
+from trainer.model.rules import stored_rules
 from trainer.model.shape import ModelShape
 
 WEIGHTS = "model.safetensors"
@@ -159,6 +160,23 @@ def count_parameters(path: Path) -> dict[str, int]:
             if not name.startswith(family.carried):
                 counts[part_of.get(name, family.parts[-1])] += math.prod(entry["shape"])
     return counts
+
+
+def check_mtp_tensors(path: Path, shape: ModelShape) -> None:
+    """Check that a directory has the tensors of multi-token prediction, if the shape trains it.
+
+    Raises:
+        InputError: a tensor is missing, as after `save_pretrained`, which drops them.
+    """
+    if shape.language.mtp is None:
+        return
+    names = {name for file in weight_files(path) for name in safetensors_header(path / file)}
+    expected = [name for rule in stored_rules(shape.language.mtp.rules(), names) for name in rule.hf]
+    if missing := [name for name in expected if name not in names]:
+        raise InputError(
+            f"{path} lacks {missing[0]}, which train.mtp_loss_scaling_factor trains; take the published weights "
+            "(transformers' save_pretrained drops mtp.*), or set train.mtp_loss_scaling_factor=0"
+        )
 
 
 def safetensors_header(path: Path) -> dict[str, dict[str, Any]]:

@@ -60,6 +60,7 @@ class CardFacts:
         score_note: a note on the scored answers and the intervals.
         contamination: the `contaminated` counts of that stage's manifest; None if it did not run.
         reproduce: the command that reproduces the model.
+        mtp: number of tensors of multi-token prediction that were trained.
         adapter: facts of the adapter that was trained; None: the model itself was trained.
         reload: the stats of that stage's manifest; None if it did not run.
     """
@@ -75,6 +76,7 @@ class CardFacts:
     contamination: Mapping[str, Mapping[str, int]] | None = None
     reproduce: str = ""
     carried: Mapping[str, int] = field(default_factory=dict)
+    mtp: int = 0
     adapter: Mapping[str, object] | None = None
     reload: Mapping[str, Any] | None = None
 

@@ -48,6 +48,7 @@ def _facts(config: ReleaseConfig, inputs: Mapping[str, Artifact]) -> CardFacts:
         training=training_facts(inputs["train"], inputs["export"]),
         adapter=inputs["export"].manifest.stats.get("adapter"),
         carried=inputs["export"].manifest.stats.get("carried", {}),
+        mtp=inputs["export"].manifest.stats.get("mtp", 0),
         scores=_scores(inputs["evaluate"].manifest.stats, _before(inputs)),
         score_note=_note(inputs["evaluate"].manifest.stats),
         contamination=contaminated,

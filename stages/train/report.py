@@ -18,7 +18,7 @@ from trainer.plan.placement import Placement
 
 # title on the page -> (fields of MetricsRow in one plot, whether the axis is logarithmic)
 _CURVES: dict[str, tuple[tuple[str, ...], bool]] = {
-    "Loss": (("loss", "heldout_loss"), True),
+    "Loss": (("loss", "heldout_loss", "mtp_loss"), True),
     "Learning rate": (("lr",), False),
     "Gradient norm before clipping": (("grad_norm",), True),
     "Tokens per second": (("tokens_per_second",), False),

@@ -84,7 +84,7 @@ def train(config: TrainConfig, inputs: Mapping[str, Input], work_dir: Path, reso
 def predict(run: RunConfig, processes: int) -> Placement | None:
     """Predict the costs of a step; None if no images are encoded, or in float32, for which no rate is known."""
     plan = load_manifest(run.bins_dir)
-    family, shape = read_model(run.hf_dir)
+    family, shape = read_model(run.hf_dir, run.train)
     job = PlacementJob(
         shape=shape,
         parallel=run.execution.parallel,

@@ -18,7 +18,7 @@ from tests.helpers.bins import MIXED, make_samples
 from tests.helpers.evaluation import picture
 from tests.helpers.reference import load_reference, reference_losses
 from tests.helpers.single_rank import build_tiny, single_rank
-from tests.helpers.tiny_hybrid_model import hybrid_hf_dir
+from tests.helpers.tiny_hybrid_model import hybrid_hf_dir, mtp_hf_dir
 from tests.helpers.tiny_text_model import text_config, write_text_model
 from tests.toy_family.family import write_distribution
 from tests.toy_family.reference import write_toy
@@ -111,6 +111,26 @@ def test_qwen3_is_tokenized_trained_exported_and_answered(tmp_path, capsys):
     answers = [json.loads(line) for line in (made(root, "answer")[0].dir / "answers.jsonl").read_text().splitlines()]
     assert len(answers) == 4
     assert exported.manifest.stats["carried"] == {} and "those of the base model" not in card_of(root)
+    capsys.readouterr()
+
+
+@pytest.mark.full
+def test_qwen3_5_is_trained_with_its_drafts(tmp_path, capsys):
+    model, root = mtp_hf_dir(), tmp_path / "root"
+    settings = {"train.mtp_loss_scaling_factor": 0.3, "compare": "null", "reload": "null"}
+    assert run(root, {**DIGITS, "model": model, **settings}) == 0
+    (trained,) = made(root, "train")
+    losses = [row.mtp_loss for row in read_metrics(trained.dir)]
+    assert losses[-1] < losses[5]
+    assert "mtp_loss" in (trained.dir / "report.html").read_text()
+    (exported,) = made(root, "export")
+    before, after = (load_file(path / "model.safetensors") for path in (model, exported.dir / "hf"))
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert tensor.dtype == after[name].dtype and tensor.shape == after[name].shape
+        assert not torch.equal(tensor, after[name]), name
+    assert (exported.manifest.stats["carried"], exported.manifest.stats["mtp"]) == ({}, 15)
+    assert "The 15 tensors of multi-token prediction" in card_of(root)
     capsys.readouterr()
 
 

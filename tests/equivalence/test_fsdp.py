@@ -86,6 +86,7 @@ def assert_same_row(ours: MetricsRow, theirs: MetricsRow) -> None:
     for name in NORMS:
         norm, expected = getattr(ours, name), getattr(theirs, name)
         assert norm == (expected and pytest.approx(expected, rel=1e-5)), (ours.step, name)
+    assert ours.mtp_loss == (theirs.mtp_loss and pytest.approx(theirs.mtp_loss, rel=1e-6)), ours.step
     assert ours.tokens == theirs.tokens
 
 
@@ -114,6 +115,8 @@ def test_two_ranks_equal_one_process(two_ranks, one_process):
     [
         full("hybrid-first", FSDP, {}, id="first"),
         full("hybrid-second", FSDP_AGAIN, {}, id="second-recompute"),
+        full("mtp-first", FSDP, {}, id="mtp"),
+        full("mtp-second", FSDP_AGAIN, {}, id="mtp-recompute"),
         full("hybrid-first", FSDP, {part: PartConfig(frozen=True) for part in ("vision", "merger")}, id="first-frozen"),
     ],
 )

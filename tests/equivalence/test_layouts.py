@@ -58,7 +58,7 @@ CHUNK_KINDS = [
 
 def kinds_of(shape: str) -> list[list[Kind]]:
     """The bins of a shape."""
-    return KINDS + CHUNK_KINDS if shape.startswith("hybrid-") else KINDS
+    return KINDS + CHUNK_KINDS if shape.startswith(("hybrid-", "mtp-")) else KINDS
 
 
 FULL = {"recompute": "full", "recompute_vision": True}
@@ -177,6 +177,21 @@ LAYOUTS = {
     "experts-cp2": ({"cp": 2}, 2, "experts-many"),
     "experts-tp2-sp-cp2": ({"tp": 2, "cp": 2, **SP}, 4, "experts-shared"),
     "experts-tp2-sp-pp2": ({"tp": 2, "pp": 2, **SP}, 4, "experts-shared"),
+    "mtp-full": (FULL, 1, "mtp-first"),
+    "mtp-dp2": ({}, 2, "mtp-first"),
+    "mtp-tp2-selective": ({"tp": 2, **SELECTIVE}, 2, "mtp-first"),
+    "mtp-tp2-vision": ({"tp": 2, **CUT_VISION}, 2, "mtp-first"),
+    "mtp-tp2-sp": ({"tp": 2, **SP}, 2, "mtp-first"),
+    "mtp-tp2-sp-full": ({"tp": 2, **SP, **FULL}, 2, "mtp-second"),
+    "mtp-cp2": ({"cp": 2}, 2, "mtp-first"),
+    "mtp-cp2-untied": ({"cp": 2}, 2, "mtp-second"),
+    "mtp-own-1+1": (own(1), 2, "mtp-first"),
+    "mtp-own-2+2-cp2": ({"cp": 2, **own(2)}, 4, "mtp-first"),
+    "mtp-tp2-sp-cp2": ({"tp": 2, "cp": 2, **SP}, 4, "mtp-deep"),
+    "mtp-experts-full": (FULL, 1, "mtp-experts-shared"),
+    "mtp-experts-ep2-dp2": ({"ep": 2}, 2, "mtp-experts-shared"),
+    "mtp-experts-ep2-tp2-sp": ({"ep": 2, "tp": 2, **SP}, 2, "mtp-experts-shared"),
+    "mtp-experts-cp2": ({"cp": 2}, 2, "mtp-experts-many"),
     "fourfold": (FOURFOLD, 16, "first"),
     "fourfold-dealt": ({**FOURFOLD, **DEALT}, 16, "first"),
     "fourfold-full": ({**FOURFOLD, **FULL}, 16, "first"),
@@ -189,7 +204,7 @@ HERE = [name for name in LAYOUTS if name not in ELSEWHERE]
 # Each axis by itself, three pairs, one of all four; for the family that stresses it most.
 CORE = (
     *("dp2", "tp2-sp", "pp2", "cp2", "tp2-sp-cp2-vision", "text-tp2-sp"),
-    *("hybrid-tp2-sp-full", "experts-tp2-sp-cp2"),
+    *("hybrid-tp2-sp-full", "experts-tp2-sp-cp2", "mtp-tp2-sp-cp2"),
 )
 
 
@@ -226,7 +241,7 @@ def outcome(tmp_path_factory):
             name="-".join((name, "frozen", *frozen)),
         )
         train = run.train.model_copy(update={part: PartConfig(frozen=True) for part in frozen})
-        if shape.startswith("experts-"):
+        if "experts-" in shape:
             train = train.model_copy(update={"experts": ExpertsConfig(auxiliary_loss="layer", coefficient=0.1)})
         run = run.model_copy(update={"seq_len": SEQ_LEN, "train": train})
         world = run_world(run, processes)
@@ -278,7 +293,8 @@ def test_layers_of_two_kinds_with_frozen_parts_too(name, frozen, outcome):
 
 def compare(ours: Outcome, alone: Outcome) -> None:
     compare_steps(ours, alone)
-    trained = [weight for name, weight in ours.weights.items() if not name.startswith("mtp.")]
+    has_mtp = ours.world.rows[0].mtp_loss is not None
+    trained = [weight for name, weight in ours.weights.items() if has_mtp or not name.startswith("mtp.")]
     norm = float(torch.nn.utils.get_total_norm(trained))  # in float32, as of the model: alone that rounds by 1e-6
     assert ours.world.rows[-1].param_norm == pytest.approx(norm, rel=1e-6)
 
@@ -288,6 +304,7 @@ def compare_steps(ours: Outcome, alone: Outcome) -> None:
     assert [row.step for row in ours.world.rows] == list(range(1, STEPS + 1))
     for a, b in zip(ours.world.rows, alone.world.rows, strict=True):
         assert a.loss == pytest.approx(b.loss, rel=1e-5), f"step {a.step}"
+        assert a.mtp_loss == (b.mtp_loss and pytest.approx(b.mtp_loss, rel=1e-5)), f"step {a.step}"
         norms = [name for name in b.model_dump() if name.endswith("grad_norm")]
         assert len(norms) > 1
         for norm in norms:

@@ -99,6 +99,14 @@ def test_layers_of_two_kinds_saved_on_one_rank_and_resumed_on_tp2(hybrid):
     assert_resumes((run, hybrid[1]), job(run.output_dir.parent, "one-to-tp2", TP2, "hybrid-second"), 2)
 
 
+@pytest.mark.parametrize("name", tiered(("alone", "cp2", "tp2-sp"), ("alone",)))
+def test_multi_token_prediction_saved_on_tp2_and_resumed(name, tmp_path):
+    saved = job(tmp_path, "saved", {**TP2, **SP}, "mtp-second")
+    layout, processes = HYBRID[name]
+    whole = (saved, run_world(saved, 2, save=True))
+    assert_resumes(whole, job(tmp_path, f"resumed-{name}", layout, "mtp-second"), processes, exact=name == "tp2-sp")
+
+
 EVEN, UNEVEN, DEALT = {"pp": 2}, {"pp": 2, "first_pipeline_layers": 3}, {"pp": 2, "vision": "dealt"}
 PIPELINES = [
     ("first", EVEN, UNEVEN),

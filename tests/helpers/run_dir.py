@@ -17,8 +17,8 @@ from tests.helpers.bins import MIXED, TEXT_ONLY, Kind, make_samples, write_plan
 from tests.helpers.index import write_index
 from tests.helpers.reference import PIXELS, random_hf_dir
 from tests.helpers.started import Started
-from tests.helpers.tiny_experts_model import experts_hf_dir
-from tests.helpers.tiny_hybrid_model import hybrid_hf_dir
+from tests.helpers.tiny_experts_model import experts_hf_dir, mtp_experts_hf_dir
+from tests.helpers.tiny_hybrid_model import hybrid_hf_dir, mtp_hf_dir
 from tests.helpers.tiny_text_model import text_hf_dir
 from tests.helpers.world import start
 from trainer.contract.answer import MetricsRow, TrainResult, read_metrics
@@ -41,9 +41,14 @@ OPTIM = OptimConfig(lr=3e-3, min_lr_fraction=0.1, warmup_steps=2, weight_decay=0
 
 def model_dir(shape: str) -> Path:
     """Return the model directory of a shape name: a shape of the tiny Qwen3-VL, "text-" and a shape of the tiny Qwen3,
-    "hybrid-" and a shape of the tiny Qwen3.5, or "experts-" and a shape of the tiny models with experts."""
+    "hybrid-" and a shape of the tiny Qwen3.5, or "experts-" and a shape of the tiny models with experts. "mtp-" and
+    "mtp-experts-" are the last two with multi-token prediction."""
     if shape.startswith("experts-"):
         return experts_hf_dir(shape.removeprefix("experts-"))
+    if shape.startswith("mtp-experts-"):
+        return mtp_experts_hf_dir(shape.removeprefix("mtp-experts-"))
+    if shape.startswith("mtp-"):
+        return mtp_hf_dir(shape.removeprefix("mtp-"))
     if shape.startswith("hybrid-"):
         return hybrid_hf_dir(shape.removeprefix("hybrid-"))
     return text_hf_dir(shape.removeprefix("text-")) if shape.startswith("text-") else random_hf_dir(shape)
@@ -96,6 +101,7 @@ def write_job(
             precision="float32",
             heldout_interval=3,
             optim=optim,
+            mtp_loss_scaling_factor=0.3 if shape.startswith("mtp-") else 0.0,
         ),
         execution=TrainerExecution(
             parallel=parallel or ParallelConfig(),

@@ -9,6 +9,7 @@ import torch
 from tests.helpers.reference import PIXELS
 from trainer.checkpoint.hf_read import load_hf_weights
 from trainer.contract.parallel import ParallelConfig
+from trainer.contract.run import TrainConfig
 from trainer.layers.decoder import decoder_config
 from trainer.layers.module_set import TorchModules
 from trainer.layers.modules.choice import choose_modules
@@ -31,14 +32,21 @@ def single_rank(seed: int = 1) -> Iterator[Mesh]:
 
 
 def build_tiny(
-    hf_dir: Path, mesh: Mesh, seq_len: int = 128, dtype: torch.dtype = torch.float32, *, modules: str = "exact"
+    hf_dir: Path,
+    mesh: Mesh,
+    seq_len: int = 128,
+    dtype: torch.dtype = torch.float32,
+    *,
+    modules: str = "exact",
+    train: TrainConfig | None = None,
 ) -> PackedModel:
     """Return athanor's model with the directory's weights and the tests' pixel normalisation.
 
     Args:
         modules: value of `execution.modules`, or "exact" for the CPU modules on any device.
+        train: the training that decides whether there is multi-token prediction.
     """
-    family, shape = read_model(hf_dir)
+    family, shape = read_model(hf_dir, train)
     chosen = TorchModules() if modules == "exact" else choose_modules(modules, mesh.device)
     config = decoder_config(shape.language, ParallelConfig(), dtype)
     model = load(family.model)(shape, ParallelConfig(), config, chosen, mesh, seq_len)

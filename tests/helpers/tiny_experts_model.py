@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 
-from tests.helpers.tiny_hybrid_model import hybrid_config, randomize_hybrid
+from tests.helpers.tiny_hybrid_model import hybrid_config, randomize_hybrid, with_mtp
 from tests.helpers.tiny_model import tiny_hf_dir
 
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
@@ -62,6 +62,12 @@ def experts_hf_dir(shape: str) -> Path:
     model.generation_config = transformers.GenerationConfig.from_pretrained(tiny_hf_dir())
     model.save_pretrained(directory)
     return directory
+
+
+@functools.cache
+def mtp_experts_hf_dir(shape: str) -> Path:
+    """Return the directory of a shape of Qwen3.5 with all tensors of multi-token prediction."""
+    return with_mtp(experts_hf_dir(shape))
 
 
 def randomize(model: torch.nn.Module) -> None:

@@ -115,6 +115,33 @@ def hybrid_hf_dir(shape: str = "first") -> Path:
 
 
 @functools.cache
+def mtp_hf_dir(shape: str = "first") -> Path:
+    """Return the directory of a shape with all tensors of multi-token prediction, whose names and sizes are vLLM's."""
+    return with_mtp(hybrid_hf_dir(shape))
+
+
+def with_mtp(hf_dir: Path) -> Path:
+    """Return a copy of a directory with all tensors of multi-token prediction; its layer has the sizes of another."""
+    directory = Path(tempfile.mkdtemp(prefix="athanor-mtp-")) / hf_dir.name
+    shutil.copytree(hf_dir, directory)
+    config = json.loads((directory / "config.json").read_text())
+    text = config["text_config"]
+    text["mtp_num_hidden_layers"] = 1
+    (directory / "config.json").write_text(json.dumps(config))
+    tensors = {n: t for n, t in load_file(directory / "model.safetensors").items() if not n.startswith("mtp.")}
+    width, number = text["hidden_size"], text["layer_types"].index(ATTENTION)
+    own = f"model.language_model.layers.{number}."
+    sizes = {f"mtp.layers.0.{n.removeprefix(own)}": t.shape for n, t in tensors.items() if n.startswith(own)}
+    sizes |= {"mtp.fc.weight": (width, 2 * width)}
+    sizes |= {f"mtp.{norm}.weight": (width,) for norm in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+    draw = torch.Generator().manual_seed(3)
+    for name, size in sizes.items():
+        tensors[name] = (0.2 if "norm" in name else 0.08) * torch.randn(size, generator=draw)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+@functools.cache
 def talkative_hybrid_dir() -> Path:
     """Return the first shape with weights so large that its answers differ from prompt to prompt."""
     directory = Path(tempfile.mkdtemp(prefix="athanor-hybrid-")) / "talkative"

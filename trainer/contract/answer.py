@@ -46,6 +46,11 @@ class MetricsRow(StrictModel):
     time_ms: int | None = Field(default=None, description="time of writing, milliseconds since 1970; None in old files")
     loss: float = Field(description="mean over the loss tokens of the global batches since the last line")
     heldout_loss: float | None = Field(default=None, description="mean over the loss tokens of the held-out bins")
+    mtp_loss: float | None = Field(
+        default=None,
+        description="mean loss of the tokens after the next in the same global batches, without its factor; None if "
+        "multi-token prediction is not trained",
+    )
     grad_norm: float = Field(description="gradient norm over all ranks, before clipping")
     param_norm: float | None = Field(
         default=None, description="norm of all parameters, trained and frozen, after the step; None in old files"

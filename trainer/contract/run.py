@@ -95,7 +95,7 @@ class PartConfig(StrictModel):
 class TrainConfig(StrictModel):
     """Identity: everything that changes the trained weights or the recorded metrics."""
 
-    later_fields = ("adapter", "num_epochs", "experts")
+    later_fields = ("adapter", "num_epochs", "experts", "mtp_loss_scaling_factor")
 
     seed: int = Field(ge=0, le=2**32 - 1, description="order of the bins")
     num_steps: int | None = Field(default=None, gt=0, le=10**8, description="optimizer updates; null: num_epochs")
@@ -121,6 +121,13 @@ class TrainConfig(StrictModel):
         default=None, description="low-rank adapters, which are then all that is trained; null: the parts are trained"
     )
     experts: ExpertsConfig = Field(default=ExpertsConfig(), description="the router of a model with experts")
+    mtp_loss_scaling_factor: float = Field(
+        default=0.0,
+        ge=0,
+        le=10,
+        description="factor of the loss of multi-token prediction, by which Qwen3.5's layer for drafts is trained too; "
+        "0: its tensors mtp.* are exported unchanged",
+    )
 
     def for_bins(self, num_bins: int) -> "TrainConfig":
         """Return this config with its epochs and warmup as numbers of steps, given the number of training bins.

@@ -4,7 +4,8 @@ A matrix product of (n, a) by (a, b) is 2*n*a*b FLOPs. The gradient of its input
 product is trained, and so does the gradient of its weight, if the weight is trained. Adapters add their own products;
 DoRA's row lengths, which are computed once per bin, are not counted. Attention of s tokens is 4*s^2*width, half of that
 if causal, and twice as much backward. Logits, and the last layer after its attention, count only for loss tokens,
-because other tokens do not need them. Recomputation in backward is never counted.
+because other tokens do not need them. With multi-token prediction its layer is the last, and its loss tokens count as
+many as the others. Recomputation in backward is never counted.
 """
 
 import re
@@ -114,12 +115,19 @@ class _Count:
             split = is_after.index(True)
             flows = self._half(layers[number][:split], before, "per_token", flows)
             self.flops["per_token_squared"] += squared * (1 + 2 * flows)
-            rows = "per_loss_token" if number == decoder.num_layers - 1 else "per_token"
+            is_last = number == decoder.num_layers - 1 and decoder.mtp is None
+            rows = "per_loss_token" if is_last else "per_token"
             flows = self._half(layers[number][split:], after, rows, flows)
         head = others.get(_HEAD, others[_EMBEDDING])
         flows = flows or any(self._trains(rule) for name, rule in others.items() if "norm" in name)
         logits = 2 * decoder.hidden_size * decoder.vocab_size
         self.flops["per_loss_token"] += logits * (1 + flows + self._trains(head))
+        if decoder.mtp is not None:  # everything before it is trained, and so is all of it
+            before, after, squared = decoder.mtp.flops
+            for rows, forward in zip(
+                ("per_token", "per_loss_token", "per_token_squared"), (before, after + logits, squared)
+            ):
+                self.flops[rows] += FORWARD_AND_BACKWARD * forward
 
     def _half(self, rules: Sequence[Rule], forward: int, rows: str, flows: bool) -> bool:
         """Count a part of a layer; return whether a gradient flows through the next part.

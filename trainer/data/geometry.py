@@ -7,7 +7,9 @@ from trainer.model.shape import ModelShape
 def geometry_of(shape: ModelShape) -> Geometry:
     """Return the geometry of a model's micro batches."""
     vision, images = shape.vision, shape.images
-    of_layers = {"in_chunks": shape.language.in_chunks, "marks_padding": shape.language.routes_tokens}
+    language = shape.language
+    of_layers = {"in_chunks": language.in_chunks, "marks_padding": language.routes_tokens}
+    of_layers["predicts_second"] = language.mtp is not None
     if vision is None or images is None:
         return Geometry(**of_layers)
     return Geometry(images.image_token_id, vision.spatial_merge_size, 3 * vision.patch_size**2, **of_layers)

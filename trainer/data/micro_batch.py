@@ -35,6 +35,7 @@ class Geometry:
         positions: computes the positions of one sample.
         in_chunks: whether some layers take a bin's segments in chunks.
         marks_padding: whether some layers must know which tokens are padding.
+        predicts_second: whether the token after the next is predicted too.
     """
 
     image_token_id: int | None = None
@@ -43,6 +44,7 @@ class Geometry:
     positions: Positions = mrope_positions
     in_chunks: bool = False
     marks_padding: bool = False
+    predicts_second: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -89,6 +91,11 @@ class MicroBatch:
         are_features_read: whether the features were encoded before the training and are read.
         num_loss_tokens: number of loss tokens of the bin, over all ranks.
         num_slots: T.
+        next_ids: (1, t) int64 the next token of the same sample; a sample's last token has its own id. This field and
+            the next four are empty unless the token after the next is predicted.
+        next_image_index, next_image_rows: as `image_index` and `image_rows`, for `next_ids`.
+        second_index: (M,) int64 indices into the t tokens whose token after the next is predicted.
+        second_labels: (M,) int64 the token to predict at each second_index.
     """
 
     keys: tuple[str, ...]
@@ -116,6 +123,11 @@ class MicroBatch:
     image_patches: tuple[int, ...]
     num_loss_tokens: int
     num_slots: int
+    next_ids: torch.Tensor
+    next_image_index: torch.Tensor
+    next_image_rows: torch.Tensor
+    second_index: torch.Tensor
+    second_labels: torch.Tensor
     features: torch.Tensor | None = None
     are_features_read: bool = False
 
@@ -157,6 +169,8 @@ def make_micro_batch(
     whole = _lay_out(samples, geometry, bounds)
     order = zigzag_order(bounds, part.cp)
     places = order.reshape(part.cp, -1)[part.cp_rank]
+    held = places if geometry.predicts_second else places[:0]
+    second_index = np.flatnonzero(whole.is_second[held])
     loss_index = np.flatnonzero(whole.is_loss[places])
     sample_bounds = np.array(bounds[: len(samples) + 1])
     loss_bounds = loss_index.searchsorted(sample_bounds // part.cp)
@@ -173,7 +187,10 @@ def make_micro_batch(
         loss_index=torch.from_numpy(loss_index),
         labels=torch.from_numpy(whole.ids[places[loss_index] + 1]),
         loss_lengths=tuple(np.diff(loss_bounds).tolist()),
-        **_vision_fields(samples, grids, whole.ids, places, geometry, part, features),
+        **_vision_fields(samples, grids, whole, (places, whole.next[held]), geometry, part, features),
+        next_ids=torch.from_numpy(whole.ids[whole.next[held]])[None],
+        second_index=torch.from_numpy(second_index),
+        second_labels=torch.from_numpy(whole.ids[held[second_index] + 2]),
         are_features_read=features is not None,
         sample_lengths=tuple(len(s.input_ids) for s in samples),
         image_patches=tuple(grids.prod(1).tolist()),
@@ -201,17 +218,22 @@ class _Bin(NamedTuple):
         positions: (3, T) int64.
         is_loss: (T,) bool: whether the next token of the same sample is trained on.
         is_token: (T,) bool: whether the place is not padding.
+        next: (T,) int64 place of the next token of the same sample; of the last token, and of padding, its own.
+        is_second: (T,) bool: whether the token after the next of the same sample is trained on.
     """
 
     ids: np.ndarray
     positions: np.ndarray
     is_loss: np.ndarray
     is_token: np.ndarray
+    next: np.ndarray
+    is_second: np.ndarray
 
 
 def _lay_out(samples: Sequence[TokenizedSample], geometry: Geometry, bounds: Sequence[int]) -> _Bin:
     size, merge = bounds[-1], geometry.spatial_merge_size
-    whole = _Bin(np.zeros(size, np.int64), np.zeros((3, size), np.int64), np.zeros(size, bool), np.zeros(size, bool))
+    ids, positions, flags = np.zeros(size, np.int64), np.zeros((3, size), np.int64), np.zeros((3, size), bool)
+    whole = _Bin(ids, positions, flags[0], flags[1], np.arange(size), flags[2])
     for sample, begin in zip(samples, bounds):
         end = begin + len(sample.input_ids)
         whole.ids[begin:end], whole.is_token[begin:end] = sample.input_ids, True
@@ -220,6 +242,8 @@ def _lay_out(samples: Sequence[TokenizedSample], geometry: Geometry, bounds: Seq
         grids = (sample.image_grid_thw // (1, merge, merge)).tolist()
         starts = _image_starts(sample, grids, geometry.image_token_id)
         whole.positions[:, begin:end] = geometry.positions(end - begin, starts, grids)
+        whole.next[begin : end - 1] += 1
+        whole.is_second[begin : max(begin, end - 2)] = sample.loss_mask[2:]
     return whole
 
 
@@ -253,8 +277,8 @@ def _image_starts(sample: TokenizedSample, grids: list[list[int]], image_token_i
 def _vision_fields(
     samples: Sequence[TokenizedSample],
     grids: np.ndarray,
-    ids: np.ndarray,
-    places: np.ndarray,
+    whole: _Bin,
+    held: tuple[np.ndarray, np.ndarray],
     geometry: Geometry,
     part: RankSlice,
     features: Features | None,
@@ -265,21 +289,21 @@ def _vision_fields(
 
     Args:
         grids: (G, 3) grids of all images of the bin, in patches.
-        ids: (T,) token ids of the bin.
-        places: (t,) indices of the bin's tokens that this rank holds.
+        held: (t,) indices of the bin's tokens that this rank holds, and of their next tokens.
     """
     merge, share = geometry.spatial_merge_size, NO_IMAGES
-    image_index = image_rows = np.empty(0, np.int64)
+    image_rows, next_rows = np.empty(0, np.int64), np.empty(0, np.int64)
+    image_index, next_index = image_rows, next_rows
     encoded, patches, read = grids[:0], np.empty((0, geometry.patch_bytes), np.uint8), None
     if part.has_vision and geometry.image_token_id is not None:
         image_patches = grids.prod(1)
         share = share_images(image_patches.tolist(), merge**2, part)
-        row_at = np.full(len(ids), -1)
+        row_at = np.full(len(whole.ids), -1)
         first_rows = np.array(share.first_rows, np.int64)
-        row_at[ids == geometry.image_token_id] = joined_ranges(first_rows, image_patches // merge**2)
-        held = row_at[places.reshape(part.sequence_ranks, -1)[part.sequence_rank]]
-        image_index = np.flatnonzero(held >= 0)
-        image_rows = held[image_index]
+        row_at[whole.ids == geometry.image_token_id] = joined_ranges(first_rows, image_patches // merge**2)
+        rows = [row_at[places.reshape(part.sequence_ranks, -1)[part.sequence_rank]] for places in held]
+        image_index, next_index = (np.flatnonzero(own >= 0) for own in rows)
+        image_rows, next_rows = rows[0][image_index], rows[1][next_index]
         if features is not None:
             read = features(share.images)
             if len(read) != share.tokens:
@@ -292,6 +316,8 @@ def _vision_fields(
     return {
         "image_index": torch.from_numpy(image_index),
         "image_rows": torch.from_numpy(image_rows),
+        "next_image_index": torch.from_numpy(next_index),
+        "next_image_rows": torch.from_numpy(next_rows),
         "encoded_rows": share.tokens,
         "arriving_rows": share.arriving_tokens,
         "gathered_rows": share.gathered_rows,

@@ -7,6 +7,7 @@ D = hidden size.
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from megatron.core import tensor_parallel
@@ -23,12 +24,27 @@ from trainer.contract.parallel import ParallelConfig
 from trainer.layers.chosen_rows import ChosenRows
 from trainer.layers.cuda_graphs import LayerGraphs
 from trainer.layers.module_set import ACTIVATIONS, FLOAT8_ROWS, shared_config
+from trainer.layers.mtp import MultiTokenPredictor
 from trainer.layers.output_loss import OutputLayer
 from trainer.layers.segments import PackedSegments, Rotation, recomputed
 from trainer.model.shape import DecoderShape
 
 # (index of a layer, from 0 over the whole model; output of that layer (s, 1, D)) -> input of the next layer
 Between = Callable[[int, torch.Tensor], torch.Tensor]
+
+
+class Embedded(NamedTuple):
+    """The embedded tokens of a batch.
+
+    Attributes:
+        hidden: (s, 1, D).
+        between: called between the first layers with each output; None for no call.
+        following: (s, 1, D) of the next token of each token, for multi-token prediction; None without it.
+    """
+
+    hidden: torch.Tensor
+    between: Between | None = None
+    following: torch.Tensor | None = None
 
 
 def decoder_config(
@@ -156,7 +172,11 @@ class DecoderBlock(TransformerBlock):
 
 
 class LanguageModel(MegatronModule):
-    """Embedding (first pipeline rank), decoder layers, output layer and loss (last pipeline rank)."""
+    """Embedding (first pipeline rank), decoder layers, output layer and loss (last pipeline rank).
+
+    Attributes:
+        mtp: the multi-token prediction that is trained; None: none is.
+    """
 
     def __init__(
         self,
@@ -171,6 +191,7 @@ class LanguageModel(MegatronModule):
     ) -> None:
         super().__init__(config)
         self.shape, self.groups = shape, groups
+        self.mtp: MultiTokenPredictor | None = None
         self.pre_process, self.post_process = pre_process, post_process
         tied = shape.tie_word_embeddings
         if pre_process or (post_process and tied):

@@ -23,13 +23,15 @@ from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import TrainConfig
 from trainer.data.micro_batch import MicroBatch
 from trainer.layers.chosen_rows import ChosenRows, RoutedTokens
-from trainer.layers.decoder import Between, LanguageModel
+from trainer.layers.decoder import Embedded, LanguageModel
 from trainer.layers.measures.part_clock import PartClock
 from trainer.layers.measures.reports import Reports
 from trainer.layers.module_set import layer_around, mark_tensor_parallel
+from trainer.layers.mtp import MultiTokenPredictor
 from trainer.layers.packed_layer import PackedLayer
 from trainer.layers.segments import PackedSegments, Rotation
 from trainer.model.late_import import load
+from trainer.model.layer import Layer
 from trainer.model.shape import ModelShape
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.vision.owner import VisionOwner
@@ -46,13 +48,16 @@ class PackedModel(MegatronModule):
         config: config of the language model, see `decoder_config`; every chunk needs its own.
 
     Attributes:
-        has_graphs: whether the layers can run as CUDA graphs. Layers that route tokens cannot yet.
+        has_graphs: whether the layers can run as CUDA graphs. Layers that route tokens cannot yet, and multi-token
+            prediction has not been tried.
+        mtp_loss_scaling_factor: factor of the loss of multi-token prediction.
         reports: the numbers that modules report during training steps.
         exchange: the exchange of image tokens if the ranks that encode them are not the ranks that use them; None if
             this rank takes no part.
     """
 
     has_graphs = True
+    mtp_loss_scaling_factor = 0.0
 
     def __init__(
         self,
@@ -75,7 +80,7 @@ class PackedModel(MegatronModule):
         self.seq_len = seq_len
         self.clock = PartClock()
         self.reports = Reports()
-        self.has_graphs = self.has_graphs and not shape.language.routes_tokens
+        self.has_graphs = self.has_graphs and not shape.language.routes_tokens and shape.language.mtp is None
         self.exchange: VisionOwner | PipelineWorker | None = None
         for mixer in shape.language.mixers:
             if mixer.check_device:
@@ -83,7 +88,7 @@ class PackedModel(MegatronModule):
         self.build_parts(config.params_dtype, modules)
         first = get_transformer_layer_offset(config, vp_stage, pp.rank())
         numbers = range(first, first + get_num_layers_to_build(config, vp_stage, pp.rank()))
-        kinds = [self.layer_spec(modules, number) for number in range(shape.language.num_layers)]
+        kinds = [self.layer_spec(modules, layer) for layer in shape.language.layers]
         self.language = LanguageModel(
             config,
             shape.language,
@@ -93,36 +98,48 @@ class PackedModel(MegatronModule):
             post_process=self.post_process,
             vp_stage=vp_stage,
         )
-        self.language.decoder.recompute = parallel.recompute == "full"
+        self.language.decoder.recompute = is_recomputed = parallel.recompute == "full"
         self.language.decoder.is_uniform = all(kind == kinds[0] for kind in kinds)
+        if shape.language.mtp is not None:
+            spec, number = self.layer_spec(modules, shape.language.mtp.layer), shape.language.num_layers + 1
+            self.language.mtp = MultiTokenPredictor(
+                config, spec, modules, mesh.groups, number=number, recompute=is_recomputed
+            )
         mark_tensor_parallel(self)
         self._mark_tied_weight()
 
     def build_parts(self, dtype: torch.dtype, modules: BackendSpecProvider) -> None:
         """Build the parts of this chunk that come before the language model."""
 
-    def layer_spec(self, modules: BackendSpecProvider, number: int) -> ModuleSpec:
-        """Return the spec of a layer: a `PackedLayer`, or a module with its methods.
-
-        Args:
-            number: index of the layer, from 0 over the whole model.
-        """
-        mixer, feed_forward = self.shape.language.layers[number].halves
+    def layer_spec(self, modules: BackendSpecProvider, layer: Layer) -> ModuleSpec:
+        """Return the spec of a layer: a `PackedLayer`, or a module with its methods."""
+        mixer, feed_forward = layer.halves
         specs = (load(half.spec)(half, modules) for half in (mixer, feed_forward))
         return layer_around(*specs, modules, first_linears=(mixer.first_linear, feed_forward.first_linear))
+
+    @property
+    def predicts_second(self) -> bool:
+        """Whether the token after the next is predicted too: in training, not in an evaluation."""
+        return self.language.mtp is not None and self.training
 
     def rotation(self, batch: MicroBatch) -> Rotation:
         """Return the rotation of queries and keys by the positions of the t tokens."""
         raise NotImplementedError
 
-    def embed(self, batch: MicroBatch) -> tuple[torch.Tensor, Between | None]:
-        """Return (s, 1, D) on the first chunk, and the function to call between its first layers, or None."""
+    def embed(self, batch: MicroBatch) -> Embedded:
+        """Embed the tokens of a batch, on the first chunk."""
         self.clock.switch("language")
-        return self.language.embed(batch.input_ids), None
+        following = self.language.embed(batch.next_ids) if self.predicts_second else None
+        return Embedded(self.language.embed(batch.input_ids), following=following)
 
     def prepare_training(self, train: TrainConfig) -> None:
-        """Tell the layers that route tokens how they are trained, and where they report."""
-        for layer in self.language.decoder.layers:
+        """Set the factor of the second loss. Tell the layers that route tokens how they are trained, and where they
+        report."""
+        layers = list(self.language.decoder.layers)
+        if self.language.mtp is not None:
+            self.mtp_loss_scaling_factor = train.mtp_loss_scaling_factor
+            layers.append(self.language.mtp.layer)
+        for layer in layers:
             if layer.routes_tokens:
                 layer.mlp.prepare_training(train, layer.layer_number - 1, self.reports)
 
@@ -150,21 +167,38 @@ class PackedModel(MegatronModule):
             weight.shared = not self.pre_process  # the copy that the gradient norm does not count
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
-        """Return losses (N,) float32 of this rank's loss tokens on the last chunk, else hidden states (s, 1, D)."""
+        """Return losses (N,) float32 of this rank's loss tokens on the last chunk, else hidden states (s, 1, D).
+
+        In a training with multi-token prediction its losses (M,) follow.
+        """
         if not self.post_process:
             return self.hidden_states(batch)
+        if self.predicts_second:
+            return self._losses_of_two_tokens(batch)
         hidden = self.hidden_states(batch, self.language.loss_rows(batch.loss_index))
         return self.language.losses(hidden, batch.labels)
 
     def hidden_states(self, batch: MicroBatch, rows: ChosenRows | None = None) -> torch.Tensor:
         """Return (s, 1, D) after the last layer (and final norm) of this chunk, or only the chosen rows."""
-        hidden, between = self.embed(batch) if self.pre_process else (None, None)
+        hidden, between, _ = self.embed(batch) if self.pre_process else (None, None, None)
+        return self.language.decoder(hidden, self.rotation(batch), self._segments(batch), between, rows)
+
+    def _segments(self, batch: MicroBatch) -> PackedSegments:
         routed = None
         if self.shape.language.routes_tokens:
             routed = RoutedTokens.of(batch, self.groups.cp, self.groups.tp if self.config.sequence_parallel else None)
         cp = self.parallel.cp
-        segments = PackedSegments.of(batch.cu_seqlens, batch.max_seqlen, cp, batch.cp_order, batch.chunks, routed)
-        return self.language.decoder(hidden, self.rotation(batch), segments, between, rows)
+        return PackedSegments.of(batch.cu_seqlens, batch.max_seqlen, cp, batch.cp_order, batch.chunks, routed)
+
+    def _losses_of_two_tokens(self, batch: MicroBatch) -> torch.Tensor:
+        """Return the losses (N + M,): of the next token, then of the token after the next."""
+        embedded, rotation, segments = self.embed(batch), self.rotation(batch), self._segments(batch)
+        hidden = self.language.decoder(embedded.hidden, rotation, segments, embedded.between, None)
+        rows = self.language.loss_rows(batch.loss_index)
+        losses = self.language.losses(rows.of_hidden(hidden), batch.labels)
+        rows = self.language.loss_rows(batch.second_index)
+        hidden = self.language.mtp(hidden, embedded.following, rotation, segments, rows)
+        return torch.cat((losses, self.language.losses(hidden, batch.second_labels)))
 
     def capture_graphs(self) -> None:
         """Replay the language model's layers as CUDA graphs in training from now on.

@@ -26,7 +26,7 @@ from trainer.parallel.mesh import Mesh
 def export(run: RunConfig, mesh: Mesh) -> TrainResult:
     """Write the weights of `run.checkpoint_dir`, saved by any layout, as `hf/` and return the result."""
     step = read_step(run.checkpoint_dir, run)
-    family, shape = read_model(run.hf_dir)
+    family, shape = read_model(run.hf_dir, run.train)
     chunks = build_chunks(run, family, shape, mesh, weights_dtype(run))
     give_adapters(chunks, run, family.weight_rules(shape))
     checkpoint.load_model(chunks, run.checkpoint_dir)
@@ -41,7 +41,7 @@ def write_weights(chunks: Sequence[torch.nn.Module], mesh: Mesh, run: RunConfig)
     Adapters are written in the dtype of the training's arithmetic, because these are the numbers that were measured;
     PEFT computes with them in float32.
     """
-    family, shape = read_model(run.hf_dir)
+    family, shape = read_model(run.hf_dir, run.train)
     rules, config, out_dir = family.weight_rules(shape), run.train.adapter, run.output_dir / HF_EXPORT
     if config is None:
         return save_hf_weights(chunks, mesh, rules, run.hf_dir, out_dir)

@@ -44,7 +44,8 @@ class Interval:
         self._begin()
 
     def _begin(self) -> None:
-        self.totals = Totals.zero(self.trainer.mesh.device, self.trainer.cost)
+        has_mtp = self.trainer.run.train.mtp_loss_scaling_factor > 0
+        self.totals = Totals.zero(self.trainer.mesh.device, self.trainer.cost, has_mtp=has_mtp)
         self.steps = 0
         self.grad_norm = self.lr = 0.0
         self.part_norms: dict[str, float] = {}
@@ -90,7 +91,7 @@ class Interval:
         seconds = self.seconds
         parts = {name: value / self.steps for name, value in trainer.chunks[0].module.clock.read().items()}
         totals = self.totals.over_ranks(trainer.mesh)
-        loss_sum, loss_tokens, squared_norm = torch.cat([totals.loss_and_tokens, squared_norm]).tolist()
+        loss_sum, loss_tokens, *of_mtp, squared_norm = torch.cat([totals.loss_and_tokens, squared_norm]).tolist()
         trainer.tokens += totals.tokens
         trainer.loss_tokens += int(loss_tokens)
         trainer.last["loss"] = loss_sum / max(1, loss_tokens)
@@ -104,6 +105,7 @@ class Interval:
             epoch=trainer.order.epoch(trainer.step),
             loss=trainer.last["loss"],
             heldout_loss=heldout,
+            mtp_loss=of_mtp[0] / max(1, of_mtp[1]) if of_mtp else None,
             grad_norm=self.grad_norm,
             **{f"{part}_grad_norm": self.part_norms.get(part) for part in trainer.family.parts},
             param_norm=math.sqrt(squared_norm),

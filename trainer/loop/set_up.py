@@ -151,7 +151,7 @@ def give_adapters(
 
 def set_up(run: RunConfig, mesh: Mesh) -> Trainer:
     """Build the state before the first step, resumed from the newest checkpoint of this run if there is one."""
-    family, shape = read_model(run.hf_dir)
+    family, shape = read_model(run.hf_dir, run.train)
     parallel = run.execution.parallel
     is_divided = parallel.sharding == "fsdp"
     models = build_chunks(run, family, shape, mesh, weights_dtype(run), is_empty=is_divided)
@@ -188,7 +188,7 @@ def set_up(run: RunConfig, mesh: Mesh) -> Trainer:
 
 def set_up_vision_rank(run: RunConfig, mesh: Mesh) -> Serving:
     """Build the state of a rank that encodes images and does nothing else."""
-    family, shape = read_model(run.hf_dir)
+    family, shape = read_model(run.hf_dir, run.train)
     parallel = run.execution.parallel
     dp = parallel.data_parallel(mesh.vision_world.language_ranks + parallel.vision_ranks)
     assignment = assignments(parallel.vision_encoders, dp)[mesh.dp_rank]

@@ -51,7 +51,11 @@ def run_micro_batches(
             totals.count(batch, {} if totals.cost is None else model_flops(totals.cost, batch))
         output = chunk(batch)
         clock.switch_on_gradient(output, "language")  # a pipeline's step ends with backward passes only
-        return output, partial(loss_of, lengths=batch.loss_lengths if return_per_token_outputs else None)
+        lengths = batch.loss_lengths if return_per_token_outputs else None
+        if not (chunk.training and chunk.module.mtp_loss_scaling_factor):
+            return output, partial(loss_of, lengths=lengths)
+        sizes = {"num_loss_tokens": len(batch.labels), "mtp_factor": chunk.module.mtp_loss_scaling_factor}
+        return output, partial(loss_of, lengths=lengths, **sizes)
 
     exchange = chunks[0].module.exchange
     moved = (batch.to(mesh.device) for batch in batches)

@@ -45,8 +45,8 @@ class Family:
         image_processor: None for a text-only family.
         check_settings: raises InputError for settings that the family does not support yet and that its shape does not
             exclude.
-        carried: prefixes of the names of tensors that this code does not compute; they are neither trained nor counted,
-            and an export contains them unchanged.
+        carried: prefixes of the names of tensors that need not be computed; if they are not, they are neither trained
+            nor counted, and an export contains them unchanged.
         embedded: returns the configs of a model with random weights by file name, given sizes and token ids; None if
             the family supports only models from a directory.
         sizes: classes of the fields of `EmbeddedModelConfig` that only some families have, and this family has.

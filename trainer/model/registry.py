@@ -12,6 +12,7 @@ from typing import Any
 
 from dataset_builders.errors import InputError, shown
 from dataset_builders.storage.files import read_object
+from trainer.contract.run import TrainConfig
 from trainer.model.family import Family
 from trainer.model.late_import import load
 from trainer.model.shape import ModelShape
@@ -79,8 +80,11 @@ def get_variants(model_type: object) -> Mapping[str, Mapping[str, Any]]:
     return families[model_type]
 
 
-def read_model(hf_dir: Path) -> tuple[Family, ModelShape]:
+def read_model(hf_dir: Path, train: TrainConfig | None = None) -> tuple[Family, ModelShape]:
     """Return the family and the sizes of the model in an HF directory. A process reads a file once until it changes.
+
+    Args:
+        train: the training whose shape is returned, see `ModelShape.for_training`; None: the model alone.
 
     Raises:
         InputError: config.json does not exist, its family is not supported, or one of its keys is not understood.
@@ -89,7 +93,8 @@ def read_model(hf_dir: Path) -> tuple[Family, ModelShape]:
     if not path.is_file():
         raise InputError(f"{path} does not exist; give the HF directory of a model")
     state = path.stat()
-    return _read_config(path, (state.st_ino, state.st_size, state.st_mtime_ns))
+    family, shape = _read_config(path, (state.st_ino, state.st_size, state.st_mtime_ns))
+    return family, shape if train is None else shape.for_training(train)
 
 
 @lru_cache(maxsize=8)

@@ -4,11 +4,14 @@ A family's `shape.py` returns a `ModelShape`; nothing here loads torch. Layers o
 `trainer.model.layer`.
 """
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from trainer.contract.run import TrainConfig
 from trainer.model.layer import Layer, Mixer, Part
+from trainer.model.mtp import MultiTokenPrediction
 from trainer.model.rules import Rule
 
 # Number of loss tokens whose logits exist at a time; for the reason see trainer/layers/output_loss.py.
@@ -47,6 +50,7 @@ class DecoderShape:
         rotary_dim: number of leading components of each attention head that are rotated.
         mrope_section: number of rotary pairs of each of three position axes; None if positions have one axis.
         zero_centred_norms: whether RMSNorm multiplies by 1 + weight.
+        mtp: the multi-token prediction that is trained; None: none is.
     """
 
     vocab_size: int
@@ -58,6 +62,7 @@ class DecoderShape:
     tie_word_embeddings: bool
     mrope_section: tuple[int, int, int] | None = None
     zero_centred_norms: bool = False
+    mtp: MultiTokenPrediction | None = None
 
     @property
     def num_layers(self) -> int:
@@ -99,8 +104,11 @@ class DecoderShape:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters of embedding, layers, final norm and output projection; a tied weight counts once."""
-        layers = sum(layer.parameters for layer in self.layers)
+        """Number of parameters of embedding, layers, final norm, output projection and trained multi-token prediction.
+
+        A tied weight counts once.
+        """
+        layers = sum(layer.parameters for layer in self.layers) + (0 if self.mtp is None else self.mtp.parameters)
         matrices = 1 if self.tie_word_embeddings else 2
         return layers + self.hidden_size + matrices * self.vocab_size * self.hidden_size
 
@@ -113,13 +121,15 @@ class DecoderShape:
     def forward_flops(self) -> dict[str, int]:
         """FLOPs per unit of each kind of work, by the names of `trainer.data.balance.CostModel`.
 
-        Logits, and the part of the last layer after the mixing of tokens, are computed only for loss tokens.
+        Logits, and the part of the last layer after the mixing of tokens, are computed only for loss tokens. The last
+        layer is the one of multi-token prediction if that is trained.
         """
-        layers = [layer.flops for layer in self.layers]
+        layers = [layer.flops for layer in self.layers] + ([] if self.mtp is None else [self.mtp.flops])
         after = sum(layer.after for layer in layers[:-1])
+        logits = 2 * self.hidden_size * self.vocab_size
         return {
             "per_token": sum(layer.before for layer in layers) + after,
-            "per_loss_token": layers[-1].after + 2 * self.hidden_size * self.vocab_size,
+            "per_loss_token": layers[-1].after + logits * (1 if self.mtp is None else 2),
             "per_token_squared": sum(layer.squared for layer in layers),
         }
 
@@ -135,6 +145,8 @@ class DecoderShape:
         yield Rule("language.decoder.final_layernorm.weight", (f"{hf}norm.weight",))
         if not self.tie_word_embeddings:
             yield Rule("language.output_layer.weight", ("lm_head.weight",))
+        if self.mtp is not None:
+            yield from self.mtp.rules()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,11 +231,19 @@ class ModelShape:
 
     Attributes:
         vision, images: both None for a text-only model.
+        mtp: the multi-token prediction that can be trained; None: the model has none. See `for_training`.
     """
 
     language: DecoderShape
     vision: VisionShape | None = None
     images: ImageTokens | None = None
+    mtp: MultiTokenPrediction | None = None
+
+    def for_training(self, train: TrainConfig) -> "ModelShape":
+        """Return the shape of what a training computes: with multi-token prediction only if the settings train it."""
+        if not train.mtp_loss_scaling_factor:
+            return self
+        return dataclasses.replace(self, language=dataclasses.replace(self.language, mtp=self.mtp))
 
     @property
     def num_deepstack(self) -> int:
@@ -238,7 +258,9 @@ class ModelShape:
     @property
     def active_parameters(self) -> int:
         """Number of parameters that compute a token, those of the vision encoder included."""
-        return sum(self.parameters.values()) - sum(layer.feed_forward.idle_parameters for layer in self.language.layers)
+        mtp = self.language.mtp
+        layers = (*self.language.layers, *([] if mtp is None else [mtp.layer]))
+        return sum(self.parameters.values()) - sum(layer.feed_forward.idle_parameters for layer in layers)
 
     @property
     def parameters(self) -> dict[str, int]:

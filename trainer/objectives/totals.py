@@ -17,7 +17,8 @@ class Totals:
     """Sums over micro batches: loss on the device, counts on the host. Only `over_ranks` reduces them over ranks.
 
     Attributes:
-        loss_and_tokens: (2,) float64, the sum of the losses and the number of loss tokens.
+        loss_and_tokens: (2,) float64, the sum of the losses and the number of loss tokens; with multi-token prediction
+            (4,), then the same two of its losses.
         tokens: number of tokens without padding.
         slots: number of tokens with padding.
         flops: FLOPs of each part of the model that is counted separately.
@@ -31,8 +32,8 @@ class Totals:
     cost: CostModel | None = None
 
     @classmethod
-    def zero(cls, device: torch.device, cost: CostModel | None = None) -> "Totals":
-        return cls(torch.zeros(2, dtype=torch.float64, device=device), cost=cost)
+    def zero(cls, device: torch.device, cost: CostModel | None = None, *, has_mtp: bool = False) -> "Totals":
+        return cls(torch.zeros(4 if has_mtp else 2, dtype=torch.float64, device=device), cost=cost)
 
     def count(self, batch: MicroBatch, flops: Mapping[str, float]) -> None:
         """Count one micro batch."""

@@ -30,7 +30,7 @@ def check_run(run: RunConfig, world_size: int) -> None:
     plan = load_manifest(run.bins_dir).config
     if "pad_multiple" not in plan:
         raise InputError(f"bins_dir={run.bins_dir} is not an artifact of plan_bins: its manifest has no pad_multiple")
-    family, shape = read_model(run.hf_dir)
+    family, shape = read_model(run.hf_dir, run.train)
     if run.features_dir is not None:
         check_cached(run.train.frozen, run.execution.parallel, family)
         _check_features(run.features_dir, run.tokenized_dir)
@@ -39,6 +39,7 @@ def check_run(run: RunConfig, world_size: int) -> None:
         check_start(run.adapter_dir, run.train.adapter)
     check_adapter(run.train, family, shape)
     check_experts(run.train, run.execution.parallel, shape)
+    check_mtp(run.train, run.execution.parallel, shape)
     check_layout(
         run.execution.parallel,
         shape,
@@ -156,6 +157,26 @@ def check_experts(train: TrainConfig, parallel: ParallelConfig, shape: ModelShap
             f"train.experts.auxiliary_loss is pooled over all layers, which pp={parallel.pp} divides; set "
             "train.experts.auxiliary_loss=layer"
         )
+
+
+def check_mtp(train: TrainConfig, parallel: ParallelConfig, shape: ModelShape) -> None:
+    """Check that a model and a layout allow the training of multi-token prediction, if it is trained.
+
+    Raises:
+        InputError: they do not, or nothing but adapters is trained, or the language model is frozen.
+    """
+    factor = train.mtp_loss_scaling_factor
+    for is_wrong, reason in (
+        (shape.mtp is None, "this model has none with its own embeddings (mtp_num_hidden_layers=1 in config.json)"),
+        (train.adapter is not None, "train.adapter trains adapters alone"),
+        (train.language.frozen, "train.language.frozen=true freezes it"),
+        (parallel.pp > 1, f"it needs the embeddings beside the last layer, which pp={parallel.pp} puts on two ranks"),
+    ):
+        if factor and is_wrong:
+            raise InputError(
+                f"train.mtp_loss_scaling_factor is {factor:g} and trains multi-token prediction, and {reason}; set "
+                "train.mtp_loss_scaling_factor=0, which exports its tensors unchanged"
+            )
 
 
 def _check_float8_base(train: TrainConfig, parallel: ParallelConfig) -> None:

@@ -46,7 +46,8 @@ def estimate_memory(
     with vision_split=tensor_parallel. These activations exist for every micro batch in flight. A frozen vision encoder
     keeps only the layer that runs. If vision is dealt, every process has max_patches / (tp x cp x pp) patches for 2 pp
     micro batches (3 pp with vpp > 1), because images are encoded ahead and wait for their gradients. The last process
-    adds the logits of one chunk of loss tokens, at most 4096 x vocabulary / tp. Example: Qwen3-VL-2B in bins of 8,192
+    adds the logits of one chunk of loss tokens, at most 4096 x vocabulary / tp, and as much again for multi-token
+    prediction, which is one more layer with 4 D (not measured). Example: Qwen3-VL-2B in bins of 8,192
     tokens and 25,300 patches has an estimate of 81 GB with the reserve. Measured on an H200: 80 GB without CUDA graphs,
     and about as much with them, 11 GB of which are the graphs'.
 
@@ -310,13 +311,17 @@ class _Process:
         layers = (decoder.layers[number] for number in self._layers(rank))
         language = sum(layer.parameters for layer in layers) + decoder.hidden_size * is_last
         language += embeddings * decoder.vocab_size * decoder.hidden_size
-        of_experts = self._of_experts(rank)
-        return (language - of_experts) / parallel.tp + of_experts / parallel.ep
+        of_experts, undivided = self._of_experts(rank), 0
+        if decoder.mtp is not None:
+            undivided = decoder.mtp.undivided
+            language += decoder.mtp.layer.parameters
+        return (language - of_experts) / parallel.tp + of_experts / parallel.ep + undivided
 
     def _of_experts(self, rank: int) -> int:
         """Return the number of parameters of all experts of a pipeline rank's layers."""
         layers = (self.shape.language.layers[number] for number in self._layers(rank))
-        return sum(layer.divided_by_experts for layer in layers)
+        of_mtp = 0 if self.shape.language.mtp is None else self.shape.language.mtp.layer.divided_by_experts
+        return sum(layer.divided_by_experts for layer in layers) + of_mtp
 
     def _activations(self, rank: int) -> float:
         decoder, p = self.shape.language, self.parallel
@@ -324,6 +329,8 @@ class _Process:
         chunk_passes = 2 * (p.pp - 1 - rank) + (p.vpp - 1) * p.pp + 1 if p.vpp > 1 else p.pp - rank
         is_selective = p.recompute == "selective"
         kept = [decoder.layers[number].kept_numbers(selective=is_selective) for number in self._layers(rank)]
+        if decoder.mtp is not None:
+            kept.append(decoder.mtp.kept_numbers(selective=is_selective))
         in_flight = min(chunk_passes / p.vpp, self.num_micro_batches)
         is_full = p.recompute == "full"
         total = tokens * _layer_bytes(decoder.hidden_size, kept, self.size, in_flight, p.tp, is_cut, is_full)
@@ -334,7 +341,8 @@ class _Process:
         if rank == 0 or p.deals_vision:
             total += self._vision_activations()
         if rank == p.pp - 1:
-            total += self.size * min(tokens, LOSS_CHUNK) * decoder.vocab_size / p.tp
+            losses = 1 if decoder.mtp is None else 2
+            total += losses * self.size * min(tokens, LOSS_CHUNK) * decoder.vocab_size / p.tp
         return total
 
     def _vision_activations(self) -> float:

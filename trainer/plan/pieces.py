@@ -134,19 +134,21 @@ class _Costs(NamedTuple):
 
 def _costs(shape: ModelShape, parallel: ParallelConfig, work: Work, frozen: Collection[str]) -> _Costs:
     """Compute the costs. Passes: one forward, two backward (one of them for the weights), one more if recomputed.
-    Dealt vision is left out because it costs all ranks alike. Vision on other ranks costs the pipeline nothing."""
+    Dealt vision is left out because it costs all ranks alike. Vision on other ranks costs the pipeline nothing.
+    Multi-token prediction is beside the output layer, and needs all tokens of the last layer."""
     decoder = shape.language
     passes = 3 - ("language" in frozen) + (parallel.recompute == "full")
+    flops = [layer.flops for layer in decoder.layers] + ([] if decoder.mtp is None else [decoder.mtp.flops])
     layers = []
-    for number, layer in enumerate(decoder.layers):
-        before, after, squared = layer.flops
-        rows = work.loss_tokens if number == decoder.num_layers - 1 else work.tokens
+    for number, (before, after, squared) in enumerate(flops):
+        rows = work.loss_tokens if number == len(flops) - 1 else work.tokens
         layers.append(round(passes * (before * work.tokens + after * rows + squared * work.tokens_squared)))
     is_elsewhere = parallel.deals_vision or parallel.vision_ranks
     first = 0 if is_elsewhere else vision_flops(shape, parallel, work, frozen)
     logits = 2 * decoder.hidden_size * decoder.vocab_size * work.loss_tokens
-    logits *= 3 - ("language" in frozen)
-    return _Costs(list(accumulate(layers, initial=0)), first, round(logits), parallel.pp)
+    logits *= (3 - ("language" in frozen)) * (1 if decoder.mtp is None else 2)
+    last = round(logits) + sum(layers[decoder.num_layers :])
+    return _Costs(list(accumulate(layers[: decoder.num_layers], initial=0)), first, last, parallel.pp)
 
 
 def _even(room: PipelineRoom) -> tuple[int, ...]:

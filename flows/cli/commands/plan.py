@@ -4,6 +4,7 @@ The command makes nothing.
 """
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -35,7 +36,7 @@ from trainer.model.registry import get_family, read_model
 from trainer.model.shape import ModelShape
 from trainer.model.targets import adapter_sizes, list_matches
 from trainer.plan.estimate import estimate_saved
-from trainer.plan.pieces import mean_work
+from trainer.plan.pieces import language_flops, mean_work, vision_flops
 from trainer.plan.placement import PlacementJob, current_placement, placements
 
 UNKNOWN = "known once the data is made"
@@ -158,7 +159,8 @@ def size_rows(config: PipelineConfig, available: Mapping[str, Input]) -> list[tu
         *_adapters(job),
         *_layers(job.parallel, job.pieces, bins),
         *_features(config, job.shape, available),
-        *_carried(available.get("model")),
+        *_carried(available.get("model"), job.train),
+        *_mtp(job),
         (
             "memory",
             f"about {bytes_text(sum(memory.values()))} in the fullest process, without the {_RUNTIME} of torch itself",
@@ -169,11 +171,25 @@ def size_rows(config: PipelineConfig, available: Mapping[str, Input]) -> list[tu
     ]
 
 
-def _carried(model: Input | None) -> list[tuple[str, str]]:
+def _carried(model: Input | None, train: TrainConfig) -> list[tuple[str, str]]:
     """Return a row if the model has tensors that are exported without being trained."""
-    carried = count_carried(hf_dir_of(model)) if isinstance(model, External) else {}
+    carried = count_carried(hf_dir_of(model), train) if isinstance(model, External) else {}
     names = ", ".join(f"{number} tensors {prefix}*" for prefix, number in carried.items())
     return [("carried", f"{names}: exported as they are, not trained")] if carried else []
+
+
+def _mtp(job: PlacementJob) -> list[tuple[str, str]]:
+    """Return a row of the size of multi-token prediction and its share of the FLOPs of a mean bin, if it is trained."""
+    if job.shape.language.mtp is None:
+        return []
+    alone = dataclasses.replace(job.shape, language=dataclasses.replace(job.shape.language, mtp=None))
+    without, whole = (
+        sum(language_flops(shape, job.parallel, job.work, job.train.frozen, job.pieces))
+        + vision_flops(shape, job.parallel, job.work, job.train.frozen)
+        for shape in (alone, job.shape)
+    )
+    number = job.shape.language.mtp.parameters
+    return [("mtp", f"{number:,} of the parameters, {1 - without / whole:.1%} of a step's FLOPs")]
 
 
 _RUNTIME = "0.5 to 1 GB"
@@ -206,7 +222,7 @@ def _train(config: PipelineConfig, bins: Input | None) -> TrainConfig:
 
 def _model(config: PipelineConfig, available: Mapping[str, Input]) -> tuple[Family, ModelShape]:
     if isinstance(config.model, str):
-        return read_model(available["model"].dir)
+        return read_model(available["model"].dir, config.train)
     return get_family(config.model.family), config.model.shape
 
 

@@ -5,7 +5,7 @@ from flows.cli.commands.plan import size_rows
 from flows.cli.main import main
 from flows.pipeline.recipe import load_recipe
 from stages.artifacts.artifact import Artifact, External
-from tests.helpers.tiny_hybrid_model import hybrid_hf_dir
+from tests.helpers.tiny_hybrid_model import hybrid_hf_dir, mtp_hf_dir
 from tests.helpers.tiny_model import tiny_hf_dir
 
 
@@ -61,6 +61,17 @@ def test_tensors_that_are_carried_are_named():
         config = load_recipe("embedded", [f"model={hf_dir}"]).config
         rows = dict(size_rows(config, {"model": External(dir=hf_dir, name="hf_dir", digest="0" * 16)}))
         assert rows.get("carried") == said
+
+
+def test_multi_token_prediction_that_is_trained_is_no_longer_carried():
+    rows = {}
+    for factor in (0, 0.1):
+        config = load_recipe("embedded", [f"model={mtp_hf_dir()}", f"train.mtp_loss_scaling_factor={factor}"]).config
+        model = External(dir=mtp_hf_dir(), name="hf_dir", digest="0" * 16)
+        rows[factor] = dict(size_rows(config, {"model": model}))
+    assert rows[0]["carried"] == "15 tensors mtp.*: exported as they are, not trained" and "mtp" not in rows[0]
+    assert "carried" not in rows[0.1]
+    assert rows[0.1]["mtp"] == "65,920 of the parameters, 23.5% of a step's FLOPs"
 
 
 CACHED = ("encode_images.dtype=bfloat16", "train.vision.frozen=true", "train.merger.frozen=true")

@@ -14,11 +14,13 @@ from dataset_builders.contracts.manifest import Manifest
 from dataset_builders.errors import InputError
 from flows.cli.check import check_model_dir
 from flows.cli.main import make_parser
+from flows.pipeline.graph import check_model
+from flows.pipeline.recipe import load_recipe
 from stages.artifacts.intact import file_entries
 from stages.chat.ask import ask
 from stages.inputs.hf_directory import check_hf_dir, count_parameters, model_input, processor_input, resolve_hf_dir
 from tests.helpers.adapter_files import write_adapter
-from tests.helpers.tiny_hybrid_model import hybrid_hf_dir
+from tests.helpers.tiny_hybrid_model import hybrid_hf_dir, mtp_hf_dir
 from tests.helpers.tiny_model import SHAPES, tiny_hf_dir
 from trainer.checkpoint.hf_read import HFTensors
 
@@ -49,6 +51,20 @@ def test_tensors_that_are_only_carried_are_not_counted():
     tensors = load_file(path / "model.safetensors")
     trained = sum(tensor.numel() for name, tensor in tensors.items() if not name.startswith("mtp."))
     assert sum(count_parameters(path).values()) == trained < sum(tensor.numel() for tensor in tensors.values())
+
+
+def test_a_training_of_drafts_needs_their_tensors(tmp_path):
+    path = Path(shutil.copytree(mtp_hf_dir(), tmp_path / "model"))
+    tensors = load_file(path / "model.safetensors")
+    del tensors["mtp.norm.weight"]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    check_model(load_recipe("embedded", [f"model={path}"]).config)
+    trained = "train.mtp_loss_scaling_factor=0.1"
+    check_model(load_recipe("embedded", [f"model={mtp_hf_dir()}", trained]).config)
+    with pytest.raises(InputError, match=r"lacks mtp\.norm\.weight, which .* or set train\.mtp_loss_scaling_factor=0$"):
+        check_model(load_recipe("embedded", [f"model={path}", trained]).config)
+    with pytest.raises(InputError, match="this model has none"):
+        check_model(load_recipe("embedded", [trained]).config)
 
 
 def test_unknown_tensors_of_a_family_that_carries_some_are_refused(tmp_path):

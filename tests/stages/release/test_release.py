@@ -122,6 +122,11 @@ def test_tensors_that_were_only_carried_are_said_to_be_the_base_models(inputs, t
     carried = Artifact(exported.dir, exported.manifest.model_copy(update={"stats": stats}))
     hf_dir = run_stage(STAGE, CONFIG, {**inputs, "export": carried}, tmp_path / "carried").artifact.dir / "hf"
     assert "The 15 tensors `mtp.*` are those of the base model, unchanged" in (hf_dir / "README.md").read_text()
+    stats = {**exported.manifest.stats, "mtp": 15}
+    trained = Artifact(exported.dir, exported.manifest.model_copy(update={"stats": stats}))
+    hf_dir = run_stage(STAGE, CONFIG, {**inputs, "export": trained}, tmp_path / "trained").artifact.dir / "hf"
+    card = (hf_dir / "README.md").read_text()
+    assert "The 15 tensors of multi-token prediction" in card and "unchanged" not in card
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchvision") is not None, reason="says what fails without torchvision")

@@ -33,6 +33,14 @@ def test_a_token_is_learnt_from_the_place_before_it():
     assert batch.input_ids.tolist() == [[11, 12, 13, 14, 21, 22, 23, 0, 0, 0]]
 
 
+def test_the_token_after_the_next_is_of_the_same_sample():
+    geometry = dataclasses.replace(GEOMETRY, predicts_second=True)
+    samples = [chat([11, 12, 13, 14], [1, 1, 0, 1]), chat([21], [1]), chat([31, 32, 33], [1, 1, 1])]
+    batch = make_micro_batch(samples, geometry, 10)
+    assert batch.next_ids.tolist() == [[12, 13, 14, 14, 21, 32, 33, 33, 0, 0]]
+    assert list(zip(batch.second_index.tolist(), batch.second_labels.tolist())) == [(1, 14), (5, 33)]
+
+
 def test_padding_is_a_segment_of_its_own():
     batch = make_micro_batch([chat([11, 12, 13], [0, 1, 1])], GEOMETRY, 8)
     assert batch.cu_seqlens.tolist() == [0, 3, 8]

@@ -92,6 +92,7 @@ def check(batch: MicroBatch, samples: list[TokenizedSample], geometry: Geometry,
     assert list(batch.loss_lengths) == by_sample[: len(samples)]
     assert batch.num_loss_tokens == sum(label is not None for _, _, label in table)
     assert batch.sample_lengths == tuple(lengths) and batch.keys == tuple(s.key for s in samples)
+    check_second(batch, samples, bounds, mine if geometry.predicts_second else [])
     if part.has_vision:
         held = list(chain(*held))
         check_vision(batch, samples, geometry, part, [(place, table[place][0] == IMAGE) for place in held])
@@ -99,6 +100,25 @@ def check(batch: MicroBatch, samples: list[TokenizedSample], geometry: Geometry,
         assert batch.vision_cu_seqlens.tolist() == [0] and batch.vision_max_seqlen == 0
         fields = (batch.patches, batch.image_index, batch.image_rows, batch.patch_coordinates, batch.patch_frames)
         assert [len(field) for field in fields] == [0] * 5 and batch.encoded_rows == batch.gathered_rows == 0
+
+
+def next_place(place: int, lengths: list[int], bounds: list[int]) -> int:
+    """The place of the next token of the same sample; of a last token, and of padding, the place itself."""
+    return place + any(begin <= place < begin + length - 1 for length, begin in zip(lengths, bounds))
+
+
+def check_second(batch: MicroBatch, samples: list[TokenizedSample], bounds: list[int], mine: list[int]) -> None:
+    """`mine`: the places that a rank holds; empty if the token after the next is not predicted."""
+    lengths = [len(sample.input_ids) for sample in samples]
+    ids, learnt = {}, {}
+    for sample, begin in zip(samples, bounds):
+        for i, (token, is_learnt) in enumerate(zip(sample.input_ids.tolist(), sample.loss_mask.tolist())):
+            ids[begin + i], learnt[begin + i] = token, is_learnt
+    following = [next_place(place, lengths, bounds) for place in mine]
+    assert batch.next_ids[0].tolist() == [ids.get(place, 0) for place in following]
+    after = [next_place(place, lengths, bounds) for place in following]
+    second = [(i, ids[b]) for i, (a, b) in enumerate(zip(mine, after)) if b == a + 2 and learnt[b]]
+    assert list(zip(batch.second_index.tolist(), batch.second_labels.tolist())) == second
 
 
 def check_vision(
@@ -137,12 +157,17 @@ def check_vision(
     mine = [place for place, _ in held[first : first + size]]
     places = [(i, row_of[name_at[place]]) for i, place in enumerate(mine) if place in name_at]
     assert list(zip(batch.image_index.tolist(), batch.image_rows.tolist())) == places
+    lengths, bounds = [len(s.input_ids) for s in samples], batch.cu_seqlens.tolist()
+    following = [next_place(place, lengths, bounds) for place in mine] if geometry.predicts_second else []
+    places = [(i, row_of[name_at[place]]) for i, place in enumerate(following) if place in name_at]
+    assert list(zip(batch.next_image_index.tolist(), batch.next_image_rows.tolist())) == places
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_every_rank_of_any_bin_has_what_the_reference_says(seed):
     rng = np.random.default_rng(seed)
-    geometry = Geometry(IMAGE, int(rng.choice([2, 2, 3])), 12, marks_padding=bool(seed % 2))
+    flags = {"marks_padding": bool(seed % 2), "predicts_second": seed % 3 == 0}
+    geometry = Geometry(IMAGE, int(rng.choice([2, 2, 3])), 12, **flags)
     samples = [draw_sample(rng, geometry) for _ in range(int(rng.integers(0, 8)))]
     cp, tp = int(rng.integers(1, 5)), int(rng.choice([1, 1, 2, 3]))
     pad = (2 * cp if cp > 1 else 1) * tp * int(rng.choice([1, 2]))
@@ -210,13 +235,22 @@ MUTATIONS = {
     "patches of another image": lambda b: {"patches": b.patches.roll(4, 0)},
     "patches row by row": lambda b: {"patch_coordinates": b.patch_coordinates.sort(0).values},
     "frames turned": lambda b: {"patch_frames": b.patch_frames.flip(1)},
+    "the token itself as the next": lambda b: {"next_ids": b.input_ids},
+    "the next sample's first token as the next": lambda b: {"next_ids": b.input_ids.roll(-1, 1)},
+    "the next sample's first token as the second": lambda b: {
+        "second_index": torch.cat([b.second_index, b.loss_index[b.loss_lengths[0] - 1 :][:1]]).sort().values,
+        "second_labels": torch.cat([b.second_labels, b.second_labels[-1:]]),
+    },
+    "the next token as the second": lambda b: {"second_labels": b.next_ids[0, b.second_index]},
+    "the image token itself as the next": lambda b: {"next_image_index": b.image_index},
+    "rows of the image token itself": lambda b: {"next_image_rows": b.next_image_rows.roll(1)},
     "frames that see each other": lambda b: {"vision_cu_seqlens": b.vision_cu_seqlens[[0, -1]]},
 }
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_batch_that_is_off_by_one_fails_the_check(name):
-    geometry = Geometry(IMAGE, 2, 12, marks_padding=True)
+    geometry = Geometry(IMAGE, 2, 12, marks_padding=True, predicts_second=True)
     kinds = [Kind(9, ((1, 4, 6), (1, 2, 4)), learnt=0.9), Kind(6, learnt=0.9)]
     samples = [make_sample(kind, geometry, range(20, 90), seed) for seed, kind in enumerate(kinds)]
     seq_len = sum(len(s.input_ids) for s in samples) + 3

@@ -1,5 +1,6 @@
 """The sizes of a Qwen3.5 model, read from its config.json without torch. Defaults are transformers' (5.23)."""
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +11,7 @@ from dataset_builders.errors import InputError
 from trainer.families.config_keys import BackboneKeys, attention_of, decoder_sizes, mlp_of, read_keys, rotary_of
 from trainer.families.qwen3_vl import shape as qwen3_vl
 from trainer.model.layer import FeedForward, Layer
+from trainer.model.mtp import MultiTokenPrediction
 from trainer.model.shape import DecoderShape, ModelShape
 from trainer.parts.delta.part import DeltaNet
 
@@ -26,7 +28,7 @@ class TextRotaryKeys(qwen3_vl.TextRotaryKeys):
 class HybridKeys(BackboneKeys):
     """The keys of text_config, without those of the feed-forward layers.
 
-    The keys of the layer that predicts a second token (mtp) are for inference servers; the layer is not computed here.
+    The layer of multi-token prediction (mtp) can be trained if there is one, with the model's own embeddings.
     """
 
     vocab_size: PositiveInt = 248_320
@@ -109,7 +111,10 @@ def shape_with(keys: Qwen35VLKeys, feed_forward: FeedForward, path: Path | str) 
         tie_word_embeddings=keys.tie_word_embeddings,
         zero_centred_norms=True,
     )
-    return qwen3_vl.with_vision(language, keys, path)
+    has_mtp = text.mtp_num_hidden_layers == 1 and not text.mtp_use_dedicated_embeddings
+    drafts = Layer(text.hidden_size, mixers[ATTENTION], feed_forward)
+    shape = qwen3_vl.with_vision(language, keys, path)
+    return dataclasses.replace(shape, mtp=MultiTokenPrediction(drafts) if has_mtp else None)
 
 
 def _layer_types(keys: HybridKeys, path: Path | str) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from dataset_builders.contracts.tokenized import PatchFormat
 from trainer.contract.parallel import ParallelConfig
 from trainer.data.micro_batch import MicroBatch
-from trainer.layers.decoder import Between
+from trainer.layers.decoder import Embedded
 from trainer.layers.gather import gather_rows
 from trainer.layers.packed_model import PackedModel
 from trainer.layers.segments import Rotation, mrope_angles
@@ -97,23 +97,31 @@ class Qwen3VLModel(PackedModel):
         self.clock.switch_on_gradient(encoded, "vision")
         return encoded
 
-    def embed(self, batch: MicroBatch) -> tuple[torch.Tensor, Between]:
-        """Return token embeddings (s, 1, D) with image tokens inserted, and the function that adds the features."""
+    def embed(self, batch: MicroBatch) -> Embedded:
+        """Embed the tokens, with image tokens inserted; the function between the layers adds the features."""
         encoded = self.encode(self.vision, batch) if batch.features is None else batch.features
         self.clock.switch("language")
         gathered = gather_rows(encoded, batch.gathered_rows, *self._sharers())
         rows = gathered.index_select(0, batch.image_rows)
         image_tokens, *features = rows.chunk(1 + self.shape.num_deepstack, dim=-1)  # each (V, D)
         places = batch.image_index
-        hidden = self.language.embed(batch.input_ids)
-        hidden = hidden.index_copy(0, places, image_tokens[:, None].to(hidden.dtype))
+        hidden = self._embed_with(image_tokens, batch.input_ids, places)
+        following = None
+        if self.predicts_second:
+            image_tokens = gathered.index_select(0, batch.next_image_rows)[:, : hidden.size(-1)]
+            following = self._embed_with(image_tokens, batch.next_ids, batch.next_image_index)
 
         def add_feature(number: int, hidden: torch.Tensor) -> torch.Tensor:
             if number >= len(features):
                 return hidden
             return hidden.index_add(0, places, features[number][:, None].to(hidden.dtype))
 
-        return hidden, add_feature
+        return Embedded(hidden, add_feature, following)
+
+    def _embed_with(self, image_tokens: torch.Tensor, ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings (s, 1, D) of token ids (1, t), with image tokens (V, D) at their places (V,)."""
+        hidden = self.language.embed(ids)
+        return hidden.index_copy(0, places, image_tokens[:, None].to(hidden.dtype))
 
     def _sharers(self) -> tuple[ProcessGroup, ProcessGroup]:
         """Return the ranks that share the images of a bin, and the ranks that hold different tokens of the bin."""
