@@ -192,7 +192,7 @@ def _conversation(request: ChatRequest) -> tuple[list[Message], dict[str, str]]:
             text += IMAGE_SLOT
         if role == "system" and number:
             raise field_error(f"messages[{number}].role", "only the first message may be a system message")
-        if not text.strip():
+        if role != "assistant" and not text.strip():
             raise field_error(f"messages[{number}].content", "the message is empty")
         messages.append(Message(role=role, text=text))
     if messages[-1].role != "user":
@@ -209,6 +209,7 @@ def _fields(number: int, message: ChatMessage) -> Iterator[tuple[str, Part]]:
 
 
 def _checked(field: str, text: str) -> str:
+    text = text.replace("\r\n", "\n")  # as the readers of the training data do
     try:
         check_text(text)
     except SkipSample as error:
