@@ -26,7 +26,7 @@ from pydantic import ValidationError
 
 from dataset_builders.errors import LONGEST_LINE, InputError, first_line, shown, without_middle
 from dataset_builders.storage.store import absolute, check_reachable, location, side_dir
-from flows.cli.bench_arguments import add_bench, add_rate, positive
+from flows.cli.bench_arguments import add_bench, add_rate, add_set, positive
 from flows.cli.bytecode import keep_bytecode
 from flows.prefect_server.home import prefect_home
 from flows.prefect_server.private_root import make_private_root
@@ -196,14 +196,7 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "recipe", nargs="?", default="embedded", help="name of a recipe, or path of a YAML file (default: %(default)s)"
     )
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        metavar="A.B=VALUE",
-        action="append",
-        default=[],
-        help="change one setting of the recipe; repeatable",
-    )
+    add_set(parser, "the recipe")
 
 
 def _add_up(parser: argparse.ArgumentParser) -> None:
