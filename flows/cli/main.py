@@ -10,6 +10,7 @@ import contextlib
 import errno
 import gc
 import importlib
+import itertools
 import logging
 import os
 import resource
@@ -58,6 +59,7 @@ CHECKS: dict[str, str] = {
     "ask": "flows.cli.check:check_model_dir",
     "serve": "flows.cli.check:check_served",
     "bench": "flows.cli.check:check_benched_model",
+    "up": "flows.cli.check:check_service",
 }
 
 STARTING = dict.fromkeys(("run", "sweep"), "flows.prefect_server.temporary:start_early")
@@ -92,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     root = side_dir(args.root)
     os.environ.setdefault("PREFECT_HOME", str(prefect_home(args.root)))
     with contextlib.suppress(ValueError):  # raised outside the main thread
-        signal.signal(signal.SIGTERM, _terminate)
+        signal.signal(signal.SIGTERM, _terminate_once())
     log_path = None
     try:
         if args.command in SERVED:
@@ -356,8 +358,15 @@ def _say_error(text: str, debug: bool) -> None:
     print(f"athanor: {without_middle(text, LONGEST_LINE)}", file=sys.stderr, flush=True)
 
 
-def _terminate(_signal: int, _frame: object) -> None:
-    raise Terminated
+def _terminate_once() -> Callable[[int, object], None]:
+    """Return a handler that raises Terminated at the first signal. A later one would interrupt the clean-up."""
+    numbers = itertools.count()
+
+    def terminate(_signal: int, _frame: object) -> None:
+        if next(numbers) == 0:
+            raise Terminated
+
+    return terminate
 
 
 if __name__ == "__main__":

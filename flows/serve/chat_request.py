@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from dataset_builders.contracts.sample import IMAGE_SLOT, Message, SkipSample
 from flows.serve.api_error import ApiError, field_error, of_validation
-from stages.chat.conversation import UnusableImage, check_text
+from stages.chat.conversation import USABLE, UnusableImage, check_text
 from stages.chat.piece import AnswerSettings
 
 MOST_MESSAGES = 256
@@ -239,7 +239,5 @@ def decode_image(field: str, url: str) -> bytes:
 def unusable(error: SkipSample, chat: Chat) -> ApiError:
     """Return the error of a conversation that the model cannot be asked."""
     if isinstance(error, UnusableImage):
-        return field_error(
-            chat.image_fields[error.place], f"the image cannot be used ({error}); send PNG, JPEG or WebP"
-        )
+        return field_error(chat.image_fields[error.place], f"the image cannot be used ({error}); send {USABLE}")
     return field_error("messages", f"the conversation cannot be asked ({error})")

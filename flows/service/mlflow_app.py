@@ -46,7 +46,9 @@ check_version("mlflow", KNOWN, __name__, "the server could give out or change an
 
 # A path with one of these segments is answered with 404: an assistant with a shell, calls to other machines, jobs, and
 # an upload that ignores where a run's files are and puts them into EXPERIMENT/RUN/artifacts.
-CLOSED = frozenset({"assistant", "gateway", "webhooks", "jobs", "prompt-optimization", "scorers", "upload-artifact"})
+CLOSED = frozenset(
+    {"assistant", "gateway", "gateway-proxy", "webhooks", "jobs", "prompt-optimization", "scorers", "upload-artifact"}
+)
 _SERVED = "mlflow-artifacts:"
 # At a browser's first visit, MLflow shows its pages for generated text and opens the assistant, which is closed here.
 # It also announces that it collects usage data, and shows the switch for that as on, whatever the server's setting is.

@@ -11,6 +11,7 @@ from stages.answer.greedy_decoder import EncodedImages, Prompt
 from stages.answer.transformers_engine import Generator
 
 _KEY = "chat/00000000"
+USABLE = f"a PNG, JPEG or WebP file of at most {PILLOW_PIXEL_LIMIT // 10**6} million pixels"
 _LIMITS = ImageLimits(max_pixels=PILLOW_PIXEL_LIMIT, min_side=1)
 
 

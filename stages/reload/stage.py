@@ -41,7 +41,7 @@ from stages.scoring.names import SAME_ANSWERS
 from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT
 from trainer.model.registry import read_model
 
-VERSION = 1
+VERSION = 2  # 2: bytes of carried tensors
 JOB_DIR, ROWS = "job", "loaders.json"
 SERVERS = ("vllm",)  # checked only where they are installed and load the directory
 
@@ -57,7 +57,12 @@ def reload(
     answers = [
         line for line in read_answers(inputs["answers"].dir / ANSWERS_JSONL) if isinstance(line, GeneratedAnswer)
     ]
-    faults, questions, loaders, results = differences(hf_dir, source), [], {}, {}
+    faults, questions, loaders, results = (
+        differences(hf_dir, source, exported.manifest.stats.get("carried", ())),
+        [],
+        {},
+        {},
+    )
     try:
         prompt = read_prompt_format(hf_dir)
         chat = ChatEncoder(hf_dir, system_prompt=prompt.system_prompt)
