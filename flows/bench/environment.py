@@ -50,10 +50,11 @@ def _checked(python: Path) -> Path:
         done = subprocess.run([str(python), "-c", _VERSION], capture_output=True, text=True, check=False)
     except OSError as error:
         raise InputError(f"--python {python}: {error.strerror}; give the path of a Python that has lmms-eval") from None
-    if done.returncode:
+    version = done.stdout.strip()
+    if done.returncode or not version:
         how = f"{python} -m {INSTALL}"
         raise InputError(f"--python {python} cannot import lmms-eval ({_last_line(done.stderr)}); install it: {how}")
-    if (version := done.stdout.strip()) != LMMS_EVAL:
+    if version != LMMS_EVAL:
         print(f"lmms-eval {version} of {python}; athanor was tested with {LMMS_EVAL}")
     return python
 

@@ -195,6 +195,7 @@ def test_a_model_of_no_run_is_asked_other_tasks(root, python, tmp_path, capsys):
 def test_what_cannot_run_is_one_line(root, tmp_path, capsys):
     cases = {
         tmp_path / "nowhere": "No such file or directory; give the path of a Python that has lmms-eval",
+        Path("/bin/true"): "cannot import lmms-eval (no message); install it: ",
         Path(sys.executable): "cannot import lmms-eval (ModuleNotFoundError: No module named 'decord'); install it: ",
     }
     for python, words in cases.items():
