@@ -82,11 +82,12 @@ def rate_command(args: argparse.Namespace) -> int:
     gpus = args.gpus or max(1, len(ask_driver("name")) if this_host().gpu else 1)
     check_settings(subject, config, gpus)
     check_memory(subject, config, gpus)
+    if args.out and not os.access(args.out.parent, os.W_OK | os.X_OK):
+        where = f"no file can be written in {args.out.parent}"
+        raise InputError(f"--out {args.out}: {where}; give a file in a directory that exists")
     folder = side_dir(args.root).resolve() / "rates"
-    folder.mkdir(parents=True, exist_ok=True)
     out = args.out or folder / f"{_file_name(args.model)}.md"
-    if not os.access(out.parent, os.W_OK | os.X_OK):
-        raise InputError(f"--out {out}: no file can be written in {out.parent}; give a file in a directory that exists")
+    folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="work-", dir=folder) as work:
         rates, mix = _measure(subject, config, gpus, Path(work))
     card = make_card(subject, config, gpus, rates, mix, _command(args))
