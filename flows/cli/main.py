@@ -10,7 +10,6 @@ import contextlib
 import errno
 import gc
 import importlib
-import itertools
 import logging
 import os
 import resource
@@ -69,6 +68,7 @@ WRITE = ("init", "preview", "run", "serve", "sweep", "bench", "rate", "up")  # c
 SERVED = ("run", "sweep", "bench", "sync", "status")  # commands that talk to the servers of a running `athanor up`
 
 
+_CLEANING_SECONDS = 5.0  # after a SIGTERM; a later one is obeyed, because a library may have swallowed the first
 _SPACE_LEFT = 2_000_000  # bytes; with less free space the disk counts as full
 
 
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     root = side_dir(args.root)
     os.environ.setdefault("PREFECT_HOME", str(prefect_home(args.root)))
     with contextlib.suppress(ValueError):  # raised outside the main thread
-        signal.signal(signal.SIGTERM, _terminate_once())
+        signal.signal(signal.SIGTERM, _sigterm_handler())
     log_path = None
     try:
         if args.command in SERVED:
@@ -110,8 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say_error(_one_line(error), args.debug)
         return EXIT_INPUT
     except KeyboardInterrupt as error:
-        _say_error("stopped; the same command resumes from the finished work", False)
-        return 128 + (signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
+        return _stopped(signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
     except BrokenPipeError:  # the reader of the output has ended, as in `athanor run | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
@@ -124,8 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BaseException as error:
         if type(error).__name__ != "TerminationSignal":  # Prefect's own exception for SIGTERM
             raise
-        _say_error("stopped; the same command resumes from the finished work", False)
-        return 128 + signal.SIGTERM
+        return _stopped(signal.SIGTERM)
 
 
 class _Version(argparse.Action):
@@ -358,12 +356,22 @@ def _say_error(text: str, debug: bool) -> None:
     print(f"athanor: {without_middle(text, LONGEST_LINE)}", file=sys.stderr, flush=True)
 
 
-def _terminate_once() -> Callable[[int, object], None]:
-    """Return a handler that raises Terminated at the first signal. A later one would interrupt the clean-up."""
-    numbers = itertools.count()
+def _stopped(signum: int) -> int:
+    """Say that the command was stopped, and return the exit status. A later SIGTERM would interrupt the exit."""
+    with contextlib.suppress(ValueError):  # raised outside the main thread
+        signal.signal(signal.SIGTERM, lambda *_: None)
+    _say_error("stopped; the same command resumes from the finished work", False)
+    return 128 + signum
+
+
+def _sigterm_handler() -> Callable[[int, object], None]:
+    """Return a handler that raises Terminated, though not twice within seconds: that would interrupt the clean-up."""
+    raised = -_CLEANING_SECONDS
 
     def terminate(_signal: int, _frame: object) -> None:
-        if next(numbers) == 0:
+        nonlocal raised
+        if time.monotonic() - raised >= _CLEANING_SECONDS:
+            raised = time.monotonic()
             raise Terminated
 
     return terminate
