@@ -1,10 +1,9 @@
 """The server's process: loads the models, listens, and prints how to reach it."""
 
 import contextlib
-import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,8 +89,7 @@ def run_server(sources: Sequence[ModelSource], settings: ServeSettings) -> int:
     votes = Votes(settings.votes_path)
     with contextlib.ExitStack() as stack, contextlib.suppress(KeyboardInterrupt):
         start = time.monotonic()
-        with stoppable():
-            models = _load(sources, settings, stack)
+        models = _load(sources, settings, stack)
         places = settings.limits.rows * len(models) + settings.queue
         app = make_app(models, votes, places, settings.most_tokens, login, address.names())
         config = uvicorn.Config(
@@ -114,29 +112,6 @@ def run_server(sources: Sequence[ModelSource], settings: ServeSettings) -> int:
         _Server(config, lines).run()
     print("stopped", flush=True)
     return 0
-
-
-@contextlib.contextmanager
-def stoppable() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM end the block, at its end at the latest: libraries swallow exceptions while they load.
-
-    Raises:
-        KeyboardInterrupt: a signal came.
-    """
-    came = []
-
-    def stop(signum: int, _frame: object) -> None:
-        came.append(signum)
-        raise KeyboardInterrupt
-
-    before = {signum: signal.signal(signum, stop) for signum in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
-    if came:
-        raise KeyboardInterrupt
 
 
 def tell_login(login: str, path: Path | None, is_terminal: bool) -> str:

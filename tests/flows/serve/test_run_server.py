@@ -1,13 +1,8 @@
-"""The names of served models, what the server prints about its password, and Ctrl-C while models load."""
+"""The names of served models, and what the server prints about its password."""
 
-import contextlib
-import os
-import signal
 from pathlib import Path
 
-import pytest
-
-from flows.serve.run_server import sources_of, stoppable, tell_login
+from flows.serve.run_server import sources_of, tell_login
 
 
 def test_names_are_those_of_hub_artifact_or_directory_and_differ(tmp_path):
@@ -26,11 +21,3 @@ def test_the_password_is_printed_on_a_terminal_only():
     assert "word" in tell_login("athanor:word", path, True)
     assert "word" not in tell_login("athanor:word", path, False).replace("password", "")
     assert "word" not in tell_login("athanor:word", None, True).replace("password", "")
-
-
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_that_a_library_swallows_still_stops_the_start(signum):
-    before = signal.getsignal(signum)
-    with pytest.raises(KeyboardInterrupt), stoppable(), contextlib.suppress(BaseException):
-        os.kill(os.getpid(), signum)
-    assert signal.getsignal(signum) == before
