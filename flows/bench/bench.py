@@ -30,7 +30,7 @@ from stages.evaluate.predictions import counted, read_predictions
 from stages.inputs.hf_directory import check_hf_dir, resolve_hf_dir
 from stages.release.hub import push_to_hub
 from stages.scoring.metrics.contract import Judged
-from stages.scoring.names import flat_scores
+from stages.scoring.names import SAME_ANSWERS, flat_scores
 from stages.scoring.table import get_metric
 
 HELDOUT = "heldout"  # name of the task with our own held-out questions
@@ -165,7 +165,12 @@ def gate_refusals(root: StorePath, record: TrackedRun, scores: Mapping[str, Benc
     """Return one line per gate of a run that fails with new benchmark scores."""
     if record.registration is None:
         return []
-    compared = record.stages.get("compare")
-    gains = Artifact.load(find_place(root, compared.dir)).manifest.stats["gains"] if compared is not None else None
+    stats = {
+        stage: Artifact.load(find_place(root, record.stages[stage].dir)).manifest.stats
+        for stage in ("compare", "reload")
+        if stage in record.stages
+    }
+    gains = stats["compare"]["gains"] if "compare" in stats else None
+    why = {SAME_ANSWERS: stats["reload"]["reason"]} if "reload" in stats else {}
     measured = with_benchmarks(flat_scores(record.registration.scores), gains, {**record.benchmarks, **scores})
-    return refusals(record.opening.registry.gates, *measured)
+    return refusals(record.opening.registry.gates, *measured, why)

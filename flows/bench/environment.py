@@ -20,7 +20,7 @@ _PACKAGES = INSTALL.split()[2:]
 _SAME = ("torch", "transformers")  # packages that must be the versions of the training
 _CPU_BUILDS = "https://download.pytorch.org/whl/cpu"
 _STAMP = "athanor-installed.txt"
-_VERSION = "import importlib.metadata as m, decord, lmms_eval; print(m.version('lmms-eval'))"
+_VERSION = "import importlib.metadata as m, decord, lmms_eval, torchvision; print(m.version('lmms-eval'))"
 
 
 def lmms_eval_python(given: Path | None, directory: Path) -> Path:
@@ -50,10 +50,11 @@ def _checked(python: Path) -> Path:
         done = subprocess.run([str(python), "-c", _VERSION], capture_output=True, text=True, check=False)
     except OSError as error:
         raise InputError(f"--python {python}: {error.strerror}; give the path of a Python that has lmms-eval") from None
-    if done.returncode:
+    version = done.stdout.strip()
+    if done.returncode or not version:
         how = f"{python} -m {INSTALL}"
         raise InputError(f"--python {python} cannot import lmms-eval ({_last_line(done.stderr)}); install it: {how}")
-    if (version := done.stdout.strip()) != LMMS_EVAL:
+    if version != LMMS_EVAL:
         print(f"lmms-eval {version} of {python}; athanor was tested with {LMMS_EVAL}")
     return python
 
@@ -70,6 +71,7 @@ def _install(directory: Path, python: Path) -> None:
     # Beside a CPU build of torch, torchvision must be a CPU build too; PyPI has only the one for CUDA.
     index = ["--extra-index-url", _CPU_BUILDS] if importlib.metadata.version("torch").endswith("+cpu") else []
     _run([str(python), "-m", "pip", "install", "--quiet", "-c", str(pins), *index, *_PACKAGES])
+    _run([str(python), "-c", _VERSION])
 
 
 def _run(command: list[str]) -> None:

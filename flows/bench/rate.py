@@ -19,6 +19,7 @@ import psutil
 from pydantic import ValidationError
 
 from dataset_builders.errors import InputError, shown
+from dataset_builders.readers.file_patterns import nearest
 from dataset_builders.storage.files import write_json, write_text
 from dataset_builders.storage.store import side_dir
 from flows.cli.init.fit import PATCHES, USABLE
@@ -81,12 +82,15 @@ def rate_command(args: argparse.Namespace) -> int:
     gpus = args.gpus or max(1, len(ask_driver("name")) if this_host().gpu else 1)
     check_settings(subject, config, gpus)
     check_memory(subject, config, gpus)
+    if args.out and not os.access(args.out.parent, os.W_OK | os.X_OK):
+        where = f"no file can be written in {args.out.parent}"
+        raise InputError(f"--out {args.out}: {where}; give a file in a directory that exists")
     folder = side_dir(args.root).resolve() / "rates"
+    out = args.out or folder / f"{_file_name(args.model)}.md"
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="work-", dir=folder) as work:
         rates, mix = _measure(subject, config, gpus, Path(work))
     card = make_card(subject, config, gpus, rates, mix, _command(args))
-    out = args.out or folder / f"{_file_name(args.model)}.md"
     text = card_text(card)
     write_text(out, text)
     write_json(out.with_suffix(".json"), card)
@@ -105,7 +109,8 @@ def _subject(model: str) -> Subject:
         sizes = random_model(model)
         return Subject(name=model, hf_dir=None, family=get_family(sizes.family), shape=sizes.shape)
     if "/" not in model and not Path(model).is_dir():
-        raise InputError(f"model {shown(model)} is no variant and no directory; variants: {', '.join(VARIANTS)}")
+        known = f"{nearest(model, VARIANTS)}; variants: {', '.join(VARIANTS)}"
+        raise InputError(f"model {shown(model)} is no variant and no directory{known}")
     hf_dir = resolve_hf_dir(model)
     check_hf_dir(hf_dir)
     family, shape = read_model(hf_dir)

@@ -26,18 +26,23 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
 def add_rate(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `athanor rate`."""
     parser.add_argument("model", help="variant with random weights such as qwen3_vl_2b, or a model directory or name")
+    add_set(parser, "the measured training, such as parallel.tp=2")
+    parser.add_argument("--gpus", type=positive, metavar="N", help="trainer processes (default: every GPU, or 1)")
+    parser.add_argument("--steps", type=positive, metavar="N", help="steps that count (default: 10)")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="card in Markdown; JSON is beside it (default: rates/ in the root)"
+    )
+
+
+def add_set(parser: argparse.ArgumentParser, subject: str) -> None:
+    """Add `--set`, which changes settings of the subject."""
     parser.add_argument(
         "--set",
         dest="overrides",
         metavar="A.B=VALUE",
         action="append",
         default=[],
-        help="change one setting of the measured training, such as parallel.tp=2; repeatable",
-    )
-    parser.add_argument("--gpus", type=positive, metavar="N", help="trainer processes (default: every GPU, or 1)")
-    parser.add_argument("--steps", type=positive, metavar="N", help="steps that count (default: 10)")
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="card in Markdown; JSON is beside it (default: rates/ in the root)"
+        help=f"change one setting of {subject}; repeatable",
     )
 
 

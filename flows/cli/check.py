@@ -8,11 +8,13 @@ import shutil
 from pathlib import Path
 
 from dataset_builders.errors import InputError
+from flows.deployments.channels import addresses, wanted_kinds
 from flows.deployments.grid import expand, parse_grid
 from flows.pipeline.graph import check_model, check_start_adapter
 from flows.pipeline.recipe import Recipe, load_recipe
 from flows.prefect_server.access import check_host
 from flows.prefect_server.ports import is_free
+from flows.service.programs import parse_limits
 from stages.artifacts.intact import check_written
 from stages.inputs.adapter_directory import read_adapter_dir
 from stages.inputs.hf_directory import check_hf_dir, resolve_hf_dir
@@ -73,6 +75,13 @@ def _check_model_dir(model: str, adapter: Path | None) -> None:
     if adapter is not None:
         check_written(adapter.resolve())
         read_adapter_dir(adapter, hf_dir)
+
+
+def check_service(args: argparse.Namespace) -> None:
+    """Raise InputError if the host, a limit or a notification's variable of `up` is wrong."""
+    check_host(args.host)
+    parse_limits(args.limits)
+    addresses(), wanted_kinds()  # the worker, which makes the automations, would be started again and again
 
 
 def check_benched_model(args: argparse.Namespace) -> None:

@@ -26,7 +26,7 @@ from pydantic import ValidationError
 
 from dataset_builders.errors import LONGEST_LINE, InputError, first_line, shown, without_middle
 from dataset_builders.storage.store import absolute, check_reachable, location, side_dir
-from flows.cli.bench_arguments import add_bench, add_rate, positive
+from flows.cli.bench_arguments import add_bench, add_rate, add_set, positive
 from flows.cli.bytecode import keep_bytecode
 from flows.prefect_server.home import prefect_home
 from flows.prefect_server.private_root import make_private_root
@@ -58,6 +58,7 @@ CHECKS: dict[str, str] = {
     "ask": "flows.cli.check:check_model_dir",
     "serve": "flows.cli.check:check_served",
     "bench": "flows.cli.check:check_benched_model",
+    "up": "flows.cli.check:check_service",
 }
 
 STARTING = dict.fromkeys(("run", "sweep"), "flows.prefect_server.temporary:start_early")
@@ -67,6 +68,7 @@ WRITE = ("init", "preview", "run", "serve", "sweep", "bench", "rate", "up")  # c
 SERVED = ("run", "sweep", "bench", "sync", "status")  # commands that talk to the servers of a running `athanor up`
 
 
+_CLEANING_SECONDS = 5.0  # after a SIGTERM; a later one is obeyed, because a library may have swallowed the first
 _SPACE_LEFT = 2_000_000  # bytes; with less free space the disk counts as full
 
 
@@ -92,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     root = side_dir(args.root)
     os.environ.setdefault("PREFECT_HOME", str(prefect_home(args.root)))
     with contextlib.suppress(ValueError):  # raised outside the main thread
-        signal.signal(signal.SIGTERM, _terminate)
+        signal.signal(signal.SIGTERM, _sigterm_handler())
     log_path = None
     try:
         if args.command in SERVED:
@@ -108,8 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say_error(_one_line(error), args.debug)
         return EXIT_INPUT
     except KeyboardInterrupt as error:
-        _say_error("stopped; the same command resumes from the finished work", False)
-        return 128 + (signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
+        return _stopped(signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
     except BrokenPipeError:  # the reader of the output has ended, as in `athanor run | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
@@ -122,8 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BaseException as error:
         if type(error).__name__ != "TerminationSignal":  # Prefect's own exception for SIGTERM
             raise
-        _say_error("stopped; the same command resumes from the finished work", False)
-        return 128 + signal.SIGTERM
+        return _stopped(signal.SIGTERM)
 
 
 class _Version(argparse.Action):
@@ -196,14 +196,7 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "recipe", nargs="?", default="embedded", help="name of a recipe, or path of a YAML file (default: %(default)s)"
     )
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        metavar="A.B=VALUE",
-        action="append",
-        default=[],
-        help="change one setting of the recipe; repeatable",
-    )
+    add_set(parser, "the recipe")
 
 
 def _add_up(parser: argparse.ArgumentParser) -> None:
@@ -363,8 +356,25 @@ def _say_error(text: str, debug: bool) -> None:
     print(f"athanor: {without_middle(text, LONGEST_LINE)}", file=sys.stderr, flush=True)
 
 
-def _terminate(_signal: int, _frame: object) -> None:
-    raise Terminated
+def _stopped(signum: int) -> int:
+    """Say that the command was stopped, and return the exit status. A later SIGTERM would interrupt the exit."""
+    with contextlib.suppress(ValueError):  # raised outside the main thread
+        signal.signal(signal.SIGTERM, lambda *_: None)
+    _say_error("stopped; the same command resumes from the finished work", False)
+    return 128 + signum
+
+
+def _sigterm_handler() -> Callable[[int, object], None]:
+    """Return a handler that raises Terminated, though not twice within seconds: that would interrupt the clean-up."""
+    raised = -_CLEANING_SECONDS
+
+    def terminate(_signal: int, _frame: object) -> None:
+        nonlocal raised
+        if time.monotonic() - raised >= _CLEANING_SECONDS:
+            raised = time.monotonic()
+            raise Terminated
+
+    return terminate
 
 
 if __name__ == "__main__":

@@ -2,15 +2,8 @@
 
 They belong to the service and not to a recipe: the addresses are secrets, and a run is late before a recipe is read.
 Prefect's own blocks and actions are used, so that any Prefect server can carry them out.
-
-    ATHANOR_NOTIFY_WEBHOOK   URL that gets a JSON object with kind, name, message and url
-    ATHANOR_NOTIFY_SLACK     URL of an incoming webhook of Slack, or of a service that takes the same {"text": ...}
-    ATHANOR_NOTIFY_EMAIL     mail server and receiver in Apprise's form, mailtos://user:password@host?to=me@example.org
-    ATHANOR_NOTIFY           kinds, separated by commas (default: all of KINDS)
 """
 
-import os
-import re
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -22,54 +15,15 @@ from prefect.blocks.webhook import Webhook
 from prefect.client.orchestration import get_client
 from prefect.events import emit_event
 
-from dataset_builders.errors import InputError
+from flows.deployments.channels import KINDS, addresses, wanted_kinds
 
 TAG = "athanor"  # of every deployment, and so of its flow runs
-VARIABLE = "ATHANOR_NOTIFY"
-CHANNELS = ("webhook", "slack", "email")
-KINDS: dict[str, tuple[str, ...]] = {
-    "failed": ("prefect.flow-run.Failed", "prefect.flow-run.Crashed", "prefect.flow-run.TimedOut"),
-    "late": ("prefect.flow-run.Late",),
-    "refused": ("prefect.flow-run.Refused",),  # the state that deployments/flows.py returns
-    "champion": ("athanor.champion",),
-}
 _PREFIX = "athanor: "  # of the names of automations
-_URL = re.compile(r"https?://[^\s/]+\S*")
-_MAIL = re.compile(r"mailtos?://\S+")
 # Values of the templates: a name of the thing, one line about it, and the address of its page.
 _OF_RUNS = ("flow_run.name", "flow_run.state.message or ''", "flow_run|ui_url")
 _TAGGED = {"prefect.resource.id": f"prefect.tag.{TAG}", "prefect.resource.role": "tag"}
 _JSON = {"Content-Type": "application/json"}
 _OF_MODELS = ("event.payload.model", "event.payload.message", "event.payload.url")
-
-
-def addresses(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return channel -> address for the channels of the environment.
-
-    Raises:
-        InputError: a value is not an address of its channel. The message does not show it.
-    """
-    channels = {}
-    for channel in CHANNELS:
-        name = f"{VARIABLE}_{channel.upper()}"
-        if value := environment.get(name, "").strip():
-            if not (_MAIL if channel == "email" else _URL).fullmatch(value):
-                form = "mailtos://user:password@host?to=address" if channel == "email" else "http(s)://host/..."
-                raise InputError(f"{name} is not of the form {form}; mend it, or unset it for no notification")
-            channels[channel] = value
-    return channels
-
-
-def wanted_kinds(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the kinds of ATHANOR_NOTIFY, all if it is not set.
-
-    Raises:
-        InputError: a kind is not known.
-    """
-    kinds = environment.get(VARIABLE, "").replace(",", " ").split() or list(KINDS)
-    if unknown := [kind for kind in kinds if kind not in KINDS]:
-        raise InputError(f"{VARIABLE}: {unknown[0]!r} is not known; one of {', '.join(KINDS)}")
-    return kinds
 
 
 def set_notifications() -> list[str]:

@@ -15,7 +15,7 @@ everybody.
 import base64
 import hmac
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -35,6 +35,7 @@ def guarded(
     closed: frozenset[str] = frozenset(),
     names: Sequence[str] | None = None,
     takes_key: bool = False,
+    refuse: Callable[[str, int, dict[str, str] | None], Response] = PlainTextResponse,
 ) -> ASGIApp:
     """Return the server behind its guard.
 
@@ -43,12 +44,13 @@ def guarded(
         closed: path segments; a path with one of them is answered with 404.
         names: the allowed host names; None: those of ATHANOR_HOST_NAMES. Without any, every request is refused.
         takes_key: whether the password is taken as a key too.
+        refuse: makes the response of a refusal from its message, status and headers.
     """
     names = os.environ.get(NAMES_VARIABLE, "").split(",") if names is None else list(names)
     taken = [("basic", base64.b64encode(login.encode()))] if login else []
     if login and takes_key and (key := login.partition(":")[2]):
         taken.append(("bearer", key.encode()))
-    return TrustedHostMiddleware(_Guard(app, frozenset(names), tuple(taken), closed), names, www_redirect=False)
+    return TrustedHostMiddleware(_Guard(app, frozenset(names), tuple(taken), closed, refuse), names, www_redirect=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ class _Guard:
     names: frozenset[str]
     taken: tuple[tuple[str, bytes], ...]  # scheme and value of each header that knows the password; (): all do
     closed: frozenset[str]
+    refuse: Callable[[str, int, dict[str, str] | None], Response]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -75,14 +78,13 @@ class _Guard:
 
     def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
         if not all(self._is_own(origin, scope, headers) for origin in headers.getlist("origin")):
-            return PlainTextResponse("refused: a page of another origin calls\n", 403)
+            return self.refuse("refused: a page of another origin calls\n", 403, None)
         if not self.taken or scope["path"] == HEALTH or self._knows_it(headers):
             is_closed = not self.closed.isdisjoint(scope["path"].split("/"))
-            return PlainTextResponse("athanor keeps this closed\n", 404) if is_closed else None
+            return self.refuse("athanor keeps this closed\n", 404, None) if is_closed else None
         how = {"WWW-Authenticate": 'Basic realm="athanor: user and password as its start printed", charset="UTF-8"'}
-        return PlainTextResponse(
-            "refused: user and password, as the server's start printed, are missing or wrong\n", 401, how
-        )
+        login = "user and password" + (" (or the password as API key)" if len(self.taken) > 1 else "")
+        return self.refuse(f"refused: {login}, as the server's start printed, are missing or wrong\n", 401, how)
 
     def _is_own(self, origin: str, scope: Scope, headers: Headers) -> bool:
         """Whether a page belongs to the server: its address is the called one, or another of the server's names."""

@@ -65,7 +65,7 @@ def make_app(
 
     handlers = {ApiError: _api_error, HTTPException: _http_error, Exception: _unexpected}
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=closing)
-    return guarded(app, login, names=names, takes_key=True)
+    return guarded(app, login, names=names, takes_key=True, refuse=_refuse)
 
 
 class _Service:
@@ -101,13 +101,20 @@ class _Service:
         return {"id": name, "object": "model", "created": self._started, "owned_by": "athanor"}
 
 
+def _refuse(message: str, status: int, headers: dict[str, str] | None) -> Response:
+    response = ApiError(status, message).response()
+    response.headers.update(headers or {})
+    return response
+
+
 async def _api_error(request: Request, error: ApiError) -> Response:
     return error.response()
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
     path = f"{request.method} {request.url.path}: {error.detail}"
-    return ApiError(error.status_code, path).response()
+    has = "" if error.status_code != 404 else "; programs are served at /v1/models and /v1/chat/completions"
+    return ApiError(error.status_code, path + has).response()
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from dataset_builders.contracts.sample import IMAGE_SLOT, Message, SkipSample
 from flows.serve.api_error import ApiError, field_error, of_validation
-from stages.chat.conversation import UnusableImage, check_text
+from stages.chat.conversation import USABLE, UnusableImage, check_text
 from stages.chat.piece import AnswerSettings
 
 MOST_MESSAGES = 256
@@ -192,7 +192,7 @@ def _conversation(request: ChatRequest) -> tuple[list[Message], dict[str, str]]:
             text += IMAGE_SLOT
         if role == "system" and number:
             raise field_error(f"messages[{number}].role", "only the first message may be a system message")
-        if not text.strip():
+        if role != "assistant" and not text.strip():
             raise field_error(f"messages[{number}].content", "the message is empty")
         messages.append(Message(role=role, text=text))
     if messages[-1].role != "user":
@@ -209,6 +209,7 @@ def _fields(number: int, message: ChatMessage) -> Iterator[tuple[str, Part]]:
 
 
 def _checked(field: str, text: str) -> str:
+    text = text.replace("\r\n", "\n")  # as the readers of the training data do
     try:
         check_text(text)
     except SkipSample as error:
@@ -238,7 +239,5 @@ def decode_image(field: str, url: str) -> bytes:
 def unusable(error: SkipSample, chat: Chat) -> ApiError:
     """Return the error of a conversation that the model cannot be asked."""
     if isinstance(error, UnusableImage):
-        return field_error(
-            chat.image_fields[error.place], f"the image cannot be used ({error}); send PNG, JPEG or WebP"
-        )
+        return field_error(chat.image_fields[error.place], f"the image cannot be used ({error}); send {USABLE}")
     return field_error("messages", f"the conversation cannot be asked ({error})")

@@ -1,5 +1,6 @@
 """POST /v1/chat/completions, streamed and not."""
 
+import asyncio
 import contextlib
 import json
 import secrets
@@ -9,7 +10,7 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from flows.serve.api_error import ApiError, field_error, parse_json
 from flows.serve.bodies import Places, read_body
@@ -19,6 +20,7 @@ from flows.serve.served_model import ServedModel
 from stages.chat.piece import Ending, Piece
 
 _FAILED = "the answer failed; the server's output has the reason"
+_STOPPED = ApiError(503, "the server was stopped before the answer's end; ask again when it runs")
 
 
 class Completions:
@@ -35,12 +37,24 @@ class Completions:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, unless its client hangs up."""
+        is_begun = False
+
+        async def noted(message: Message) -> None:
+            nonlocal is_begun
+            is_begun = True
+            await send(message)
+
         try:
             with self._places.one(), contextlib.suppress(ClientDisconnect):
                 chat = parse_chat(parse_json(await read_body(Request(scope, receive))), self._most_tokens)
-                await until_hang_up(receive, self._answer(chat, scope, receive, send))
+                await until_hang_up(receive, self._answer(chat, scope, receive, noted))
         except ApiError as error:
             await error.response()(scope, receive, send)
+        except asyncio.CancelledError:  # by uvicorn, when the server is stopped
+            if is_begun:
+                await _send(send, _STOPPED.body(), is_last=True)
+            else:
+                await _STOPPED.response()(scope, receive, send)
 
     async def _answer(self, chat: Chat, scope: Scope, receive: Receive, send: Send) -> None:
         if (model := self._models.get(chat.model)) is None:
@@ -104,9 +118,9 @@ class _Reply:
         return {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
 
 
-async def _send(send: Send, value: dict[str, Any]) -> None:
+async def _send(send: Send, value: dict[str, Any], is_last: bool = False) -> None:
     body = f"data: {json.dumps(value)}\n\n".encode()
-    await send({"type": "http.response.body", "body": body, "more_body": True})
+    await send({"type": "http.response.body", "body": body, "more_body": not is_last})
 
 
 def _usage(ending: Ending) -> dict[str, int]:

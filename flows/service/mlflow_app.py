@@ -46,12 +46,15 @@ check_version("mlflow", KNOWN, __name__, "the server could give out or change an
 
 # A path with one of these segments is answered with 404: an assistant with a shell, calls to other machines, jobs, and
 # an upload that ignores where a run's files are and puts them into EXPERIMENT/RUN/artifacts.
-CLOSED = frozenset({"assistant", "gateway", "webhooks", "jobs", "prompt-optimization", "scorers", "upload-artifact"})
+CLOSED = frozenset(
+    {"assistant", "gateway", "gateway-proxy", "webhooks", "jobs", "prompt-optimization", "scorers", "upload-artifact"}
+)
 _SERVED = "mlflow-artifacts:"
 # At a browser's first visit, MLflow shows its pages for generated text and opens the assistant, which is closed here.
 # It also announces that it collects usage data, and shows the switch for that as on, whatever the server's setting is.
 # Where a browser has no state of an experiment's or a run's page yet, the page gets the one of `first_view`, and an
-# experiment opens on its charts. The button of the assistant is hidden.
+# experiment opens on its charts. The button of the assistant is hidden. In a narrow window the side bar, which would
+# take half of it, is folded.
 _FIRST_VISIT = """<head><style>[data-assistant-ui] { display: none !important; }</style><script>
 const first = {
   "mlflow.workflowType_v1": '"machine_learning"',
@@ -75,6 +78,13 @@ for (const name of ["pushState", "replaceState"]) {
   history[name] = function (state, title, url) { return change.call(this, state, title, url && charts(url)); };
 }
 if (charts(location.hash) !== location.hash) history.replaceState(null, "", charts(location.hash));
+if (innerWidth < 700) {
+  const fold = new MutationObserver(() => {
+    const button = document.querySelector('[data-component-id="mlflow_header.toggle_sidebar_button"]');
+    if (button) { fold.disconnect(); button.click(); }
+  });
+  fold.observe(document, { childList: true, subtree: true });
+}
 </script>"""
 
 

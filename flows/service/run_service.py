@@ -20,7 +20,6 @@ from flows.prefect_server.access import (
     PREFECT_SECRET,
     USER,
     Access,
-    check_host,
     make_access,
 )
 from flows.prefect_server.home import SCHEMA_LOCK, prefect_home
@@ -70,10 +69,9 @@ def run_service(root: StorePath, host: str, max_runs: int, limits: Mapping[str, 
         limits: name of a concurrency limit -> number of slots.
 
     Raises:
-        InputError: a service is already running on this root, another process is making its databases, or the host or a
-            login is wrong.
+        InputError: a service is already running on this root, another process is making its databases, or a login is
+            wrong.
     """
-    check_host(host)
     directory = service_dir(root)
     directory.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(directory / "service.lock")

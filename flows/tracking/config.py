@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from dataset_builders.contracts.strict import StrictModel
+from stages.scoring.names import check_score
 
 BENCH = "bench"  # a score that `athanor bench` measures is named bench/TASK/METRIC
 ArtifactLevel = Literal["references", "small", "all"]
@@ -82,6 +83,22 @@ class RegistryConfig(StrictModel):
         description="hub repository (owner/name) to which a model that passes the gates is pushed; null: none",
     )
     push_private: bool = Field(default=True, description="whether a repository made by the push is private")
+
+    @field_validator("metric")
+    @classmethod
+    def _metric_exists(cls, value: str) -> str:
+        check_score(value)
+        return value
+
+    @field_validator("gates")
+    @classmethod
+    def _scores_exist(cls, value: dict[str, Gate]) -> dict[str, Gate]:
+        for name in value:
+            if not name.startswith(f"{BENCH}/"):
+                check_score(name)
+            elif name.count("/") < 2:
+                raise ValueError(f"{name!r} names no benchmark score; give {BENCH}/TASK/METRIC")
+        return value
 
 
 def refusals(

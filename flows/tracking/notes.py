@@ -9,6 +9,7 @@ NOTE_TAG = "mlflow.note.content"
 MAX_NAME = 250
 _MAX_VALUE = 48
 MAX_VERSION_NOTE = 5000  # characters that MLflow stores
+_ROOM = "&emsp;"  # MLflow's pages draw a table without room between its columns
 _MAX_NOTE = 7500  # MLflow cuts a tag at 8000 characters
 
 
@@ -92,8 +93,9 @@ def _link(page: str, stage: str, name: str, files: Collection[str], text: str = 
 def _score_table(scores: Mapping[str, Mapping[str, Any]]) -> str:
     metrics = [m for m in dict.fromkeys(m for values in scores.values() for m in values) if not m.startswith("mean_")]
     order = sorted(scores, key=lambda subset: subset != "overall")
-    rows = [(name, *(score_text(scores[name].get(metric)) for metric in metrics)) for name in order]
-    return markdown_table(("held-out", *metrics), rows, numbers=range(1, len(metrics) + 1))
+    rows = [(f"{name}{_ROOM}", *(score_text(scores[name].get(metric)) for metric in metrics)) for name in order]
+    heads = [f"{name}{_ROOM}" for name in ("held-out", *metrics)]
+    return markdown_table(heads, rows, numbers=range(1, len(heads)))
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Collection[int] = ()) -> str:

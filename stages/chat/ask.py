@@ -6,7 +6,7 @@ from dataset_builders.contracts.sample import IMAGE_SLOT, Message, SkipSample
 from dataset_builders.errors import InputError
 from stages.answer.transformers_engine import Generator
 from stages.artifacts.intact import check_written
-from stages.chat.conversation import UnusableImage, check_text, prompt_of
+from stages.chat.conversation import USABLE, UnusableImage, check_text, prompt_of
 
 
 def ask(
@@ -36,7 +36,7 @@ def ask(
         messages = [Message(role="user", text=IMAGE_SLOT * len(images) + question)]
         prompt = prompt_of(generator, messages, images)
     except UnusableImage as error:
-        raise InputError(f"picture {picture} cannot be used ({error}); give a PNG, JPEG or WebP file") from error
+        raise InputError(f"picture {picture} cannot be used ({error}); give {USABLE}") from error
     except SkipSample as error:
         raise InputError(
             f"the question cannot be asked ({error}); give plain text without the model's special tokens"

@@ -1,6 +1,7 @@
 """A person's messages and images as the model's prompt, with the checks and the pixels of training."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from stages.answer.greedy_decoder import EncodedImages, Prompt
 from stages.answer.transformers_engine import Generator
 
 _KEY = "chat/00000000"
+USABLE = f"a PNG, JPEG or WebP file of at most {PILLOW_PIXEL_LIMIT // 10**6} million pixels"
 _LIMITS = ImageLimits(max_pixels=PILLOW_PIXEL_LIMIT, min_side=1)
 
 
@@ -40,14 +42,20 @@ def check_conversation(messages: Sequence[Message], images: Sequence[bytes]) -> 
 
     Raises:
         UnusableImage: a file is not an image, or has too many pixels.
-        SkipSample: a text is empty or holds control characters, or the number of images is wrong.
+        SkipSample: a text is empty or holds control characters, or the number of images is wrong. An earlier answer is
+            taken as the model wrote it, so it may be empty or hold such characters.
     """
-    Sample(key=_KEY, messages=tuple(messages), images=tuple(images)).check()
+    checked = tuple(_written(message) if message.role == "assistant" else message for message in messages)
+    Sample(key=_KEY, messages=checked, images=tuple(images)).check()
     for place, image in enumerate(images):
         try:
             check_image(image, _LIMITS, decode=False)
         except SkipSample as error:
             raise UnusableImage(place, error) from error
+
+
+def _written(answer: Message) -> Message:
+    return replace(answer, text="answer " + "".join(letter for letter in answer.text if letter >= " "))
 
 
 def prompt_of(generator: Generator, messages: Sequence[Message], images: Sequence[bytes]) -> Prompt:

@@ -3,12 +3,14 @@
 from collections.abc import Callable, Sequence
 
 from stages.evaluate.predictions import Prediction
+from stages.scoring.names import HEALTH_NAMES
 
 HEALTH: dict[str, Callable[[Prediction], float]] = {
     "stop_rate": lambda a: a.stopped,  # the cheapest detector of an untrained end-of-turn token
     "empty_rate": lambda a: not a.answer.strip(),
     "mean_answer_tokens": lambda a: a.num_tokens,
 }
+assert tuple(HEALTH) == HEALTH_NAMES
 
 
 def health(answers: Sequence[Prediction]) -> dict[str, float]:

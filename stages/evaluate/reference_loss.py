@@ -4,9 +4,9 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from dataset_builders.contracts.sample import whole_key
+from stages.scoring.names import LOSS, PERPLEXITY
 from trainer.contract.answer import HeldoutRow
 
-LOSS, PERPLEXITY = "reference_loss", "reference_perplexity"
 _LARGEST = 700.0  # exp of a larger number is not a float64
 
 

@@ -97,7 +97,9 @@ def check_processor_files(path: Path) -> None:
     if not path.is_dir():
         raise InputError(f"model directory {path} does not exist")
     if not (path / "config.json").is_file():
-        raise InputError(f"{path} has no config.json: it is not a Hugging Face model directory")
+        inner = path / HF_EXPORT
+        way_out = f"give {inner}" if inner.is_dir() else "give the directory that `athanor run` prints after Model"
+        raise InputError(f"{path} has no config.json, so it is not a Hugging Face model directory; {way_out}")
     family, _ = read_model(path)
     if not ((path / "tokenizer.json").is_file() or all((path / n).is_file() for n in ("vocab.json", "merges.txt"))):
         raise InputError(f"{path} has no tokenizer (tokenizer.json, or vocab.json with merges.txt); copy the model's")

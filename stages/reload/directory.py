@@ -1,11 +1,14 @@
-"""The comparison of an exported directory with the model that its training started from, by headers and small files.
+"""The comparison of an exported directory with the model that its training started from, by headers, small files and
+the bytes of carried tensors.
 
-Greedy answers do not change if the weights of a draft layer are lost, if weights are stored in another dtype or if a
-tied matrix is stored twice. Other programs then fail, take twice the memory, or draft worse.
+Greedy answers do not change if the weights of a draft layer are lost or damaged, if weights are stored in another dtype
+or if a tied matrix is stored twice. Other programs then fail, take twice the memory, or draft worse.
 """
 
+import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import mmap
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +23,17 @@ _PIXEL_LIMITS = {"size", "min_pixels", "max_pixels"}  # the training's limits
 _OUTPUT = "lm_head.weight"
 
 
-def differences(hf_dir: Path, source: Path) -> list[str]:
+def differences(hf_dir: Path, source: Path, carried: Collection[str] = ()) -> list[str]:
     """Return one line per difference that an export must not have; [] if there is none.
 
     Args:
         hf_dir: the export.
         source: the HF directory that the training started from.
+        carried: prefixes of the names of tensors that the export copies from the source.
     """
     is_tied = read_model(source)[1].language.tie_word_embeddings
-    return [*_of_files(hf_dir, source), *_of_weights(_headers(hf_dir), _headers(source), is_tied)]
+    ours, theirs = _headers(hf_dir), _headers(source)
+    return [*_of_files(hf_dir, source), *_of_weights(ours, theirs, is_tied), *_of_bytes(ours, theirs, tuple(carried))]
 
 
 def _of_files(hf_dir: Path, source: Path) -> Iterator[str]:
@@ -64,9 +69,38 @@ def _of_weights(ours: Mapping[str, Any], source: Mapping[str, Any], is_tied: boo
             yield f"{len(changed)} tensors have another {field}: {changed[0]} is {values}"
 
 
+def _of_bytes(ours: Mapping[str, Any], source: Mapping[str, Any], prefixes: tuple[str, ...]) -> Iterator[str]:
+    alike = [n for n in ours.keys() & source if all(ours[n][f] == source[n][f] for f in ("dtype", "shape"))]
+    names = sorted(name for name in alike if name.startswith(prefixes))
+    digests = [_digests({name: side[name]["path"] for name in names}) for side in (ours, source)]
+    if changed := [name for name in names if digests[0][name] != digests[1][name]]:
+        yield f"{len(changed)} carried tensors have other bytes than the source's, the first is {changed[0]}"
+
+
+def _digests(paths: Mapping[str, Path]) -> dict[str, bytes]:
+    """Return name -> SHA-256 of the tensor's bytes.
+
+    Args:
+        paths: name -> its safetensors file.
+    """
+    digests = {}
+    for path in sorted(set(paths.values())):
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            start = 8 + int.from_bytes(data[:8], "little")
+            header = json.loads(data[8:start])
+            for name in (name for name, its in paths.items() if its == path):
+                first, last = header[name]["data_offsets"]
+                with memoryview(data) as view, view[start + first : start + last] as part:
+                    digests[name] = hashlib.sha256(part).digest()
+    return digests
+
+
 def _headers(directory: Path) -> dict[str, Any]:
+    """Return tensor name -> its dtype, shape and file."""
     return {
-        name: entry for file in weight_files(directory) for name, entry in safetensors_header(directory / file).items()
+        name: {**entry, "path": directory / file}
+        for file in weight_files(directory)
+        for name, entry in safetensors_header(directory / file).items()
     }
 
 

@@ -11,7 +11,12 @@ METRIC_NAMES = (
 )
 
 OVERALL = "overall"  # name of the row for all subsets together
+SCORE, PARSE_FAILURES = "score", "parse_failure_rate"
+HEALTH_NAMES = ("stop_rate", "empty_rate", "mean_answer_tokens")
+LOSS, PERPLEXITY = "reference_loss", "reference_perplexity"
 SAME_ANSWERS = "same_answers"  # share of the drawn answers that other programs give alike, see `stages.reload`
+
+SCORE_NAMES = (SCORE, *METRIC_NAMES, PARSE_FAILURES, *HEALTH_NAMES, LOSS, PERPLEXITY, SAME_ANSWERS)
 
 
 def flat_scores(scores: Mapping[str, Mapping[str, float | None]]) -> dict[str, float]:
@@ -32,6 +37,19 @@ def check_name(name: str) -> None:
     """
     if name not in METRIC_NAMES:
         raise InputError(f"no metric {name!r}{nearest(name, METRIC_NAMES)}; known: {', '.join(METRIC_NAMES)}")
+
+
+def check_score(name: str) -> None:
+    """Check that a run can have a score of this name: the name of a score, or name/subset.
+
+    Raises:
+        InputError: no score has this name.
+    """
+    score, slash, subset = name.partition("/")
+    if score not in SCORE_NAMES:
+        raise InputError(f"no score {score!r}{nearest(score, SCORE_NAMES)}; known: {', '.join(SCORE_NAMES)}")
+    if slash and not subset:
+        raise InputError(f"{name!r} names no subset; give {score}, or {score}/SUBSET")
 
 
 def check_overrides(overrides: Mapping[str, Sequence[str]]) -> None:

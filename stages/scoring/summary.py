@@ -15,11 +15,9 @@ import numpy as np
 
 from stages.scoring.intervals import Bootstrap, Interval, Subset, groups_by_picture, interval, overall
 from stages.scoring.metrics.contract import Judged
-from stages.scoring.names import OVERALL
+from stages.scoring.names import OVERALL, PARSE_FAILURES, SCORE
 from stages.scoring.subsets import SubsetMetrics, metrics_of
 from stages.scoring.table import get_metric
-
-SCORE, PARSE_FAILURES = "score", "parse_failure_rate"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

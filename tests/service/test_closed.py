@@ -280,8 +280,8 @@ def test_mlflow_writes_and_reads_nothing_beside_its_files(service, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "path", ["assistant/config", "gateway/secrets/list", "jobs/1", "scorers/list", "upload-artifact"]
+    "path", ["assistant/config", "gateway/secrets/list", "gateway-proxy", "jobs/1", "scorers/list", "upload-artifact"]
 )
 def test_mlflow_starts_no_commands_and_calls_nobody(service, path):
-    for prefix in ("api", "ajax-api"):
-        assert status(f"{service.record.mlflow}/{prefix}/3.0/mlflow/{path}", **known(service)) == 404
+    for prefix in ("api/3.0", "ajax-api/3.0", "ajax-api/2.0"):
+        assert status(f"{service.record.mlflow}/{prefix}/mlflow/{path}", **known(service)) == 404

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from flows.deployments.notify import KINDS
+from flows.deployments.channels import KINDS
 from tests.helpers.service import running_service
 
 pytestmark = pytest.mark.full

@@ -2,16 +2,10 @@
 
 import argparse
 
-from flows.deployments.notify import addresses, wanted_kinds
 from flows.service.programs import parse_limits
 from flows.service.run_service import run_service
 
 
 def up_command(args: argparse.Namespace) -> int:
-    """Run the service until a signal stops it. Return 0, or 1 if the service could not start.
-
-    Raises:
-        InputError: a limit or a notification's variable is wrong.
-    """
-    addresses(), wanted_kinds()  # the worker, which makes the automations, would be started again and again
+    """Run the service until a signal stops it. Return 0, or 1 if the service could not start."""
     return run_service(args.root, args.host, args.max_runs, parse_limits(args.limits))

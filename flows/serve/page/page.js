@@ -37,14 +37,14 @@ function showProblem(text) {
 async function addImages(files) {
   showProblem("");
   for (const file of files) {
-    if (!file.type.startsWith("image/")) {
-      showProblem(`${file.name} is not an image; choose a PNG, JPEG, WebP or GIF file.`);
-    } else if (state.images.length >= MOST_IMAGES) {
+    if (state.images.length >= MOST_IMAGES) {
       showProblem(`A question has at most ${MOST_IMAGES} images.`);
     } else if (state.images.reduce((sum, image) => sum + image.size, file.size) > MOST_BYTES) {
       showProblem(`${file.name} is too large: the images of a question have at most ${MOST_BYTES / 2 ** 20} MiB.`);
     } else {
-      state.images.push({name: file.name || "pasted image", size: file.size, url: await dataUrl(file)});
+      const url = await dataUrl(file);
+      if (await isReadable(url)) state.images.push({name: file.name || "pasted image", size: file.size, url});
+      else showProblem(`${file.name} is not an image that can be read; choose a PNG, JPEG, WebP or GIF file.`);
     }
   }
   showImages();
@@ -55,6 +55,13 @@ const dataUrl = (file) => new Promise((resolve, reject) => {
   reader.onload = () => resolve(reader.result);
   reader.onerror = () => reject(reader.error);
   reader.readAsDataURL(file);
+});
+
+const isReadable = (url) => new Promise((resolve) => {
+  const node = new Image();
+  node.onload = () => resolve(true);
+  node.onerror = () => resolve(false);
+  node.src = url;
 });
 
 function picture(image) {

@@ -16,7 +16,7 @@ from flows.bench.bench import gate_refusals, own_scores
 from flows.cli.main import main
 from flows.pipeline.graph import pipeline_nodes
 from flows.pipeline.recipe import load_recipe
-from flows.tracking.config import RegistryConfig
+from flows.tracking.config import Gate, RegistryConfig
 from flows.tracking.record import load_record
 from flows.tracking.store import connect
 from flows.tracking.tracker import Opening, Tracker, open_run
@@ -31,7 +31,7 @@ SETTINGS = [f"{name}={value}" for name, value in SMALL.items()] + [
     "evaluate.metrics={digits_text: [relaxed_accuracy], digits_single: [cer, exact_match], digits_multi: [vqa_em]}"
 ]
 # Only the manifests of these stages are read, and their models, which are the untrained one.
-UNREAD = ("tokenize", "plan_bins", "train", "export", "answer_base", "evaluate_base", "compare", "release")
+UNREAD = ("tokenize", "plan_bins", "train", "export", "answer_base", "evaluate_base", "compare", "release", "reload")
 KEY = "a" * 16
 GATES = {"bench/heldout/exact_match": {"min": 0.9, "min_gain": 0.5}}
 
@@ -50,7 +50,9 @@ def whole(tmp_path_factory) -> tuple[Path, dict[str, Artifact]]:
         directory.mkdir(parents=True)
         if node.name in ("export", "release"):
             shutil.copytree(there["embedded_model"].dir / "hf", directory / "hf")
-        stats = {"gains": {}, "subsets": {}} if node.name == "compare" else {}
+        stats = {"compare": {"gains": {}, "subsets": {}}, "reload": {"reason": "peft answers differently"}}.get(
+            node.name, {}
+        )
         Manifest(**identity, fingerprint=fingerprint(identity), stats=stats).write(directory)
         there[node.name] = Artifact.load(directory)
     return root, there
@@ -142,6 +144,9 @@ def test_a_gate_that_fails_keeps_the_model_out(root, python, capsys):
     weak = {"bench/heldout/exact_match": record.benchmarks["bench/mme/acc"].model_copy(update={"value": 0.5})}
     assert gate_refusals(root, record, weak) == ["bench/heldout/exact_match 0.5000 is below 0.9"]
     assert record.registration.refusals and record.registration.refusals != ["not measured"]
+    record.opening.registry.gates["same_answers"] = Gate(min=1.0)
+    record.registration.scores["overall"]["same_answers"] = 0.5
+    assert gate_refusals(root, record, weak)[1] == "same_answers 0.5000 is below 1: peft answers differently"
 
 
 @pytest.mark.usefixtures("no_mlflow")
@@ -190,6 +195,7 @@ def test_a_model_of_no_run_is_asked_other_tasks(root, python, tmp_path, capsys):
 def test_what_cannot_run_is_one_line(root, tmp_path, capsys):
     cases = {
         tmp_path / "nowhere": "No such file or directory; give the path of a Python that has lmms-eval",
+        Path("/bin/true"): "cannot import lmms-eval (no message); install it: ",
         Path(sys.executable): "cannot import lmms-eval (ModuleNotFoundError: No module named 'decord'); install it: ",
     }
     for python, words in cases.items():

@@ -25,6 +25,8 @@ HEAVY = {"torch", "prefect", "mlflow", "transformers", "tokenizers", "scipy", "m
         (["run", "nope"], "no recipe 'nope'"),
         (["plan", "--set", "convert.options={turns: neither}"], "convert"),
         (["plan", "--set", "train.adapter={rank: 8, alpha: 8, targets: [q_proj]}"], r"nearest: .*\.q_proj"),
+        (["up", "--host", "nowhere"], "--host nowhere is not an IP address"),
+        (["up", "--limit", "gpu"], "--limit gpu is not NAME=SLOTS"),
         (["bench", "/nowhere"], "model '/nowhere' is not a directory here"),
         (["sweep", "--grid", "train.optim.lr=[7]"], "train.optim.lr=7 should be less than or equal to 1"),
         (["ask", "/nowhere", "-", "Which digit?"], "model '/nowhere' is not a directory here"),
@@ -76,6 +78,7 @@ def check_refusal(arguments: list[str], words: str, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.strip() == "2 []"
     assert words in done.stderr and len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "prefect").exists()
 
 
 LONG, DEEP = "x" * 5000, "[" * 5000

@@ -3,7 +3,7 @@
 import pytest
 
 from dataset_builders.errors import InputError
-from flows.deployments.notify import KINDS, addresses, wanted_kinds
+from flows.deployments.channels import KINDS, addresses, wanted_kinds
 
 MAIL = "mailtos://me:secret@example.org?to=me@example.org"
 

@@ -154,7 +154,7 @@ def test_a_second_run_makes_nothing_and_stays_in_its_mlflow_run(finished, second
     note = run.data.tags["mlflow.note.content"]
     assert (
         "athanor run embedded \\\n    --set data.num_scans=40 \\\n" in note
-        and "| overall |" in note
+        and "| overall&emsp; |" in note
         and "report.html" in note
     )
     version = client.get_model_version_by_alias("athanor-embedded", "candidate")

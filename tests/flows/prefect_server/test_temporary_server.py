@@ -166,9 +166,9 @@ def test_one_that_cannot_start_says_why(tmp_path, monkeypatch):
 
 
 def test_a_server_that_is_set_is_left_alone(monkeypatch):
-    monkeypatch.setattr(temporary_server, "is_temporary", lambda: False)
     monkeypatch.setattr(temporary_server, "server_of", lambda home: pytest.fail("started"))
-    start_prefect()
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:1/api"}):
+        start_prefect()
 
 
 @pytest.mark.full

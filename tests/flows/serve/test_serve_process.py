@@ -6,6 +6,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+import openai
 import pytest
 
 from dataset_builders.contracts.sample import Message
@@ -66,7 +67,7 @@ def test_a_foreign_page_and_a_client_without_key_get_nothing(server, model):
 
 
 def test_a_client_that_hangs_up_does_no_harm(server, model):
-    body = json.dumps(chat(model, "Which?", max_tokens=400, stream=True)).encode()
+    body = json.dumps(chat(model, "How many?", max_tokens=400, stream=True)).encode()
     host, port = server.url.removeprefix("http://").split(":")
     for length in (len(body), len(body) + 100):  # hangs up in the answer, and in its own request
         with socket.create_connection((host, int(port))) as client:
@@ -91,7 +92,9 @@ def test_a_person_asks_two_models_and_votes(server, model, width, tmp_path):
         page.on("console", lambda line: complaints.append(line.text))
         page.on("request", lambda asked: foreign.append(asked.url))
         page.goto(server.url)
-        page.set_input_files("#file", tmp_path / "digit.png")
+        (tmp_path / "cut.png").write_bytes(picture(3)[:20])
+        page.set_input_files("#file", [tmp_path / "cut.png", tmp_path / "digit.png"])
+        page.get_by_text("cut.png is not an image that can be read").wait_for()
         page.get_by_role("textbox", name="Question").fill("Which digit is in the picture?")
         page.locator("#max-tokens").evaluate("box => box.value = 20")
         page.keyboard.press("Enter")
@@ -116,9 +119,11 @@ def test_a_person_asks_two_models_and_votes(server, model, width, tmp_path):
 def test_ctrl_c_ends_it_while_it_answers(tmp_path):
     with serving([talkative_hf_dir()], tmp_path / "root", "--max-tokens", "4000") as server:
         name = httpx.get(f"{server.url}/v1/models", headers=server.headers).json()["data"][0]["id"]
-        body = chat(name, "Which?", max_tokens=4000, stream=True)
-        with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, headers=server.headers) as answer:
-            next(answer.iter_lines())
-            start = time.monotonic()
-            assert server.stop() == 0 and time.monotonic() - start < 15
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=server.key, max_retries=0)
+        answer = client.chat.completions.create(**chat(name, "How many?", max_tokens=4000), stream=True)
+        next(answer)
+        start = time.monotonic()
+        assert server.stop() == 0 and time.monotonic() - start < 15
+        with pytest.raises(openai.APIError, match="the server was stopped"):
+            list(answer)
         assert server.output.read_text().rstrip().endswith("stopped") and "Traceback" not in server.output.read_text()

@@ -35,5 +35,11 @@ def test_mlflows_pages_read_the_names_of_the_view():
     script = "".join(page.read_text(encoding="utf-8") for page in pages)
     names = {*first_view(), *first_view()["compareRunCharts"][1], *first_view()["compareRunSections"][0]}
     names |= {'getStoreForComponent("ExperimentPage"', 'getStoreForComponent("RunPage"', '"MLflowLocalStorage"'}
-    names |= {"data-assistant-ui", '"compareRunsMode"', f'"{VIEW_TAG.removesuffix("athanor")}"', "viewStateShareKey"}
+    names |= {
+        "mlflow_header.toggle_sidebar_button",
+        "data-assistant-ui",
+        '"compareRunsMode"',
+        f'"{VIEW_TAG.removesuffix("athanor")}"',
+        "viewStateShareKey",
+    }
     assert {name for name in names if name not in script} == set()

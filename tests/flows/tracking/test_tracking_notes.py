@@ -46,7 +46,7 @@ def test_the_description_of_a_run():
     lines = note.splitlines()
     assert lines[0] == "**a 1**" and lines[4] == "Registered model: 0.9: champion." and lines[6] == "Head."
     assert lines[2] == "Reports: [train](#/experiments/1/runs/r/artifacts/stages/train/report.html)"
-    assert lines.index("| overall |  |") < lines.index("| pairs | 0.5000 |") and "mean_tokens" not in note
+    assert lines.index("| overall&emsp; |  |") < lines.index("| pairs&emsp; | 0.5000 |") and "mean_tokens" not in note
     assert "[report](#/experiments/1/runs/r/artifacts/stages/train/report.html)" in note and "`/root/train/1`" in note
     assert "preview" not in lines[-1], "there is no such file of this stage"
 
