@@ -3,6 +3,7 @@
 RUN_JSON = "run.json"
 RESULT_JSON = "result.json"
 METRICS_JSONL = "metrics.jsonl"
+TRAINER_LOG = "logs/trainer.log"
 HELDOUT_JSONL = "heldout.jsonl"  # the newest measurement
 HELDOUT_BASE_JSONL = "heldout-base.jsonl"  # before the first step
 CHECKPOINTS = "checkpoints"
