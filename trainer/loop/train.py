@@ -18,6 +18,7 @@ from trainer.loop.heldout import heldout_loss
 from trainer.loop.interval import Interval, NotFinite, is_logged
 from trainer.loop.metrics import MetricsWriter
 from trainer.loop.set_up import SharedBase, Trainer, set_up
+from trainer.loop.share_model import release
 from trainer.loop.step_trace import StepTrace
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.vision.exchange import Message
@@ -55,8 +56,12 @@ def train(run: RunConfig, mesh: Mesh, base: SharedBase | None = None) -> TrainRe
         NotFinite: the gradient norm is not a finite number.
     """
     trainer = set_up(run, mesh, base)
-    with _graphs(trainer):
-        result = _train(trainer)
+    try:
+        with _graphs(trainer):
+            result = _train(trainer)
+    finally:
+        if base:
+            release(trainer.chunks)
     trainer.tell_encoders(Message.END, int(result.status == "stopped"))
     return result
 
