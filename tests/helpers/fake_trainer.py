@@ -2,7 +2,7 @@
 
 Run as a script with the path of run.json, or of the job.json of `reload`, whose loaders then all answer like our own
 stage. FAKE_TRAINER in the environment makes it fail (fail, input, stop, die) or wait for SIGTERM. With `aside` it
-reports that a checkpoint was damaged, and trains.
+reports that a checkpoint was damaged, and trains. With `beside` a run with the seed 1 that is not the first one fails.
 """
 
 import json
@@ -40,7 +40,7 @@ class FakeTrainerLauncher(TorchrunLauncher):
         super().__init__(cluster)
 
     def command(self, job: Job) -> list[str]:
-        return [sys.executable, __file__, job.arguments[-1]]
+        return [sys.executable, __file__, *(argument for argument in job.arguments if argument.endswith(".json"))]
 
 
 def metrics_row(step: int, **changes: float) -> MetricsRow:
@@ -120,7 +120,14 @@ def main() -> int:
         _wait_for_sigterm(run)
     result, status = answers.get(how) or ((_train if run.task == "train" else _export)(run), 0)
     (run.output_dir / RESULT_JSON).write_text(result.model_dump_json())
-    return status
+    for path in sys.argv[2:]:  # other runs over the same base
+        other = RunConfig.model_validate_json(Path(path).read_text())
+        print("fake trainer beside", other.output_dir, flush=True)
+        is_bad = how == "beside" and other.train.seed == 1
+        result = answers["fail"][0] if is_bad else _train(other)
+        (other.output_dir / RESULT_JSON).write_text(result.model_dump_json())
+        status = status or is_bad
+    return int(status)
 
 
 if __name__ == "__main__":
