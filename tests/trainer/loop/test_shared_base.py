@@ -18,11 +18,13 @@ from tests.helpers.world import start, start_ranks
 from trainer.checkpoint.directory import list_checkpoints
 from trainer.contract.adapter import AdapterConfig
 from trainer.contract.answer import read_metrics
-from trainer.contract.names import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED, HELDOUT_BASE_JSONL, HELDOUT_JSONL
+from trainer.contract.names import EXIT_INPUT, EXIT_STOPPED, HELDOUT_BASE_JSONL, HELDOUT_JSONL
 from trainer.contract.parallel import ParallelConfig
-from trainer.contract.run import PartConfig, RunConfig
+from trainer.contract.run import RunConfig
+from trainer.loop import job
 from trainer.loop import train as loop
-from trainer.loop.set_up import load_base
+from trainer.loop.interval import NotFinite
+from trainer.loop.set_up import SharedBase, load_base
 from trainer.parallel.mesh import seed_rank
 
 STEPS = 4
@@ -51,7 +53,6 @@ def jobs(
                 "adapter": adapter,
                 "seed": number,
                 "optim": run.train.optim.model_copy(update={"lr": lr}),
-                "vision": PartConfig(),
             }
         )
         written.append(rewrite(run.model_copy(update={"train": train, "fingerprint": f"{number:016d}"})))
@@ -113,10 +114,10 @@ def _tensors(state: object, name: str = "") -> Iterator[tuple[str, torch.Tensor]
 )
 def test_each_run_is_that_of_a_process_of_its_own_to_the_bit(tmp_path, shape, base, layout, processes):
     together = jobs(tmp_path, shape, base, layout)
-    assert [job.wait() for job in train_in_one(together, processes)] == [0] * processes, log_of(together[0])
+    assert [process.wait() for process in train_in_one(together, processes)] == [0] * processes, log_of(together[0])
     alone = jobs(tmp_path, shape, base, layout, prefix="alone-")
     for ours, expected in zip(together, alone, strict=True):
-        assert [job.wait() for job in train_in_one([expected], processes)] == [0] * processes, log_of(expected)
+        assert [process.wait() for process in train_in_one([expected], processes)] == [0] * processes, log_of(expected)
         of_ours, of_expected = outcome(ours), outcome(expected)
         for name in of_expected:
             assert of_ours[name] == of_expected[name], name
@@ -153,25 +154,34 @@ def test_a_run_leaves_the_base_as_it_was_and_no_memory(tmp_path, base, monkeypat
     assert [module() for module in modules] == [None, None]
 
 
-def test_a_run_that_is_not_finite_does_not_end_the_others(tmp_path):
-    a, b, c = jobs(tmp_path)
-    optim = a.train.optim.model_copy(update={"lr": 1.0, "clip_grad_norm": 1e9})
-    a = rewrite(a, train=a.train.model_copy(update={"optim": optim, "num_steps": 400}))
-    (job,) = train_in_one([b, a, c])
-    code = job.wait()
-    assert [result_of(run).status for run in (b, a, c)] == ["finished", "failed", "finished"], log_of(b)
-    assert code == EXIT_FAILED and "gradient norm is" in result_of(a).message and result_of(a).keys
+def test_a_run_that_is_not_finite_does_not_end_the_others_and_another_failure_does(tmp_path, monkeypatch):
+    runs, begun = jobs(tmp_path), []
+    errors = [NotFinite(3, float("nan"), ["train/00000001"]), RuntimeError("a rank's own failure"), None]
+
+    def fails(run, mesh, base):
+        begun.append(run)
+        raise errors[len(begun) - 1]
+
+    monkeypatch.setattr(job, "load_base", lambda run, mesh: SharedBase([]))
+    monkeypatch.setattr(job, "seed_rank", lambda seed: None)
+    monkeypatch.setattr(job, "rank_mesh", lambda *_: single_rank())
+    monkeypatch.setattr(job, "train", fails)
+    results = job.run_together(runs)
+    assert begun == runs[:2] and [result.step for result in results] == [3, 0]
+    assert result_of(runs[0]).keys == ["train/00000001"] and "a rank's own failure" in result_of(runs[1]).message
+    assert not (runs[2].output_dir / "result.json").exists()
+    assert "gradient norm is nan" in (runs[0].output_dir / "result.json").read_text()
 
 
 def test_sigterm_saves_the_run_that_trains_and_the_next_start_goes_on(tmp_path):
     runs = jobs(tmp_path)
     runs[1] = rewrite(runs[1], train=runs[1].train.model_copy(update={"num_steps": 300}))
-    (job,) = train_in_one(runs)
+    (process,) = train_in_one(runs)
     while len(read_metrics(runs[1].output_dir)) < 2:
-        assert job.poll() is None, log_of(runs[0])
+        assert process.poll() is None, log_of(runs[0])
         time.sleep(0.02)
-    job.send_signal(signal.SIGTERM)
-    assert job.wait() == EXIT_STOPPED
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == EXIT_STOPPED
     first, second = (result_of(run) for run in runs[:2])
     assert (first.status, second.status) == ("finished", "stopped") and 0 < second.step < 300
     assert not (runs[2].output_dir / "result.json").exists()
