@@ -1,6 +1,4 @@
-"""`torchrun -m trainer run.json ...`: parse the paths, build, run, write result.json.
-
-Several run.json are trainings of adapters over one base, which is loaded once; see `trainer.loop.job.run_together`.
+"""`torchrun -m trainer run.json`: parse one path, build, run, write result.json.
 
 Exit codes: 0 finished, 2 the config or an input is wrong, 75 stopped on request after saving, 1 any other failure.
 """
@@ -12,10 +10,10 @@ import sys
 from pathlib import Path
 
 
-def parse_args(argv: list[str]) -> list[Path]:
-    """Return the arguments: the path of a run.json, or several."""
+def parse_args(argv: list[str]) -> Path:
+    """Return the only argument: the path of a run.json."""
     parser = argparse.ArgumentParser(prog="torchrun -m trainer")
-    parser.add_argument("run_json", type=Path, nargs="+", help="a RunConfig or an EncodeRun, written by a stage")
+    parser.add_argument("run_json", type=Path, help="a RunConfig, EncodeRun or SharedBaseRun, written by a stage")
     return parser.parse_args(argv).run_json
 
 
@@ -25,4 +23,4 @@ if __name__ == "__main__":
 
     faulthandler.enable()  # where each thread was, if a rank is aborted: by NCCL's watchdog after a hang, or by hand
     os.umask(0o077)  # only its owner may read a root; set here because on a cluster no flow is the parent process
-    sys.exit(run_file(*parse_args(sys.argv[1:])))
+    sys.exit(run_file(parse_args(sys.argv[1:])))

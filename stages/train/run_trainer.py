@@ -11,8 +11,8 @@ from stages.artifacts.workers import StageResources
 from stages.launchers.job import EXIT_DEADLINE, Job, JobFailed, make_launcher, run_job
 from stages.launchers.processes import end_processes, processes_of
 from trainer.contract.answer import KEPT_ASIDE, MetricsRow, TrainResult, check_checkpoint, parse_metrics
-from trainer.contract.names import METRICS_JSONL, RESULT_JSON, RUN_JSON, TRAINER_LOG
-from trainer.contract.run import EncodeRun, RunConfig
+from trainer.contract.names import METRICS_JSONL, RESULT_JSON, RUN_JSON, TOGETHER_JSON, TRAINER_LOG
+from trainer.contract.run import EncodeRun, RunConfig, SharedBaseRun
 
 log = logging.getLogger("athanor.train")
 
@@ -77,9 +77,13 @@ def run_trainer(
     others = [(other, on_rows) for other, on_rows in others if not _ended_before(other)]
     job = trainer_job(directory, _telling(resources.on_line), [other.output_dir for other, _ in others])
     followers = [follower, *(MetricsFollower(other.output_dir / METRICS_JSONL, on_rows) for other, on_rows in others)]
-    for each in (run, *(other for other, _ in others)):
+    runs = [run, *(other for other, _ in others)]
+    for each in runs:
         (each.output_dir / RESULT_JSON).unlink(missing_ok=True)
         write_text(each.output_dir / RUN_JSON, _run_json(each))
+    if others:
+        together = SharedBaseRun(runs=tuple(each.output_dir / RUN_JSON for each in runs))
+        write_text(directory / TOGETHER_JSON, together.model_dump_json(indent=1) + "\n")
     seconds = resources.cluster.timeout_seconds * len(followers)
     launcher = make_launcher(resources.cluster.model_copy(update={"timeout_seconds": seconds}))
     log.info("%s: %s", name, launcher.plan(job))
@@ -93,6 +97,8 @@ def run_trainer(
         if result is None or result.status == "finished":
             raise
         _raise_for(result, error, name)
+    finally:
+        (directory / TOGETHER_JSON).unlink(missing_ok=True)
     result = _read_result(directory)
     if result is None or result.status != "finished":
         raise TrainerFailed(f"{name} ended without a finished {directory / RESULT_JSON}; log: {job.log_path}")
@@ -107,9 +113,9 @@ def trainer_job(
     Args:
         others: output directories of other runs that the job trains too.
     """
-    paths = (str(directory / RUN_JSON) for directory in (output_dir, *others))
+    arguments = ("-m", "trainer", str(output_dir / (TOGETHER_JSON if others else RUN_JSON)))
     members = tuple(str(directory) for directory in others)
-    return Job(str(output_dir), ("-m", "trainer", *paths), output_dir / TRAINER_LOG, on_line, members)
+    return Job(str(output_dir), arguments, output_dir / TRAINER_LOG, on_line, members)
 
 
 def _telling(on_line: Callable[[str], None]) -> Callable[[str], None]:

@@ -1,10 +1,11 @@
 """Adapters over one base: trained by one process that loads the base once, and each by a process of its own.
 
-    python -m tests.bench.bench_sweep                      # 110M parameters in float32, 440 MB
+    python -m tests.bench.bench_sweep                      # 510 MB in float32
     python -m tests.bench.bench_sweep --model qwen3_vl_2b --precision bfloat16     # on a GPU
 
-Random weights and drawn bins. Seconds are those of whole processes, from start to end. Memory is the largest resident
-memory of a process, and on a GPU also what torch reserved. The losses must be equal, or the bench fails.
+Random weights and drawn bins. Seconds are those of whole processes, from start to end: median and range of the rounds.
+Memory is the largest resident memory of a process, and on a GPU also what torch reserved. The losses must be equal, or
+the bench fails.
 """
 
 import argparse
@@ -25,8 +26,8 @@ from tests.bench.host import apart
 from tests.bench.mix import CONTROL_TOKENS, MODELS, image_token, write_model_and_look
 from trainer.contract.adapter import AdapterConfig
 from trainer.contract.answer import MetricsRow, read_metrics
-from trainer.contract.names import RUN_JSON
-from trainer.contract.run import TrainerExecution
+from trainer.contract.names import RUN_JSON, TOGETHER_JSON
+from trainer.contract.run import SharedBaseRun, TrainerExecution
 
 RANKS = (8, 16, 32, 64)
 
@@ -35,6 +36,7 @@ class Cost(NamedTuple):
     """The cost of one process."""
 
     seconds: float
+    cpu_seconds: float
     resident_gb: float
 
 
@@ -63,7 +65,11 @@ def write_runs(root: Path, name: str, args: argparse.Namespace) -> list[Path]:
 
 def train(directories: Sequence[Path]) -> Cost:
     """Train these runs by one process."""
-    command = [sys.executable, "-W", "ignore", "-m", "trainer", *(str(each / RUN_JSON) for each in directories)]
+    path = directories[0] / RUN_JSON
+    if len(directories) > 1:
+        path = directories[0] / TOGETHER_JSON
+        path.write_text(SharedBaseRun(runs=[each / RUN_JSON for each in directories]).model_dump_json())
+    command = [sys.executable, "-W", "ignore", "-m", "trainer", str(path)]
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", JOB_VARIABLE: "bench"}
     begun = time.perf_counter()
     with (directories[0] / "trainer.log").open("w") as log:
@@ -71,7 +77,7 @@ def train(directories: Sequence[Path]) -> Cost:
         _, status, usage = os.wait4(process.pid, 0)
     if status:
         raise SystemExit((directories[0] / "trainer.log").read_text()[-3000:])
-    return Cost(time.perf_counter() - begun, usage.ru_maxrss * 1024 / 1e9)
+    return Cost(time.perf_counter() - begun, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024 / 1e9)
 
 
 def numbers(rows: Sequence[MetricsRow]) -> list[tuple[float, float]]:
@@ -92,25 +98,26 @@ def report(root: Path, args: argparse.Namespace) -> str:
                 raise SystemExit(f"{own.name} and {ours.name} have other losses")
         reserved = [max(read_metrics(each)[-1].memory_gb for each in runs) for runs in (apart_runs, shared)]
         rounds.append((alone, together, reserved))
-    alone_seconds = [sum(cost.seconds for cost in alone) for alone, _, _ in rounds]
-    together_seconds = [together.seconds for _, together, _ in rounds]
-    alone_gb = max(cost.resident_gb for alone, _, _ in rounds for cost in alone)
-    together_gb = max(together.resident_gb for _, together, _ in rounds)
     reserved = [max(pair) for pair in zip(*(reserved for _, _, reserved in rounds), strict=True)]
 
-    def line(name: str, seconds: list[float], resident: float, gb: float) -> str:
-        spread = f"{min(seconds):.1f} to {max(seconds):.1f}"
-        return f"| {name} | {statistics.median(seconds):.1f} ({spread}) | {resident:.2f} | {gb:.2f} |"
+    def line(name: str, costs: list[list[Cost]], gb: float) -> str:
+        seconds, cpu = (
+            [sum(getattr(cost, of) for cost in each) for each in costs] for of in ("seconds", "cpu_seconds")
+        )
+        spread = [f"{statistics.median(each):.1f} ({min(each):.1f} to {max(each):.1f})" for each in (seconds, cpu)]
+        return (
+            f"| {name} | {' | '.join(spread)} | {max(c.resident_gb for each in costs for c in each):.2f} | {gb:.2f} |"
+        )
 
     lines = [
         f"{args.model}, {args.precision}, base {args.base}, {host.device}; {host.versions}",
         f"{size / 1e6:,.0f} MB of weights; {args.adapters} adapters, {args.steps} steps of {args.global_batch} bins of "
         f"{args.seq_len} tokens each; {args.rounds} rounds",
         "",
-        f"| {args.adapters} adapters | seconds: median (range) | most resident memory, GB | memory_gb of metrics |",
-        "| --- | ---: | ---: | ---: |",
-        line("a process each, one after the other", alone_seconds, alone_gb, reserved[0]),
-        line("one process over one base", together_seconds, together_gb, reserved[1]),
+        f"| {args.adapters} adapters | seconds | seconds of a core | resident memory, GB | memory_gb of metrics |",
+        "| --- | ---: | ---: | ---: | ---: |",
+        line("a process each, one after the other", [alone for alone, _, _ in rounds], reserved[0]),
+        line("one process over one base", [[together] for _, together, _ in rounds], reserved[1]),
         "",
         "Losses and gradient norms of every step are equal in both.",
     ]

@@ -40,7 +40,7 @@ class FakeTrainerLauncher(TorchrunLauncher):
         super().__init__(cluster)
 
     def command(self, job: Job) -> list[str]:
-        return [sys.executable, __file__, *(argument for argument in job.arguments if argument.endswith(".json"))]
+        return [sys.executable, __file__, job.arguments[-1]]
 
 
 def metrics_row(step: int, **changes: float) -> MetricsRow:
@@ -97,7 +97,8 @@ def main() -> int:
     if "loaders" in asked:
         _answer_alike(asked)
         return 0
-    run = RunConfig.model_validate(asked)
+    first, *others = [json.loads(Path(path).read_text()) for path in asked.get("runs", [sys.argv[1]])]
+    run = RunConfig.model_validate(first)
     print("fake trainer", run.task, flush=True)
     how = os.environ.get("FAKE_TRAINER", "")
     if how == "aside":
@@ -120,8 +121,7 @@ def main() -> int:
         _wait_for_sigterm(run)
     result, status = answers.get(how) or ((_train if run.task == "train" else _export)(run), 0)
     (run.output_dir / RESULT_JSON).write_text(result.model_dump_json())
-    for path in sys.argv[2:]:  # other runs over the same base
-        other = RunConfig.model_validate_json(Path(path).read_text())
+    for other in map(RunConfig.model_validate, others):  # over the same base
         print("fake trainer beside", other.output_dir, flush=True)
         is_bad = how == "beside" and other.train.seed == 1
         result = answers["fail"][0] if is_bad else _train(other)

@@ -18,7 +18,7 @@ from dataset_builders.errors import InputError, one_line
 from dataset_builders.storage.files import write_json
 from trainer.contract.answer import TrainResult
 from trainer.contract.names import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED, RESULT_JSON, TRAINER_LOG
-from trainer.contract.run import EncodeRun, RunConfig, parse_run
+from trainer.contract.run import EncodeRun, RunConfig, SharedBaseRun, parse_run
 from trainer.plan.checks import check_run
 from trainer.plan.sharing import check_sharing
 
@@ -166,17 +166,17 @@ def report(run: RunConfig | EncodeRun, result: TrainResult, rank: int) -> None:
         write_result(run, result)
 
 
-def run_file(*paths: Path) -> int:
-    """Run the job of a run.json, or the trainings of several over one base. Return the exit code of the process, which
-    is that of the first run that has not finished."""
-    runs = []
-    for path in paths:
-        try:
-            runs.append(parse_run(path.read_text()))
-        except ValidationError as error:
-            first = error.errors()[0]
-            print(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}", file=sys.stderr)
-            return EXIT_INPUT
+def run_file(path: Path) -> int:
+    """Run the job of a run.json and return the exit code of the process. Of several runs it is that of the first
+    which has not finished."""
+    try:
+        runs = [parse_run(path.read_text())]
+        if isinstance(runs[0], SharedBaseRun):
+            runs = [parse_run((path := member).read_text()) for member in runs[0].runs]
+    except ValidationError as error:
+        first = error.errors()[0]
+        print(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}", file=sys.stderr)
+        return EXIT_INPUT
     rank = place_in_world()[0]
     logging.basicConfig(level=logging.WARNING, **_FORMAT)
     log.setLevel(logging.INFO if rank == 0 else logging.WARNING)

@@ -20,7 +20,7 @@ from trainer.contract.adapter import AdapterConfig
 from trainer.contract.answer import read_metrics
 from trainer.contract.names import EXIT_INPUT, EXIT_STOPPED, HELDOUT_BASE_JSONL, HELDOUT_JSONL
 from trainer.contract.parallel import ParallelConfig
-from trainer.contract.run import RunConfig
+from trainer.contract.run import RunConfig, SharedBaseRun
 from trainer.loop import job
 from trainer.loop import train as loop
 from trainer.loop.interval import NotFinite
@@ -67,14 +67,16 @@ def rewrite(run: RunConfig, **changes: object) -> RunConfig:
 
 def train_in_one(runs: list[RunConfig], processes: int = 1):
     """Start the trainer on these runs together."""
-    paths, log = [run.output_dir / "run.json" for run in runs], runs[0].output_dir / "log.txt"
-    if processes == 1:
-        return [start("trainer", *paths, log=log)]
-    return start_ranks("trainer", processes, *paths, log=log)
+    path, log = runs[0].output_dir / "run.json", runs[0].output_dir / "log.txt"
+    if len(runs) > 1:
+        together = SharedBaseRun(runs=[run.output_dir / "run.json" for run in runs])
+        path = runs[0].output_dir / "together.json"
+        path.write_text(together.model_dump_json())
+    return [start("trainer", path, log=log)] if processes == 1 else start_ranks("trainer", processes, path, log=log)
 
 
 def outcome(run: RunConfig) -> dict[str, object]:
-    """What a run has computed: every number of its metrics but times and memory, losses of samples, and its newest
+    """Return the results of a run: every number of its metrics but times and memory, losses of samples, and its newest
     checkpoint, which holds the adapters and their optimizer."""
     rows = [row.model_dump() for row in read_metrics(run.output_dir)]
     is_time = ("second", "tflops", "mfu", "memory", "time_ms")
