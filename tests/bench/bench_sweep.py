@@ -58,7 +58,7 @@ def write_runs(root: Path, name: str, args: argparse.Namespace) -> list[Path]:
         out = root / f"{name}-{number}"
         out.mkdir()
         run = drawn_run(root / "hf", root / "data", out, train, args.seq_len, TrainerExecution())
-        (out / RUN_JSON).write_text(run.model_dump_json())
+        (out / RUN_JSON).write_text(run.model_copy(update={"num_threads": args.threads}).model_dump_json())
         directories.append(out)
     return directories
 
@@ -134,6 +134,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--global-batch", type=int, default=1)
     parser.add_argument("--bins", type=int, default=8)
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads of the trainer; 0: one for each core")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="athanor-bench-") as folder:
