@@ -62,14 +62,16 @@ def test_a_run_that_another_process_trains_or_that_is_made_is_left_out_without_w
     assert sweep.started() == (3, 0)
 
 
-def test_a_run_that_fails_beside_others_is_tried_again_by_itself(sweep, monkeypatch):
+def test_a_run_that_fails_beside_others_is_tried_again_by_itself(sweep, monkeypatch, inputs):
+    failing = [config.model_copy(update={"seed": 1}) for config in (CONFIGS[1], CONFIGS[2])]
+    sweep.others = companions_of(train.STAGE, [CONFIGS[0], *failing, CONFIGS[2]], inputs, sweep.root)
     monkeypatch.setenv("FAKE_TRAINER", "beside")
-    assert not sweep.run(0).reused
+    assert not sweep.run(0).reused and sweep.started() == (1, 3)
     monkeypatch.setenv("FAKE_TRAINER", "fail")
     with pytest.raises(TrainerFailed, match="loss is nan at step 4"):
-        sweep.run(1)
-    sweep.run(2)
-    assert sweep.started() == (2, 2)
+        sweep.run(1, failing[0])
+    assert not sweep.run(3, CONFIGS[2]).reused
+    assert sweep.started() == (2, 3)
 
 
 def test_a_run_whose_job_ended_early_takes_the_unfinished_ones_along(sweep, monkeypatch):
