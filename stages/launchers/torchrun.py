@@ -10,7 +10,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -67,7 +67,7 @@ class TorchrunLauncher:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=self._environment(job),
+                env=self._environment(job.name, job.members),
                 start_new_session=True,
             )
         deadline = time.monotonic() + self.cluster.timeout_seconds
@@ -97,11 +97,11 @@ class TorchrunLauncher:
         with contextlib.suppress(subprocess.TimeoutExpired):
             handle.process.wait(10)
 
-    def _environment(self, job: Job) -> Mapping[str, str]:
+    def _environment(self, name: str, members: Sequence[str] = ()) -> Mapping[str, str]:
         threads = self.cluster.num_threads or max(1, (os.cpu_count() or 1) // self.cluster.processes)
         defaults = {"OMP_NUM_THREADS": str(threads), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-        own = {**defaults, **os.environ, **rank_environment(self.cluster, job.name)}
-        own[MEMBERS_VARIABLE] = "\n".join(job.members)
+        own = {**defaults, **os.environ, **rank_environment(self.cluster, name)}
+        own[MEMBERS_VARIABLE] = "\n".join(members)
         if self.cluster.processes > 1:
             return own
         # If the flow itself runs in a job of several processes, that job's variables must not reach this process.
