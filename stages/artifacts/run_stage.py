@@ -19,7 +19,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,16 @@ from dataset_builders.contracts.shard_io import remove_entries
 from dataset_builders.errors import DamagedFile, InputError, damaged
 from dataset_builders.storage.files import write_text
 from dataset_builders.storage.store import StorePath, is_local, make_dir, modified, side_dir, upload_dir
-from stages.artifacts.artifact import Artifact, Input, Stage, StageOutput, StageResult, artifact_dir, stage_identity
+from stages.artifacts.artifact import (
+    Artifact,
+    Companion,
+    Input,
+    Stage,
+    StageOutput,
+    StageResult,
+    artifact_dir,
+    stage_identity,
+)
 from stages.artifacts.intact import check_inputs, check_reused, file_entries
 from stages.artifacts.unchanged import Whole
 
@@ -119,8 +128,7 @@ def _make(stage, config, inputs, work: StorePath, resources, identity: dict[str,
     try:
         if not (work / MANIFEST).is_file():  # it exists if an earlier run ended just before the rename
             if is_local(work):
-                for unfinished in work.rglob("*.tmp"):  # files of a run that was killed
-                    unfinished.unlink()
+                _remove_unfinished(work)
             output = stage.run(config, inputs, work, resources)
             files = file_entries(work, stage.digested, output.files)
             manifest = _manifest(stage, identity, dataclasses.replace(output, files=files))
@@ -181,13 +189,48 @@ def _manifest(stage: Stage, identity: Mapping[str, Any], output: StageOutput) ->
     )
 
 
+def companions_of(
+    stage: Stage, configs: Iterable[BaseModel], inputs: Mapping[str, Input], root: StorePath
+) -> tuple[Companion, ...]:
+    """Return the artifacts of a stage that works on a disk, for other configs and the same inputs."""
+    identities = [(config, stage_identity(stage, config, inputs)) for config in configs]
+    return tuple(
+        Companion(config, scratch_dir(root, stage, identity), artifact_dir(root, stage, identity))
+        for config, identity in identities
+    )
+
+
 @contextlib.contextmanager
-def _locked(work: StorePath, name: Path) -> Iterator[None]:
-    """Hold the lock of a scratch directory. If the lock is taken, log its owner and wait."""
+def held_companions(companions: Iterable[Companion]) -> Iterator[list[Companion]]:
+    """Hold the scratch directories of the artifacts that are not made and that no process is making. It waits for none,
+    because a process that waits for a lock while it holds others could wait for ever."""
+    with contextlib.ExitStack() as stack:
+        held = []
+        for each in companions:
+            with contextlib.suppress(filelock.Timeout):
+                stack.enter_context(_locked(each.work, each.work, waits=False))
+                if not (each.final / MANIFEST).is_file():
+                    make_dir(each.work)
+                    _remove_unfinished(each.work)
+                    held.append(each)
+        yield held
+
+
+def _remove_unfinished(work: Path) -> None:
+    """Remove the files that a killed run was writing."""
+    for unfinished in work.rglob("*.tmp"):
+        unfinished.unlink()
+
+
+@contextlib.contextmanager
+def _locked(work: StorePath, name: Path, *, waits: bool = True) -> Iterator[None]:
+    """Hold the lock of a scratch directory. If the lock is taken, log its owner and wait, or raise filelock.Timeout."""
     owner, lock = name.with_name(name.name + ".owner.json"), filelock.FileLock(name.with_name(name.name + ".lock"))
     try:
         lock.acquire(timeout=0)
     except filelock.Timeout:
+        if not waits:
+            raise
         who = json.loads(owner.read_text()) if owner.is_file() else {}
         pid, host = who.get("pid", "?"), who.get("host", "?")
         log.warning("%s is being made by process %s on %s; waiting for it to end", work, pid, host)

@@ -1,8 +1,10 @@
 """Names of the files that a run reads and writes, and its exit codes."""
 
 RUN_JSON = "run.json"
+TOGETHER_JSON = "together.json"  # a SharedBaseRun, while its job runs
 RESULT_JSON = "result.json"
 METRICS_JSONL = "metrics.jsonl"
+TRAINER_LOG = "logs/trainer.log"
 HELDOUT_JSONL = "heldout.jsonl"  # the newest measurement
 HELDOUT_BASE_JSONL = "heldout-base.jsonl"  # before the first step
 CHECKPOINTS = "checkpoints"

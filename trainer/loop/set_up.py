@@ -26,6 +26,7 @@ from trainer.data.reader import BinReader
 from trainer.layers.decoder import decoder_config
 from trainer.layers.lora.convert import add_adapters
 from trainer.layers.lora.float8_base import base_packer
+from trainer.layers.lora.shared_base import take_base
 from trainer.layers.lora.trained import train_whole, trained_rules
 from trainer.layers.module_set import check_float8, mark_tensor_parallel
 from trainer.layers.modules.choice import choose_modules, host_of
@@ -52,6 +53,28 @@ log = logging.getLogger("athanor.trainer")
 
 
 @dataclass(slots=True)
+class StopRequest:
+    """The handler of SIGTERM, which only notes that the signal has come."""
+
+    has_come: bool = False
+
+    def __call__(self, *_: object) -> None:
+        self.has_come = True
+
+
+@dataclass(frozen=True, slots=True)
+class SharedBase:
+    """The weights over which several runs train their adapters, one after the other, and their request to stop.
+
+    Attributes:
+        chunks: chunks with the weights, which no run trains. Each run has modules of its own that hold these weights.
+    """
+
+    chunks: Sequence[torch.nn.Module]
+    stop: StopRequest = field(default_factory=StopRequest)
+
+
+@dataclass(slots=True)
 class Trainer:
     """The state of the training loop."""
 
@@ -66,7 +89,7 @@ class Trainer:
     step: int = 0
     tokens: int = 0
     loss_tokens: int = 0
-    should_stop: bool = False
+    stop: StopRequest = field(default_factory=StopRequest)
     last: dict[str, float | None] = field(default_factory=lambda: {"loss": None, "heldout_loss": None})
 
     @property
@@ -77,7 +100,7 @@ class Trainer:
     def is_told_to_stop(self) -> bool:
         """Whether this rank, or a rank that encodes for it, has received SIGTERM."""
         exchange = self.chunks[0].module.exchange
-        return self.should_stop or (isinstance(exchange, RemoteOwner) and exchange.should_stop)
+        return self.stop.has_come or (isinstance(exchange, RemoteOwner) and exchange.should_stop)
 
     def tell_encoders(self, message: Message, number: int = 0) -> None:
         """Send a message to the ranks that encode images and do nothing else, if there are any."""
@@ -87,22 +110,30 @@ class Trainer:
 
 
 def build_chunks(
-    run: RunConfig, family: Family, shape: ModelShape, mesh: Mesh, dtype: torch.dtype, *, is_empty: bool = False
+    run: RunConfig,
+    family: Family,
+    shape: ModelShape,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    *,
+    is_empty: bool = False,
+    base: SharedBase | None = None,
 ) -> list[torch.nn.Module]:
     """Build the chunks of the model that this rank holds, with the weights of `run.hf_dir`, on its device.
 
     Args:
         is_empty: build the chunks without memory; `share_model` then divides and fills them.
+        base: holds these weights already; the chunks share its memory.
     """
     build, rules, parallel = load(family.model), family.weight_rules(shape), run.execution.parallel
     check_precision(run.train.precision, run.execution.modules, host_of(mesh.device))
     modules = choose_modules(run.execution.modules, mesh.device)
     stages = range(parallel.vpp) if parallel.vpp > 1 else [None]
     pieces = pieces_of(run, shape) if parallel.pp > 1 else ()
-    chunks, count, has_float8 = [], 0, run.train.has_float8_base
+    chunks, has_float8 = [], run.train.has_float8_base
     if has_float8:
         return_freed_matrices()
-    with parameters_on_meta() if has_float8 or is_empty else contextlib.nullcontext():
+    with parameters_on_meta() if has_float8 or is_empty or base else contextlib.nullcontext():
         for stage in stages:
             config = decoder_config(shape.language, parallel, dtype, pieces)
             chunks.append(build(shape, parallel, config, modules, mesh, run.seq_len, stage))
@@ -112,6 +143,26 @@ def build_chunks(
     if is_empty:
         log.info("weights: %s (each rank its share, %s)", run.hf_dir, dtype)
         return chunks
+    if base:
+        for chunk, held in zip(chunks, base.chunks, strict=True):
+            take_base(chunk, held)
+        log.info("weights: %s (loaded before)", run.hf_dir)
+    else:
+        _load_weights(chunks, run, family, rules, mesh)
+    if run.train.precision == "float8":
+        check_float8(run)
+        for chunk in chunks:
+            chunk.language.use_float8()
+    if parallel.pp > 1:
+        log.info("language layers of the pipeline's pieces: %s", ", ".join(str(len(piece)) for piece in pieces))
+    return [chunk.to(mesh.device) for chunk in chunks]
+
+
+def _load_weights(
+    chunks: Sequence[torch.nn.Module], run: RunConfig, family: Family, rules: Sequence[Rule], mesh: Mesh
+) -> None:
+    """Fill the chunks with the weights of `run.hf_dir`; a float8 base is packed on the device."""
+    has_float8, count = run.train.has_float8_base, 0
     whole = whole_rules(rules, run.train.adapter) if has_float8 else []
     packed = {rule.ours for rule in rules if rule.sizes and rule not in whole}
     for chunk in chunks:
@@ -119,14 +170,13 @@ def build_chunks(
         count += load_hf_weights(chunk, run.hf_dir, rules, family.carried, pack)
         if chunk.exchange:
             all_with_memory(chunk.exchange.part)
-    if run.train.precision == "float8":
-        check_float8(run)
-        for chunk in chunks:
-            chunk.language.use_float8()
-    if parallel.pp > 1:
-        log.info("language layers of the pipeline's pieces: %s", ", ".join(str(len(piece)) for piece in pieces))
-    log.info("weights: %s (%d parameters' tensors on this rank, %s)", run.hf_dir, count, dtype)
-    return [chunk.to(mesh.device) for chunk in chunks]
+    log.info("weights: %s (%d parameters' tensors on this rank, %s)", run.hf_dir, count, weights_dtype(run))
+
+
+def load_base(run: RunConfig, mesh: Mesh) -> SharedBase:
+    """Load the weights of `run.hf_dir` for several runs."""
+    family, shape = read_model(run.hf_dir, run.train)
+    return SharedBase(build_chunks(run, family, shape, mesh, weights_dtype(run)))
 
 
 def give_adapters(
@@ -149,12 +199,16 @@ def give_adapters(
         load_peft_directory(models, start, trained_rules(rules, config))
 
 
-def set_up(run: RunConfig, mesh: Mesh) -> Trainer:
-    """Build the state before the first step, resumed from the newest checkpoint of this run if there is one."""
+def set_up(run: RunConfig, mesh: Mesh, base: SharedBase | None = None) -> Trainer:
+    """Build the state before the first step, resumed from the newest checkpoint of this run if there is one.
+
+    Args:
+        base: the loaded weights, if several runs share them; None: they are loaded.
+    """
     family, shape = read_model(run.hf_dir, run.train)
     parallel = run.execution.parallel
     is_divided = parallel.sharding == "fsdp"
-    models = build_chunks(run, family, shape, mesh, weights_dtype(run), is_empty=is_divided)
+    models = build_chunks(run, family, shape, mesh, weights_dtype(run), is_empty=is_divided, base=base)
     part = mesh.slice_of_bin(parallel, has_vision=shape.vision is not None)
     features = None if run.features_dir is None else FeatureReader(run.features_dir, shape.feature_width)
     readers = [
@@ -180,6 +234,8 @@ def set_up(run: RunConfig, mesh: Mesh) -> Trainer:
     order = training_order(run, shape, readers[0], mesh.dp_rank, mesh.dp)
     cost = training_cost(shape, family, run.train)
     trainer = Trainer(run, mesh, family, chunks, optimizer, order, readers[1], cost)
+    if base:
+        trainer.stop = base.stop
     _resume(trainer)
     trainer.tell_encoders(Message.BEGIN, trainer.step)
     _log_arithmetic(trainer)

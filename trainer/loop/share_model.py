@@ -80,3 +80,14 @@ def _data_parallel(models: list[MegatronModule]) -> list[DistributedDataParallel
     for chunk in wrapped:
         chunk.broadcast_params()
     return wrapped
+
+
+def release(chunks: list[Chunk]) -> None:
+    """Let the memory of data-parallel chunks and of their optimizer be freed once nobody uses them.
+
+    The optimizer's views of the parameters lead to autograd's nodes, and the hooks of these nodes lead back to the
+    chunk. Python's collector does not see through the nodes: a chunk that leads to its optimizer would stay for good.
+    """
+    for chunk in chunks:
+        chunk.module.config.grad_scale_func = None
+        chunk.grad_accs.clear()

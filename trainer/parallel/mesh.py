@@ -152,7 +152,7 @@ def rank_mesh(parallel: ParallelConfig, seed: int, on_lost: Callable[[str], None
                 expert_tensor_parallel_size=1,
                 create_gloo_process_groups=True,
             )
-            tensor_parallel.model_parallel_cuda_manual_seed(seed)
+            seed_rank(seed)
             groups = ProcessGroupCollection.use_mpu_process_groups()
             alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
             dp = groups.dp
@@ -164,6 +164,11 @@ def rank_mesh(parallel: ParallelConfig, seed: int, on_lost: Callable[[str], None
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+def seed_rank(seed: int) -> None:
+    """Seed the random numbers of this rank, which has joined its groups. Equal seeds give equal numbers."""
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
 def _watch_places(vision_world: VisionWorld, own: HostPort) -> list[HostPort]:
