@@ -48,7 +48,7 @@ def estimate_memory(
     adds the logits of one chunk of loss tokens, at most 4096 x vocabulary / tp.
 
     Reserve is a tenth of the activations: the memory that torch's allocator holds in addition, because bins of unequal
-    shapes leave fragments. `tests/stages/test_measured_memory.py` has every measured peak.
+    shapes leave fragments. `tests/trainer/plan/test_measured_memory.py` compares every measured peak.
 
     Start is the memory that a training takes before its first step beyond what it takes later. megatron-core copies the
     trained weights into one buffer, and briefly holds both; a float8 base is made from one matrix at a time, in three
