@@ -255,9 +255,9 @@ def test_a_layout_trains_as_one_process_does(name, outcome):
 def test_one_expert_has_all_tokens_in_every_step(name, outcome):
     """So a rank that divides the experts has no token in any layer, and another has those of all ranks."""
     rows = outcome(name, LAYOUTS[name][2]).world.rows
-    assert [(row.model_extra["layers_experts_idle"], row.model_extra["layers_expert_load"]) for row in rows] == STEPS * [
-        (7 / 8, 8.0)
-    ]
+    assert [
+        (row.model_extra["layers_experts_idle"], row.model_extra["layers_expert_load"]) for row in rows
+    ] == STEPS * [(7 / 8, 8.0)]
 
 
 @pytest.mark.parametrize(

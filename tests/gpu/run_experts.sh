@@ -7,7 +7,7 @@
 #   tests    every gradient in bf16, twice the same bits, in a CUDA graph, layouts of one GPU
 #   kernels  the experts of a layer: athanor, grouped_mm, the loop, Transformer Engine, beside the matrix rate
 #   proxy    the proxy of 4 layers in full training, transformers beside it
-#   layers   4 layers of 30B-A3B in full training, transformers beside it; of 35B-A3B with float8 room: see `plan`
+#   layers   4 layers of 30B-A3B in full training, transformers beside it; 4 of 35B-A3B take 80 GB by the plan
 #   whole30  Qwen3-VL-30B-A3B whole, adapters on every expert beside a float8 base; whole35: Qwen3.5-35B-A3B
 #   peer30   PEFT's adapters in transformers on the same samples; peer35
 #   memory   peaks of both beside the plan, with the memory of the host

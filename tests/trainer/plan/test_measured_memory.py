@@ -1,5 +1,8 @@
-"""The memory estimate beside every peak that was measured on a GPU with the allocator's reserve (tests/bench/results)."""
+"""The memory estimate beside the peaks that were measured on GPUs with the allocator's reserve (tests/bench/results)."""
 
+from collections.abc import Mapping
+from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -34,9 +37,9 @@ class Peak(NamedTuple):
     model: str
     seq_len: int = 8192
     dp: int = 1
-    layout: dict[str, Any] = {}
+    layout: Mapping[str, Any] = MappingProxyType({})
     adapter: AdapterConfig | None = None
-    train: dict[str, PartConfig] = {}
+    train: Mapping[str, PartConfig] = MappingProxyType({})
     patches: int | None = None
 
 
@@ -77,7 +80,7 @@ def test_the_estimate_is_near_the_measured_peak(name):
         model.shape,
         parallel,
         train,
-        pieces=[range(*piece) for piece in zip(bounds, bounds[1:])],
+        pieces=[range(*piece) for piece in pairwise(bounds)],
         dp=peak.dp,
         seq_len=peak.seq_len,
         max_patches=MAX_PATCHES_PER_TOKEN * peak.seq_len if peak.patches is None else peak.patches,
