@@ -102,7 +102,7 @@ def stored_as(form: str, hf_dir: Path, directory: Path) -> Path:
     [("listed", "transposed"), *((shape, form) for shape in SHAPES for form in ("stacked", "single"))],
 )
 def test_weights_in_and_out_are_bit_equal_in_every_form_on_disk(shape, form, tmp_path):
-    """The published Qwen3-VL is transposed, the published Qwen3.5 stacked; transformers writes them stacked and single."""
+    """The published Qwen3-VL is transposed, Qwen3.5 stacked; transformers writes them stacked and single."""
     hf_dir = stored_as(form, experts_hf_dir(shape), tmp_path / "hf")
     with single_rank() as mesh:
         wanted, ours = build_tiny(experts_hf_dir(shape), mesh, SEQ_LEN), build_tiny(hf_dir, mesh, SEQ_LEN)

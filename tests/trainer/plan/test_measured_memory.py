@@ -1,4 +1,4 @@
-"""The memory estimate beside the peaks that were measured on GPUs with the allocator's reserve (tests/bench/results)."""
+"""The memory estimate beside the peaks that GPUs measured with the allocator's reserve (tests/bench/results)."""
 
 from collections.abc import Mapping
 from itertools import pairwise
