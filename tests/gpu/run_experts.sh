@@ -4,7 +4,7 @@
 #   PYTHONPATH=... bash tests/gpu/run_experts.sh DIRECTORY PART...
 #
 # DIRECTORY gets logs and reports. Models of 30B and 35B are written to /dev/shm: 62 and 71 GB, on a host of 128 GB. Parts:
-#   tests    every gradient in bf16, twice the same bits, in a CUDA graph, layouts of one GPU
+#   tests    every gradient in bf16, twice the same bits, in a CUDA graph; models in float32
 #   kernels  the experts of a layer: athanor, grouped_mm, the loop, Transformer Engine, beside the matrix rate
 #   proxy    the proxy of 4 layers in full training, transformers beside it
 #   layers   4 layers of 30B-A3B in full training, transformers beside it; 4 of 35B-A3B take 80 GB by the plan
@@ -40,7 +40,7 @@ for part in "$@"; do
   case $part in
     tests)
       suite products tests/parity/test_experts_gpu.py
-      suite layouts tests/equivalence/test_layouts_gpu.py -k 'experts and on-1'
+      suite models tests/parity/test_plain_gpu.py -k moe
       ;;
     kernels) timeout 300 python3 -m tests.bench.bench_experts --trace 2>&1 | tee "$directory/kernels.txt" | grep -E '^(\||[A-Z])' ;;
     proxy) full_training proxy qwen3_5_moe_proxy ;;
