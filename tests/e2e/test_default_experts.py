@@ -25,4 +25,4 @@ def test_held_out_digits_are_read_by_experts(family, tmp_path):
     assert scores["exact_match"] >= 0.95 and scores["stop_rate"] >= 0.99
     (released,) = (tmp_path / "artifacts" / "release").iterdir()
     assert json.loads((released / "hf" / "config.json").read_text())["model_type"] == family
-    assert "parameters, for a token" in (released / "README.md").read_text()
+    assert "parameters, for a token" in (released / "hf" / "README.md").read_text()
