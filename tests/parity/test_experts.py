@@ -38,10 +38,15 @@ class Pair:
         assert not self.batch.is_token.all()
 
 
-@pytest.fixture(scope="module", params=SHAPES)
-def pair(request):
+@pytest.fixture(scope="module")
+def mesh():
     with single_rank() as mesh:
-        yield Pair(experts_hf_dir(request.param), mesh)
+        yield mesh
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def pair(request, mesh):
+    return Pair(experts_hf_dir(request.param), mesh)
 
 
 def prepare(model, **settings) -> None:
@@ -64,17 +69,16 @@ def test_loss_and_the_gradient_of_every_parameter(pair):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_equal_logits_choose_the_experts_that_transformers_chooses(shape, tmp_path):
+def test_equal_logits_choose_the_experts_that_transformers_chooses(shape, mesh, tmp_path):
     """Every token has equal logits for all experts in every layer."""
     model = load_reference(experts_hf_dir(shape))
     zero_routers(model)
     shutil.copytree(experts_hf_dir(shape), tmp_path / "hf")
     model.save_pretrained(tmp_path / "hf")
-    with single_rank() as mesh:
-        tied = Pair(tmp_path / "hf", mesh)
-        assert_logits_equal(tied)
-        prepare(tied.ours)
-        assert_losses_and_gradients_equal(tied, list(rules(tied.ours.shape)))
+    tied = Pair(tmp_path / "hf", mesh)
+    assert_logits_equal(tied)
+    prepare(tied.ours)
+    assert_losses_and_gradients_equal(tied, list(rules(tied.ours.shape)))
 
 
 def stored_as(form: str, hf_dir: Path, directory: Path) -> Path:
@@ -101,14 +105,13 @@ def stored_as(form: str, hf_dir: Path, directory: Path) -> Path:
     ("shape", "form"),
     [("listed", "transposed"), *((shape, form) for shape in SHAPES for form in ("stacked", "single"))],
 )
-def test_weights_in_and_out_are_bit_equal_in_every_form_on_disk(shape, form, tmp_path):
+def test_weights_in_and_out_are_bit_equal_in_every_form_on_disk(shape, form, mesh, tmp_path):
     """The published Qwen3-VL is transposed, Qwen3.5 stacked; transformers writes them stacked and single."""
     hf_dir = stored_as(form, experts_hf_dir(shape), tmp_path / "hf")
-    with single_rank() as mesh:
-        wanted, ours = build_tiny(experts_hf_dir(shape), mesh, SEQ_LEN), build_tiny(hf_dir, mesh, SEQ_LEN)
-        for (name, param), other in zip(ours.named_parameters(), wanted.parameters(), strict=True):
-            assert torch.equal(param, other), name
-        save_hf_weights([ours], mesh, list(rules(ours.shape)), hf_dir, tmp_path / "out")
+    wanted, ours = build_tiny(experts_hf_dir(shape), mesh, SEQ_LEN), build_tiny(hf_dir, mesh, SEQ_LEN)
+    for (name, param), other in zip(ours.named_parameters(), wanted.parameters(), strict=True):
+        assert torch.equal(param, other), name
+    save_hf_weights([ours], mesh, list(rules(ours.shape)), hf_dir, tmp_path / "out")
     before, after = (load_file(path / "model.safetensors") for path in (hf_dir, tmp_path / "out"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
