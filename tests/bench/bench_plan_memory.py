@@ -42,6 +42,7 @@ PEAKS = "peaks.json"
 STEPS, GLOBAL_BATCH = 8, 2
 LORA = AdapterConfig(rank=16, alpha=32)
 FLOAT8 = LORA.model_copy(update={"base": "float8"})
+OF_EXPERTS = FLOAT8.model_copy(update={"targets": ("attention", "experts")})
 PLAIN, AGAIN = ParallelConfig(), ParallelConfig(recompute="full", recompute_vision=True)
 
 
@@ -86,9 +87,12 @@ CASES = {
     "27b-lora": Case("qwen3_5_27b", LORA, AGAIN),
     "27b-float8": Case("qwen3_5_27b", FLOAT8, AGAIN),
     "32b-float8": Case("qwen3_vl_32b", FLOAT8, AGAIN),
+    "30b-a3b-float8": Case("qwen3_vl_30b_a3b", OF_EXPERTS, AGAIN),
+    "35b-a3b-float8": Case("qwen3_5_35b_a3b", OF_EXPERTS, AGAIN),
     "tiny": Case("qwen3_vl_tiny", seq_len=256, precision="float32"),
     "tiny-lora": Case("qwen3_5_tiny", LORA, seq_len=256, precision="float32"),
     "tiny-float8": Case("qwen3_vl_tiny", FLOAT8, AGAIN, seq_len=256, precision="float32"),
+    "tiny-experts": Case("qwen3_vl_moe_tiny", OF_EXPERTS, AGAIN, seq_len=256, precision="float32"),
 }
 HEAD = """\
 | case | model, trained | allocated | reserved | plan | of it reserve | start | reserved over plan | host | files |

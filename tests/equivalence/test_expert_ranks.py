@@ -1,4 +1,4 @@
-"""Ranks that divide the experts: checkpoints and exports of other layouts, stacked matrices on disk, uneven loads.
+"""Ranks that divide the experts: checkpoints and exports of other layouts, stacked matrices on disk.
 
 The layouts themselves are among those of `test_layouts.py`.
 """
@@ -97,29 +97,6 @@ def test_stacked_matrices_are_read_and_written_by_ranks_that_divide_the_experts(
     assert {name: tensor.shape for name, tensor in before.items()} == {n: t.shape for n, t in after.items()}
     experts = [name for name in before if ".mlp.experts." in name]
     assert experts and all((before[name] != after[name]).any() for name in experts)
-
-
-def write_uneven(directory: Path) -> Path:
-    """Write the model with routers that send every token to the first two experts."""
-    shutil.copytree(experts_hf_dir("shared"), directory)
-    tensors = load_file(directory / "model.safetensors")
-    for name in [name for name in tensors if name.endswith("mlp.gate.weight")]:
-        tensors[name] = torch.zeros_like(tensors[name])  # of equal probabilities, torch.topk takes the first
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    return directory
-
-
-def test_a_rank_without_a_token_for_its_experts(tmp_path):
-    """The other rank computes all tokens."""
-    hf_dir = write_uneven(tmp_path / "hf")
-    rows = {}
-    for name, layout, processes in (("alone", {}, 1), ("ep2", EP2, 2)):
-        run = changed(job(tmp_path, name, layout, SHAPE), hf_dir=hf_dir)
-        rows[name] = run_world(run, processes).rows
-    assert rows["alone"][0].model_extra["layers_experts_idle"] >= 0.5
-    for ours, theirs in zip(rows["ep2"], rows["alone"], strict=True):
-        assert ours.loss == pytest.approx(theirs.loss, rel=1e-5)
-        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-4)
 
 
 TRAININGS = {

@@ -28,6 +28,7 @@ from tests.helpers.run_dir import (
 from tests.helpers.tiers import full
 from trainer.contract.experts import ExpertsConfig
 from trainer.contract.names import EXIT_STOPPED, RUN_JSON
+from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import OptimConfig, RunConfig
 from trainer.data.order import bins_at, bins_for_step
 
@@ -41,12 +42,13 @@ def run_alone(run: RunConfig) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """Six steps of a shape on one rank, in one go."""
+    """Six steps of a shape in one go, on one rank or on ranks that divide the experts."""
 
     @functools.cache
-    def train_whole(shape: str) -> RunConfig:
-        run = write_job(tmp_path_factory.mktemp("undisturbed"), num_steps=6, shape=shape)
-        run_alone(run)
+    def train_whole(shape: str, ep: int = 1) -> RunConfig:
+        layout = ParallelConfig(ep=ep)
+        run = write_job(tmp_path_factory.mktemp("undisturbed"), num_steps=6, shape=shape, parallel=layout)
+        assert run_trainer(run, processes=ep if ep > 1 else 0) == 0, log_of(run)
         return run
 
     return train_whole
@@ -66,7 +68,15 @@ def test_thirty_steps_equal_transformers_with_torch_adamw(shape, tmp_path):
     assert rows[-1].loss < 0.5 * rows[0].loss
 
 
-@pytest.mark.parametrize(("shape", "coefficient"), [full("experts-shared", 0.0), ("experts-listed", 0.1)])
+@pytest.mark.parametrize(
+    ("shape", "coefficient"),
+    [
+        full("experts-shared", 0.0),
+        full("experts-many", 1e-3),
+        full("experts-sparse", 1e-3),
+        ("experts-listed", 0.1),
+    ],
+)
 def test_thirty_steps_of_experts_equal_transformers(shape, coefficient, tmp_path):
     """With transformers' own auxiliary loss, which pools the tokens of all layers, of each bin."""
     run = write_job(tmp_path, num_steps=30, shape=shape)
@@ -127,11 +137,12 @@ def reference_training(
     return rows
 
 
-@pytest.mark.parametrize("shape", ["first", "hybrid-second"])
+@pytest.mark.parametrize(("shape", "ep"), [("first", 1), ("hybrid-second", 1), ("experts-shared", 2)])
 @pytest.mark.full
-def test_killed_and_resumed_is_bit_equal(shape, undisturbed, tmp_path):
-    run, whole = write_job(tmp_path, num_steps=6, save_interval=3, shape=shape), undisturbed(shape)
-    process = start_trainer(run)
+def test_killed_and_resumed_is_bit_equal(shape, ep, undisturbed, tmp_path):
+    run = write_job(tmp_path, num_steps=6, save_interval=3, shape=shape, parallel=ParallelConfig(ep=ep))
+    whole = undisturbed(shape, ep)
+    process = start_trainer(run, ep)
     wait_for(lambda: (run.output_dir / "checkpoints/step-000003/athanor.json").is_file(), run)
     os.killpg(process.pid, signal.SIGKILL)
     kill_children_of(run)
@@ -141,7 +152,7 @@ def test_killed_and_resumed_is_bit_equal(shape, undisturbed, tmp_path):
     # A save that was cut short, and a directory without its record, must not be taken for checkpoints.
     (run.output_dir / "checkpoints/saving-step-000004").mkdir()
     (run.output_dir / "checkpoints/step-000005").mkdir()
-    assert run_trainer(run) == 0, log_of(run)
+    assert run_trainer(run, ep) == 0, log_of(run)
     assert "resumed at step 3" in log_of(run)
     for ours, theirs in zip(metrics_of(run), metrics_of(whole), strict=True):
         for name in ("step", "loss", "grad_norm", "param_norm", "heldout_loss", "tokens", "loss_tokens"):

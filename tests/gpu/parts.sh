@@ -1,5 +1,5 @@
 # shellcheck shell=bash disable=SC2154
-# Functions of run_two_gpus.sh, run_four_gpus.sh and run_eight_gpus.sh, which set `directory` and `gpus` before they source this file.
+# Functions of the scripts run_*_gpus.sh and run_experts.sh, which set `directory` and `gpus` before they source this file.
 
 # Runs GPU tests and prints failures and measured distances. Arguments: name, then those of pytest.
 suite() {
@@ -20,5 +20,5 @@ bench() {
     --loader-workers 4 --trace-steps 0 "$@" >"$directory/$name.txt" 2>&1
   printf '\n%s: exit %s\n' "$name" $?
   grep -E 'useful tokens/s/GPU$|Error|Ended' "$directory/$name.txt" | cut -c 1-300 | tail -n 16
-  grep -E '^\| (peak memory|memory|communication)' "$directory/$name.md"
+  grep -E '^\| (peak memory|memory|communication|step, s|TFLOP|times transformers)' "$directory/$name.md"
 }

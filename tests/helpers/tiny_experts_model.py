@@ -31,11 +31,15 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+# Routers of zeros with one expert per token: torch.topk takes the first of equal ones, and the weight is 1 whatever the
+# logits are, so that all tokens of every layer stay with the first expert while the model trains.
+LONE = "lone"
+_EVERY = SHAPES | {LONE: ("qwen3_5_moe", SHAPES["shared"][1] | {"num_experts_per_tok": 1})}
 
 
 def experts_config(shape: str) -> dict[str, Any]:
     """Return config.json of a shape."""
-    model_type, experts = SHAPES[shape]
+    model_type, experts = _EVERY[shape]
     if model_type == "qwen3_vl_moe":
         config = json.loads((tiny_hf_dir() / "config.json").read_text())
         for name in ("text_config", "vision_config"):
@@ -55,10 +59,12 @@ def experts_hf_dir(shape: str) -> Path:
     model = transformers.AutoModelForImageTextToText.from_config(
         transformers.AutoConfig.for_model(**experts_config(shape))
     )
-    if SHAPES[shape][0] == "qwen3_5_moe":
+    if _EVERY[shape][0] == "qwen3_5_moe":
         randomize_hybrid(model)
     else:
         randomize(model)
+    if shape == LONE:
+        zero_routers(model)
     model.generation_config = transformers.GenerationConfig.from_pretrained(tiny_hf_dir())
     model.save_pretrained(directory)
     return directory
@@ -77,3 +83,10 @@ def randomize(model: torch.nn.Module) -> None:
         for name, param in model.named_parameters():
             noise = torch.randn(param.shape, generator=generator)
             param.copy_(1 + 0.2 * noise if "norm" in name and name.endswith("weight") else 0.08 * noise)
+
+
+def zero_routers(model: torch.nn.Module) -> None:
+    """Give all experts of every layer equal logits."""
+    for name, param in model.named_parameters():
+        if name.endswith("mlp.gate.weight"):
+            torch.nn.init.zeros_(param)

@@ -1,10 +1,12 @@
 """Our models with experts against transformers': float32, CPU, random weights, every kind of sample."""
 
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
 
@@ -12,7 +14,7 @@ from tests.helpers.bins import MIXED, Kind, make_samples
 from tests.helpers.parity import assert_logits_equal, assert_losses_and_gradients_equal
 from tests.helpers.reference import load_reference, reference_inputs, reference_losses
 from tests.helpers.single_rank import build_tiny, single_rank
-from tests.helpers.tiny_experts_model import SHAPES, experts_hf_dir
+from tests.helpers.tiny_experts_model import SHAPES, experts_hf_dir, zero_routers
 from trainer.checkpoint.hf_write import save_hf_weights
 from trainer.contract.experts import ExpertsConfig
 from trainer.data.geometry import geometry_of
@@ -26,8 +28,8 @@ KINDS = [*MIXED, Kind(63), Kind(1), Kind(64), Kind(65), Kind(90, ((1, 4, 6),)), 
 class Pair:
     """Ours and the reference with the same weights, and one bin of mixed samples."""
 
-    def __init__(self, shape: str, mesh) -> None:
-        self.mesh, self.hf_dir = mesh, experts_hf_dir(shape)
+    def __init__(self, hf_dir: Path, mesh) -> None:
+        self.mesh, self.hf_dir = mesh, hf_dir
         self.reference = load_reference(self.hf_dir)
         self.ours = build_tiny(self.hf_dir, mesh, SEQ_LEN)
         self.geometry = geometry_of(self.ours.shape)
@@ -36,10 +38,15 @@ class Pair:
         assert not self.batch.is_token.all()
 
 
-@pytest.fixture(scope="module", params=SHAPES)
-def pair(request):
+@pytest.fixture(scope="module")
+def mesh():
     with single_rank() as mesh:
-        yield Pair(request.param, mesh)
+        yield mesh
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def pair(request, mesh):
+    return Pair(experts_hf_dir(request.param), mesh)
 
 
 def prepare(model, **settings) -> None:
@@ -61,9 +68,51 @@ def test_loss_and_the_gradient_of_every_parameter(pair):
     assert_losses_and_gradients_equal(pair, list(rules(pair.ours.shape)))
 
 
-def test_weights_in_and_out_are_bit_equal(pair, tmp_path):
-    save_hf_weights([pair.ours], pair.mesh, list(rules(pair.ours.shape)), pair.hf_dir, tmp_path / "out")
-    before, after = (load_file(path / "model.safetensors") for path in (pair.hf_dir, tmp_path / "out"))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_equal_logits_choose_the_experts_that_transformers_chooses(shape, mesh, tmp_path):
+    """Every token has equal logits for all experts in every layer."""
+    model = load_reference(experts_hf_dir(shape))
+    zero_routers(model)
+    shutil.copytree(experts_hf_dir(shape), tmp_path / "hf")
+    model.save_pretrained(tmp_path / "hf")
+    tied = Pair(tmp_path / "hf", mesh)
+    assert_logits_equal(tied)
+    prepare(tied.ours)
+    assert_losses_and_gradients_equal(tied, list(rules(tied.ours.shape)))
+
+
+def stored_as(form: str, hf_dir: Path, directory: Path) -> Path:
+    """Write a model in a form in which directories hold experts: transposed matrices, one tensor for the matrices of
+    all experts of a layer as in memory ("stacked"), or a tensor for each matrix ("single")."""
+    shutil.copytree(hf_dir, directory)
+    tensors = {name: t for name, t in load_file(hf_dir / "model.safetensors").items() if ".mlp.experts." not in name}
+    for name, param in load_reference(hf_dir).named_parameters():
+        if ".mlp.experts." not in name:
+            continue
+        whole, matrix = param.detach(), name.removesuffix("_proj").rpartition(".")[2]
+        if form == "single":
+            parts = ("gate_proj", "up_proj") if matrix == "gate_up" else ("down_proj",)
+            for number, matrices in enumerate(whole):
+                prefix = f"{name.rpartition('.')[0]}.{number}"
+                tensors |= {f"{prefix}.{n}.weight": m.clone() for n, m in zip(parts, matrices.chunk(len(parts)))}
+        else:
+            tensors[name] = (whole.transpose(1, 2) if form == "transposed" else whole).clone().contiguous()
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("shape", "form"),
+    [("listed", "transposed"), *((shape, form) for shape in SHAPES for form in ("stacked", "single"))],
+)
+def test_weights_in_and_out_are_bit_equal_in_every_form_on_disk(shape, form, mesh, tmp_path):
+    """The published Qwen3-VL is transposed, Qwen3.5 stacked; transformers writes them stacked and single."""
+    hf_dir = stored_as(form, experts_hf_dir(shape), tmp_path / "hf")
+    wanted, ours = build_tiny(experts_hf_dir(shape), mesh, SEQ_LEN), build_tiny(hf_dir, mesh, SEQ_LEN)
+    for (name, param), other in zip(ours.named_parameters(), wanted.parameters(), strict=True):
+        assert torch.equal(param, other), name
+    save_hf_weights([ours], mesh, list(rules(ours.shape)), hf_dir, tmp_path / "out")
+    before, after = (load_file(path / "model.safetensors") for path in (hf_dir, tmp_path / "out"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
 

@@ -127,7 +127,7 @@ class ExpertKeys(Keys):
     The keys of the auxiliary loss are for training with transformers; the trainer has `train.experts` instead.
     """
 
-    num_experts: PositiveInt | None = None
+    num_experts: PositiveInt = None  # missing: the default of the family
     num_experts_per_tok: PositiveInt = 8
     moe_intermediate_size: PositiveInt
     norm_topk_prob: Literal[True] = True

@@ -36,24 +36,20 @@ def estimate_memory(
     bfloat16) and gradients. Without fsdp these figures are exact. Experts count / ep, and not / tp; their n is
     dp x cp x tp / ep.
 
-    Activations follow a rule of thumb for attention that keeps no score matrix (Korthikanti et al. 2022,
-    arXiv:2205.05198, table 2). In half precision a layer of width D takes 10 D + (16 D + 2 A) / tp bytes per token.
-    Sequence parallel divides all of it by tp; recomputation leaves 2 D, and one whole layer. The MLP's `kept_numbers`
-    are 8 D, and A is the mixer's number: 4 D for attention by the table, plus 2 h d with h gates of width d. A gated
-    delta net with k and v numbers of keys and values and H value heads has A = 4 k + 5 v + 6 H, the numbers that its
-    kernels save (backward briefly takes 2 KB more per token and value head, for one layer at a time).
+    Activations: in half precision a layer of width D takes 10 D bytes per token (Korthikanti et al. 2022,
+    arXiv:2205.05198, table 2, for attention that keeps no score matrix), and 2 / tp for each number that its halves
+    keep, see `Part.kept_numbers`. Sequence parallel divides all of it by tp; recomputation leaves 2 D, and one whole
+    layer. A delta layer's backward briefly takes 2 KB more per token and value head, for one layer at a time, which is
+    not counted. The gradient of one layer's experts exists twice, before it is added to the others'.
     Tokens are seq_len / cp. Patches are max_patches / (tp x cp) if the images are dealt evenly, and max_patches / cp
     with vision_split=tensor_parallel. These activations exist for every micro batch in flight. A frozen vision encoder
     keeps only the layer that runs. If vision is dealt, every process has max_patches / (tp x cp x pp) patches for 2 pp
     micro batches (3 pp with vpp > 1), because images are encoded ahead and wait for their gradients. The last process
     adds the logits of one chunk of loss tokens, at most 4096 x vocabulary / tp, and as much again for multi-token
-    prediction, which is one more layer with 4 D (not measured). Example: Qwen3-VL-2B in bins of 8,192
-    tokens and 25,300 patches has an estimate of 81 GB with the reserve. Measured on an H200: 80 GB without CUDA graphs,
-    and about as much with them, 11 GB of which are the graphs'.
+    prediction, which is one more layer with 4 D (not measured).
 
     Reserve is a tenth of the activations: the memory that torch's allocator holds in addition, because bins of unequal
-    shapes leave fragments. Measured on an H200 against estimated: Qwen3.5-2B 84 to 87 GB against 91, Qwen3.5-4B 146
-    against 148, Qwen3-VL-8B with LoRA 69 against 66.
+    shapes leave fragments. `tests/trainer/plan/test_measured_memory.py` compares every measured peak.
 
     Start is the memory that a training takes before its first step beyond what it takes later. megatron-core copies the
     trained weights into one buffer, and briefly holds both; a float8 base is made from one matrix at a time, in three
@@ -170,6 +166,11 @@ class _Vision:
         return self._parameters(self.frozen)
 
     @property
+    def has_gradients(self) -> bool:
+        """Whether the layers keep activations for backward."""
+        return "vision" not in self.frozen and (self.adapters is None or self.adapters.trains("vision"))
+
+    @property
     def weights(self) -> float:
         """Bytes of the weights in forward and backward."""
         weights = self.size * self._parameters()
@@ -188,7 +189,7 @@ class _Vision:
             return 0
         width, layers = self.shape.hidden_size, self.shape.num_layers
         kept, tp, adapters = [12 * width] * layers, self.tp, self.adapters
-        if "vision" in self.frozen or (adapters is not None and not adapters.trains("vision")):
+        if not self.has_gradients:
             total = patches * _layer_bytes(width, kept[:1], self.size, 1, tp, False, False)
         else:
             total = patches * _layer_bytes(width, kept, self.size, in_flight, tp, False, self.recompute)
@@ -336,13 +337,18 @@ class _Process:
         total = tokens * _layer_bytes(decoder.hidden_size, kept, self.size, in_flight, p.tp, is_cut, is_full)
         added = [_adapter_bytes(place, tokens, self.size, p.tp) for place in self._places(rank)]
         total += max(added, default=0) if is_full else in_flight * sum(added)
+        once = [0.0]  # exist one after the other
         if self.adapters is not None and self.adapters.has_float8_base:
-            total += self.size * decoder.largest_matrix / p.tp  # unpacked
-        if rank == 0 or p.deals_vision:
-            total += self._vision_activations()
+            once.append(decoder.largest_matrix / p.tp)  # unpacked
+        elif self.adapters is None and "language" not in self.frozen:
+            once += (decoder.layers[number].divided_by_experts / p.ep for number in self._layers(rank))
         if rank == p.pp - 1:
             losses = 1 if decoder.mtp is None else 2
-            total += losses * self.size * min(tokens, LOSS_CHUNK) * decoder.vocab_size / p.tp
+            once.append(losses * min(tokens, LOSS_CHUNK) * decoder.vocab_size / p.tp)
+        total += self.size * max(once)
+        if rank == 0 or p.deals_vision:
+            images = self._vision_activations()
+            total = total + images if self._vision.has_gradients else max(total, images)
         return total
 
     def _vision_activations(self) -> float:

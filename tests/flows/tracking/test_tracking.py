@@ -164,14 +164,16 @@ def test_a_trace_of_steps_goes_with_its_training(root):
 def test_every_field_of_a_metrics_row_becomes_a_metric(root):
     tracker = open_tracker(root, "fields", samples_host=True)
     optional = {name: 0.5 for name, field in MetricsRow.model_fields.items() if not field.is_required()}
-    row = metrics_row(1, **optional | {"time_ms": 1700000000123})
+    row = metrics_row(1, **optional | {"time_ms": 1700000000123, "layers_experts_idle": 0.25})
     with tracker.follow(root / "fields.jsonl"):
         (root / "fields.jsonl").write_text(row.model_dump_json() + "\n")
     tracker.finish("FINISHED")
     run_id = _delivered(tracker)
     metrics = connect(root).get_run(run_id).data.metrics
     of_training = {name for name in metrics if not name.startswith("usage/")} - {"timing/flow_seconds"}
-    assert of_training == {metric_name(name) for name in MetricsRow.model_fields.keys() - {"step", "time_ms"}}
+    assert of_training == {metric_name(name) for name in MetricsRow.model_fields.keys() - {"step", "time_ms"}} | {
+        "layers_experts_idle"  # reported by layers
+    }
     assert "timing/step_seconds" in metrics and "tokens_per_second" in metrics
     (point,) = connect(root).get_metric_history(run_id, "loss")
     assert point.timestamp == 1700000000123, "the moment at which the trainer wrote the line"

@@ -18,6 +18,7 @@ from dataset_builders.errors import InputError
 from tests.helpers.bins import MIXED, TEXT_ONLY, make_samples
 from tests.helpers.reference import reference_losses
 from tests.helpers.single_rank import build_tiny, single_rank
+from tests.helpers.tiny_experts_model import experts_config
 from tests.helpers.tiny_hybrid_model import hybrid_config
 from tests.helpers.tiny_model import tiny_hf_dir
 from tests.helpers.tiny_text_model import randomize, text_config
@@ -99,15 +100,29 @@ PLAUSIBLE: dict[str, tuple[object, ...]] = {
     "image_token_id": (5, 511, 512),
     "quantization_config": ({"quant_method": "awq", "bits": 4},),
     "per_layer_config": ({"0": {"head_dim": 8}},),
-    "num_experts": (4,),
+    "num_experts": (2, 4, 16, None),
+    "num_local_experts": (4, 8, None),
+    "num_experts_per_tok": (1, 2, 3, 8, 9),
+    "moe_intermediate_size": (40, 48, 64),
+    "shared_expert_intermediate_size": (40, 64),
+    "norm_topk_prob": (True, False),
+    "decoder_sparse_step": (1, 2, 3),
+    "mlp_only_layers": ([], [0], [0, 1, 2], [9], [-1], None),
+    "router_aux_loss_coef": (0.0, 0.1),
+    "output_router_logits": (True, False),
     "dtype": ("bfloat16", "float32"),
     "model_type": ("qwen3_vl_text", "qwen3_vl_vision", "qwen3_vl", "llama"),
 }
 
 
+EXPERTS = {"qwen3_vl_moe": "listed", "qwen3_5_moe": "shared"}
+
+
 def base_config(model_type: str) -> dict[str, Any]:
     if model_type == "qwen3":
         return text_config()
+    if model_type in EXPERTS:
+        return copy.deepcopy(experts_config(EXPERTS[model_type]))
     if model_type == "qwen3_5":
         return hybrid_config()
     return json.loads((tiny_hf_dir() / "config.json").read_text())

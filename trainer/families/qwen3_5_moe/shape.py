@@ -10,8 +10,6 @@ from trainer.families.config_keys import ExpertKeys, experts_of, read_keys
 from trainer.families.qwen3_5_vl import shape as qwen3_5
 from trainer.model.shape import ModelShape
 
-NUM_EXPERTS = 256  # transformers' default
-
 
 class TextKeys(ExpertKeys, qwen3_5.HybridKeys):
     """The keys of text_config."""
@@ -19,7 +17,8 @@ class TextKeys(ExpertKeys, qwen3_5.HybridKeys):
     model_type: Literal["qwen3_5_moe_text"] = "qwen3_5_moe_text"
     hidden_size: PositiveInt = 2048
     num_hidden_layers: PositiveInt = 40
-    num_key_value_heads: PositiveInt | None = 2
+    num_key_value_heads: PositiveInt = 2
+    num_experts: PositiveInt = 256
     intermediate_size: Any = None  # no layer has an MLP
     moe_intermediate_size: PositiveInt = 512
     shared_expert_intermediate_size: PositiveInt = 512
@@ -51,4 +50,4 @@ def read_shape(config: Mapping[str, Any], path: Path | str = "config.json") -> M
     keys = read_keys(Qwen35MoeKeys, config, path)
     text, where = keys.text_config, f"{path}: text_config."
     shared = text.shared_expert_intermediate_size
-    return qwen3_5.shape_with(keys, experts_of(text, text.num_experts or NUM_EXPERTS, where, shared_size=shared), path)
+    return qwen3_5.shape_with(keys, experts_of(text, text.num_experts, where, shared_size=shared), path)

@@ -32,7 +32,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "vocab_size": 512,
         "hidden_size": 64,
         "intermediate_size": 64,
-        "num_layers": 4,
+        "num_layers": 3,
         "num_heads": 4,
         "num_kv_heads": 2,
         "head_dim": 32,
@@ -40,7 +40,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "deepstack_indexes": (),
         "rope_theta": 10_000.0,
         "rotary_fraction": 0.5,
-        "delta": {"key_heads": 2, "value_heads": 4, "head_dim": 16, "attention_interval": 4},
+        "delta": {"key_heads": 2, "value_heads": 4, "head_dim": 16, "attention_interval": 3},
         "experts": {"count": 8, "top_k": 2, "width": 64, "shared_width": 64},
     },
     "qwen3_5_moe_proxy": {

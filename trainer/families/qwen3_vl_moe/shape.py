@@ -23,12 +23,12 @@ class TextKeys(ExpertKeys, BackboneKeys):
     intermediate_size: PositiveInt = 5632
     num_hidden_layers: PositiveInt = 24
     num_attention_heads: PositiveInt = 16
-    num_key_value_heads: PositiveInt | None = 16
+    num_key_value_heads: PositiveInt = 16
     head_dim: int = Field(ge=2, multiple_of=2)
     tie_word_embeddings: bool = False  # transformers reads only the key of the whole model, never this one
     rope_parameters: qwen3_vl.TextRotaryKeys | None = None
     rope_scaling: qwen3_vl.TextRotaryKeys | None = None
-    num_local_experts: PositiveInt | None = None  # another name of num_experts
+    num_local_experts: PositiveInt = None  # another name of num_experts
     num_experts_per_tok: PositiveInt = 4
     moe_intermediate_size: PositiveInt = 1408
     decoder_sparse_step: PositiveInt = 1

@@ -37,11 +37,12 @@ class Attention(Mixer):
         return LayerFlops(2 * self._projections, 2 * self._output_projection, 2 * self.num_heads * self.head_dim)
 
     def kept_numbers(self, *, selective: bool) -> int:
-        """Return about four hidden sizes: queries, keys, values and output.
+        """Return the numbers of queries, keys and values, before their norm and rotated, and of the output.
 
         A gate adds the size of the gate and of the output that it multiplies.
         """
-        return 4 * self.hidden_size + (2 * self.num_heads * self.head_dim if self.gated else 0)
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return 2 * (queries + 2 * keys) + queries + (2 * queries if self.gated else 0)
 
     def divided_widths(self) -> dict[str, int]:
         return {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}

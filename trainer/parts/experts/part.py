@@ -68,7 +68,7 @@ class Experts(FeedForward):
         its probabilities in float32. The shared expert keeps what a dense MLP keeps, see `GatedMLP.kept_numbers`.
         """
         per_expert = 2 * self.hidden_size + 3 * self.intermediate_size
-        return self.top_k * per_expert + 2 * self.num_experts + 8 * self.hidden_size * bool(self.shared_size)
+        return self.top_k * per_expert + 2 * self.num_experts + 3 * self.shared_size
 
     def divided_widths(self) -> dict[str, int]:
         return {"shared_expert_intermediate_size": self.shared_size} if self.shared_size else {}

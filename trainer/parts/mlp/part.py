@@ -33,8 +33,8 @@ class GatedMLP(FeedForward):
         return 2 * self.parameters
 
     def kept_numbers(self, *, selective: bool) -> int:
-        """Return eight hidden sizes (Korthikanti et al. 2022, arXiv:2205.05198, table 2)."""
-        return 8 * self.hidden_size
+        """Return the numbers of gate and up, and of their product."""
+        return 3 * self.intermediate_size
 
     def divided_widths(self) -> dict[str, int]:
         return {"intermediate_size": self.intermediate_size}

@@ -102,7 +102,7 @@ def test_a_model_that_fits_the_gpu(tmp_path, capsys, memory, model, adapter, rec
     [
         ("2B", "141", "the whole model: "),
         ("4B", "24", "LoRA of rank 16, layers computed again in backward: "),
-        ("8B", "24", "LoRA of rank 16 beside a base in float8, layers computed again in backward: "),
+        ("8B", "20", "LoRA of rank 16 beside a base in float8, layers computed again in backward: "),
     ],
 )
 def test_settings_with_which_a_model_fits(tmp_path, capsys, model, memory, words):
