@@ -4,9 +4,9 @@
     job/                        job.json and the log, while the stage runs
 
 The loaders run in a process of their own, which imports nothing of athanor: transformers on the directory alone, PEFT
-with the adapter on its base, MLflow's pyfunc, and vLLM where it is installed. Their answers are compared with those of
-`answer`, token by token. Headers and small files are compared with the model that the training started from, since
-greedy answers do not show a lost draft layer or another dtype.
+with the adapter on its base, MLflow's pyfunc, and vLLM and SGLang where they are installed. Their answers are compared
+with those of `answer`, token by token. Headers and small files are compared with the model that the training started
+from, since greedy answers do not show a lost draft layer or another dtype.
 
 `same_answers` of the manifest's stats is the share of the answers that each loader gives alike, of the worst loader;
 0 if a loader fails, or if the directory differs. `execution.registry.gates.same_answers` holds it against a bound.
@@ -43,7 +43,7 @@ from trainer.model.registry import read_model
 
 VERSION = 2  # 2: bytes of carried tensors
 JOB_DIR, ROWS = "job", "loaders.json"
-SERVERS = ("vllm",)  # checked only where they are installed and load the directory
+SERVERS = ("vllm", "sglang")  # checked only where they are installed and load the directory
 
 
 def reload(
@@ -147,8 +147,7 @@ def _loader_rows(stats: Mapping[str, Any]) -> list[list[object]]:
         kinds = ", ".join(f"{count} {kind}" for kind, count in loader["kinds"].items())
         value = "not checked" if loader[SAME_ANSWERS] is None else loader[SAME_ANSWERS]
         rows.append([name, value, kinds, loader["first"]])
-    rows += [[name, "not checked", "", "not installed"] for name in SERVERS if name not in stats["loaders"]]
-    return [*rows, ["sglang", "not checked", "", "there is no loader for it yet"]]
+    return rows + [[name, "not checked", "", "not installed"] for name in SERVERS if name not in stats["loaders"]]
 
 
 def _write_report(work: Path, stats: Mapping[str, Any]) -> None:

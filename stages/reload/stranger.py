@@ -152,18 +152,63 @@ class Vllm:
         )
         messages = _messages(question, [Image.open(self.folder / name) for name in question["images"]])
         (out,) = self._llm.chat(messages, sampling, use_tqdm=False, chat_template_kwargs={"enable_thinking": False})
-        tokens = [-1 if token in self._ends else token for token in out.outputs[0].token_ids]
-        place = _first_difference(tokens, question["ids"])
-        row: dict[str, Any] = {"prompt": None, "position": place}
-        if place is None or place >= min(len(tokens), len(question["ids"])):
-            return row
-        row |= {"theirs": tokens[place], "ours": question["ids"][place]}
-        logprobs = {token: entry.logprob for token, entry in out.outputs[0].logprobs[place].items()}
-        ours = [logprobs[token] for token in (self._ends if row["ours"] == -1 else [row["ours"]]) if token in logprobs]
-        return row | ({"margin": max(logprobs.values()) - max(ours)} if ours else {})
+        (best,) = out.outputs
+        logprobs = [{token: entry.logprob for token, entry in place.items()} for place in best.logprobs]
+        return _compare_by_logprobs(best.token_ids, logprobs, question, self._ends)
 
 
-LOADERS: dict[str, Any] = {"transformers": Transformers, "peft": Adapter, "mlflow": Pyfunc, "vllm": Vllm}
+class Sglang:
+    """SGLang's `Engine` on the directory (interface of 0.5.23). Tested only against a module with this interface."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        sglang = importlib.import_module("sglang")
+        self._engine = sglang.Engine(model_path=job["hf_dir"], trust_remote_code=False)
+        self._tokenizer = transformers.AutoTokenizer.from_pretrained(job["hf_dir"])
+        self.folder = Path(job["questions"])
+        self._ends = set(job["ends"])
+
+    def answer(self, question: dict[str, Any], limit: int, patch_format: dict[str, Any]) -> dict[str, Any]:
+        """Return how the answer to one question differs from ours; the margin is of log probabilities."""
+        text = self._tokenizer.apply_chat_template(
+            _messages(question), add_generation_prompt=True, tokenize=False, enable_thinking=False
+        )
+        out = self._engine.generate(
+            prompt=text,
+            sampling_params={"temperature": 0.0, "max_new_tokens": limit, "stop_token_ids": sorted(self._ends)},
+            image_data=[str(self.folder / name) for name in question["images"]] or None,
+            return_logprob=True,
+            top_logprobs_num=TOP,
+        )
+        logprobs = [{token: value for value, token, _ in place} for place in out["meta_info"]["output_top_logprobs"]]
+        return _compare_by_logprobs(out["output_ids"], logprobs, question, self._ends)
+
+    def close(self) -> None:
+        """End SGLang's processes."""
+        self._engine.shutdown()
+
+
+def _compare_by_logprobs(
+    ids: list[int], logprobs: list[dict[int, float]], question: dict[str, Any], ends: set[int]
+) -> dict[str, Any]:
+    """Return the position of the first token that is not ours, and the margin if our token is among the likeliest."""
+    tokens = [-1 if token in ends else token for token in ids]
+    place = _first_difference(tokens, question["ids"])
+    row: dict[str, Any] = {"prompt": None, "position": place}
+    if place is None or place >= min(len(tokens), len(question["ids"])):
+        return row
+    row |= {"theirs": tokens[place], "ours": question["ids"][place]}
+    known = logprobs[place]
+    ours = [known[token] for token in (ends if row["ours"] == -1 else [row["ours"]]) if token in known]
+    return row | ({"margin": max(known.values()) - max(ours)} if ours else {})
+
+
+LOADERS: dict[str, Any] = {
+    "transformers": Transformers,
+    "peft": Adapter,
+    "mlflow": Pyfunc,
+    "vllm": Vllm,
+    "sglang": Sglang,
+}
 
 
 def _messages(question: dict[str, Any], pictures: list[Image.Image] | None = None) -> list[dict[str, Any]]:
@@ -206,13 +251,15 @@ def main() -> None:
 
 
 def _ask(name: str, job: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
-    start, rows, error = time.perf_counter(), [], ""
+    start, rows, error, loader = time.perf_counter(), [], "", None
     try:
         loader = LOADERS[name](job)
         for question in asked["questions"]:
             rows.append(loader.answer(question, asked["limit"], asked["patch_format"]))
     except Exception as failure:  # any library may refuse the directory, in its own way
         error = " ".join(f"{type(failure).__name__}: {failure}".split())[:400]
+    if hasattr(loader, "close"):
+        loader.close()
     dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     return {"error": error, "rows": rows, "dtype": dtype, "seconds": round(time.perf_counter() - start, 2)}
 
