@@ -213,7 +213,7 @@ HERE = [name for name in LAYOUTS if name not in ELSEWHERE]
 # Each axis by itself, three pairs, one of all four; for the family that stresses it most.
 CORE = (
     *("dp2", "tp2-sp", "pp2", "cp2", "tp2-sp-cp2-vision", "text-tp2-sp"),
-    *("hybrid-tp2-sp-full", "experts-tp2-sp-cp2", "experts-lone-ep2-dp2", "mtp-tp2-sp-cp2"),
+    *("hybrid-tp2-sp-full", "experts-tp2-sp-cp2", "mtp-tp2-sp-cp2", "experts-lone-ep2-dp2"),
 )
 
 

@@ -42,7 +42,7 @@ def test_rates_are_sums_over_wall_clock_time():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["qwen3_vl_8b"], "qwen3_vl_8b needs about 242 GB in the fullest process, and this machine gives a process "),
+        (["qwen3_vl_8b"], "qwen3_vl_8b needs about 245 GB in the fullest process, and this machine gives a process "),
         (["qwen3_vl_7b"], "model 'qwen3_vl_7b' is no variant and no directory; did you mean 'qwen3_vl_8b'?; var"),
         (["qwen3_vl_tiny", "--set", "parallel.tp=2"], "--gpus=1 is not a multiple of tp=2"),
         (["qwen3_vl_tiny", "--set", "precision=float8"], "train.precision=float8 needs a GPU of the Hopper"),
