@@ -9,6 +9,7 @@ It is run by its path and imports nothing from athanor.
 """
 
 import base64
+import contextlib
 import gc
 import importlib
 import json
@@ -251,15 +252,15 @@ def main() -> None:
 
 
 def _ask(name: str, job: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
-    start, rows, error, loader = time.perf_counter(), [], "", None
+    start, rows, error = time.perf_counter(), [], ""
     try:
-        loader = LOADERS[name](job)
-        for question in asked["questions"]:
-            rows.append(loader.answer(question, asked["limit"], asked["patch_format"]))
+        with contextlib.ExitStack() as stack:
+            loader = LOADERS[name](job)
+            stack.callback(getattr(loader, "close", lambda: None))
+            for question in asked["questions"]:
+                rows.append(loader.answer(question, asked["limit"], asked["patch_format"]))
     except Exception as failure:  # any library may refuse the directory, in its own way
         error = " ".join(f"{type(failure).__name__}: {failure}".split())[:400]
-    if hasattr(loader, "close"):
-        loader.close()
     dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     return {"error": error, "rows": rows, "dtype": dtype, "seconds": round(time.perf_counter() - start, 2)}
 

@@ -14,16 +14,21 @@ ATHANOR = Path(sys.executable).parent / "athanor"
 SETTINGS = ("model.family=qwen3_5", "train.num_steps=800", "compare=null")
 
 
-@pytest.mark.full
-def test_held_out_digits_are_read_by_delta_layers(tmp_path):
+def digits_read(root: Path, *settings: str) -> Path:
+    """Run the default recipe, check that it reads the held-out digits, and return the released directory."""
     env = {k: v for k, v in os.environ.items() if k not in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "PREFECT_HOME")}
-    command = [ATHANOR, "run", "--root", str(tmp_path), *(f"--set={setting}" for setting in SETTINGS)]
+    command = [ATHANOR, "run", "--root", str(root), *(f"--set={setting}" for setting in settings)]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=1500)
     assert done.returncode == 0, done.stdout + done.stderr
-    (evaluated,) = (tmp_path / "artifacts" / "evaluate").iterdir()
+    (evaluated,) = (root / "artifacts" / "evaluate").iterdir()
     scores = json.loads((evaluated / "manifest.json").read_text())["stats"]["scores"]["digits_single"]
     assert scores["exact_match"] >= 0.95 and scores["stop_rate"] >= 0.99
-    (released,) = (tmp_path / "artifacts" / "release").iterdir()
-    config = json.loads((released / "hf" / "config.json").read_text())
+    (released,) = (root / "artifacts" / "release").iterdir()
+    return released / "hf"
+
+
+@pytest.mark.full
+def test_held_out_digits_are_read_by_delta_layers(tmp_path):
+    config = json.loads((digits_read(tmp_path, *SETTINGS) / "config.json").read_text())
     assert config["model_type"] == "qwen3_5"
     assert config["text_config"]["layer_types"].count("linear_attention") == 3
