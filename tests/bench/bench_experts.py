@@ -3,7 +3,8 @@
     python -m tests.bench.bench_experts
 
 Tokens in, weighted sums of experts out, in bf16, without the router. TFLOP/s count the products of the rows alone: a
-forward pass has 6 R D I operations for R rows, hidden size D and width I, and a backward pass twice as many. "loop" is
+forward pass has 6 R D I operations for R rows, hidden size D and width I, and a backward pass twice as many, or as many
+if only adapters (rank 16) are trained, whose own products are not counted. "loop" is
 one product per expert; it and Transformer Engine's grouped linear layer take the numbers of rows from the host. An
 uneven load is drawn from logits with a deviation of one per expert.
 """
@@ -20,7 +21,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.bench.bench_delta_rule import both, median_us
 from tests.bench.host import Host
 from tests.helpers.single_rank import single_rank
+from trainer.contract.adapter import AdapterConfig
 from trainer.layers.kernels.permission import allow_kernels
+from trainer.parallel.mesh import Mesh
 from trainer.parts.experts import products as products_module
 from trainer.parts.experts.module import ExpertsSubmodules, RoutedExperts
 from trainer.parts.experts.part import Experts
@@ -82,6 +85,24 @@ def times(compute: Callable[[], torch.Tensor], inputs: list[torch.Tensor], grad:
     return forward, both(compute, inputs, grad)
 
 
+def beside_float8(config: TransformerConfig, part: Experts, block: Block, mesh: Mesh) -> dict[str, tuple[float, float]]:
+    """Return the times of the block with adapters beside a float8 base, with our kernels and without."""
+    module = RoutedExperts(config, ExpertsSubmodules(None), part=part, pg_collection=mesh.groups).cuda()
+    for name in ("gate_up", "down"):
+        torch.nn.init.normal_(module.get_parameter(name), std=0.02)
+        adapter = module.adapt(name, AdapterConfig(kind="lora", rank=16, alpha=32)).cuda()
+        for weight in adapter.parameters():
+            torch.nn.init.normal_(weight, std=0.02)
+        module.pack(name, torch.device("cuda"))
+    inputs = [block.hidden, block.weights, *module.adapter.parameters()]
+    found = {}
+    for name, allowed in (("adapters beside float8", True), ("the same, grouped_mm alone", False)):
+        allow_kernels(allowed)
+        found[name] = times(lambda: module._mix(block.hidden, block.weights, block.chosen), inputs, block.grad)
+    allow_kernels(True)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", action="store_true", help="print the kernels of the first shape's block")
@@ -114,8 +135,9 @@ def main() -> None:
                 allow_kernels(True)
                 compute, weights = of_transformer_engine(part, block)
                 rows["Transformer Engine"] = times(compute, inputs + weights, block.grad)
+                rows |= beside_float8(module.config, part, block, mesh)
                 for products, (forward, whole) in rows.items():
-                    rates = work / forward, 3 * work / whole
+                    rates = work / forward, (2 if "float8" in products else 3) * work / whole
                     print(
                         f"| {name} | {load} | {products} | {rates[0]:.0f} | {rates[1]:.0f} | {whole / 1e3:.2f} |"
                         f" {rates[1] * 1e12 / host.rate:.1%} |",

@@ -12,7 +12,7 @@ from tests.helpers.world import World
 from trainer.contract.adapter import AdapterConfig
 from trainer.contract.run import PartConfig, RunConfig
 
-SAME = ("loss", "heldout_loss", "grad_norm", "vision_grad_norm", "merger_grad_norm", "language_grad_norm")
+SAME = ("loss", "heldout_loss", "mtp_loss", "grad_norm", "vision_grad_norm", "merger_grad_norm", "language_grad_norm")
 FROZEN = {part: {part: PartConfig(frozen=True)} for part in ("vision", "language")}
 
 
@@ -42,7 +42,16 @@ CASES = {
     "dora selective": ({"recompute": "selective"}, "first", adapters("dora"), 1),
     "lora tp2-sp": ({"tp": 2, "sequence_parallel": True}, "first", adapters("lora"), 2),
     "delta lora": ({}, "hybrid-third", adapters("lora"), 1),
+    "mtp": ({}, "mtp-first", {"mtp_loss_scaling_factor": 0.3}, 1),
+    "experts": ({}, "experts-listed", {}, 1),
+    "experts shared": ({}, "experts-shared", {}, 1),
+    "experts lora": ({}, "experts-many", adapters("lora"), 1),
+    "experts tp2-sp": ({"tp": 2, "sequence_parallel": True}, "experts-listed", {}, 2),
+    "pp2": ({"pp": 2}, "first", {}, 2),
+    "pp2 dealt": ({"pp": 2, "vision": "dealt"}, "first", {}, 2),
+    "pp2 experts": ({"pp": 2}, "experts-shared", {}, 2),
 }
+AGAIN = ("delta", "experts", "all")  # each runs twice without graphs
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
@@ -57,9 +66,9 @@ def worlds(tmp_path_factory, request):
     root = tmp_path_factory.mktemp("graphs")
     chosen = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
     cases = {name: case[3] for name, case in CASES.items() if name in chosen and case[3] <= GPUS}
-    cases |= {"all": 1, "delta": 1}  # each has its other run beside it
+    cases |= dict.fromkeys(AGAIN, 1)
     both = {(name, graphs): (variant(root, name, graphs), n) for name, n in cases.items() for graphs in (True, False)}
-    again = {f"{name} again": (variant(root, name, False, "-again"), 1) for name in ("all", "delta")}
+    again = {f"{name} again": (variant(root, name, False, "-again"), 1) for name in AGAIN}
     return run_worlds(root, {**both, **again})
 
 
@@ -75,7 +84,7 @@ def check_same(ours: World | str, theirs: World | str) -> None:
 def test_graphs_give_the_bits_of_layers_launched_one_by_one(name, worlds):
     if CASES[name][3] > GPUS:
         pytest.skip(f"needs {CASES[name][3]} GPUs, this machine has {GPUS}")
-    plain = "delta" if name.startswith("delta") else "all"
+    plain = next(plain for plain in AGAIN if name.startswith(plain) or plain == "all")
     check_same(worlds[f"{plain} again"], worlds[plain, False])  # or nothing could be said of the others
     check_same(worlds[name, True], worlds[name, False])
 

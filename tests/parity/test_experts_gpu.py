@@ -4,16 +4,21 @@ The yardstick is the error of the same module on a CPU in bf16, which computes e
 float32.
 """
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tests.helpers.hardware import requires_gpus
 from tests.helpers.single_rank import single_rank
+from trainer.contract.adapter import AdapterConfig
 from trainer.parts.experts.module import ExpertsSubmodules, RoutedExperts
 from trainer.parts.experts.part import Experts
 
 TOKENS = 1000
+ADAPTERS = ("a of gate and up", "b of gate and up", "a of down", "b of down")
+KINDS = {"whole": ("gate and up", "down"), "adapters": ADAPTERS, "adapters beside float8": ADAPTERS}
 PARTS = [
     Experts(hidden_size=512, num_experts=16, top_k=4, intermediate_size=256, activation="silu"),
     Experts(hidden_size=256, num_experts=40, top_k=3, intermediate_size=192, activation="silu"),
@@ -30,8 +35,23 @@ def chosen_experts(part: Experts, loads: str) -> torch.Tensor:
     return scores.topk(part.top_k).indices
 
 
-def outcome(part: Experts, loads: str, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
-    """Return the output, and the gradients of tokens, routing weights and matrices, float64 on the CPU."""
+def trained(module: RoutedExperts, kind: str, drawn: Callable[..., torch.Tensor]) -> list[torch.nn.Parameter]:
+    """Set which parameters are trained, and return them."""
+    if kind == "whole":
+        return [module.gate_up, module.down]
+    for name in ("gate_up", "down"):
+        adapter = module.adapt(name, AdapterConfig(kind="lora", rank=8, alpha=16)).to(module.router.device)
+        with torch.no_grad():
+            adapter.a.copy_(drawn(*adapter.a.shape, scale=adapter.a.size(2) ** -0.5))
+            adapter.b.copy_(drawn(*adapter.b.shape, scale=0.2))
+        module.get_parameter(name).requires_grad = False
+        if kind == "adapters beside float8":
+            module.pack(name, module.router.device)
+    return list(module.adapter.parameters())
+
+
+def outcome(part: Experts, loads: str, kind: str, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+    """Return the output, and the gradients of tokens, routing weights and trained matrices, float64 on the CPU."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -46,30 +66,33 @@ def outcome(part: Experts, loads: str, dtype: torch.dtype, device: str) -> list[
         with torch.no_grad():
             module.gate_up.copy_(drawn(*module.gate_up.shape, scale=part.hidden_size**-0.5))
             module.down.copy_(drawn(*module.down.shape, scale=part.intermediate_size**-0.5))
+        params = trained(module, kind, drawn)
         hidden, weights = drawn(TOKENS, part.hidden_size), drawn(TOKENS, part.top_k, scale=0.3)
         out = module._mix(hidden, weights, chosen_experts(part, loads).to(device))
         out.backward(drawn(*out.shape).detach())
-        found = (out, hidden.grad, weights.grad, module.gate_up.grad, module.down.grad)
+        found = (out, hidden.grad, weights.grad, *(param.grad for param in params))
         return [tensor.detach().double().cpu() for tensor in found]
 
 
 @requires_gpus(1)
 @pytest.mark.parametrize("loads", ["even", "uneven"])
 @pytest.mark.parametrize("part", PARTS, ids=["16x256", "40x192"])
-def test_products_in_bf16(part, loads):
-    truth = outcome(part, loads, torch.float32, "cpu")
-    yardstick = outcome(part, loads, torch.bfloat16, "cpu")
-    ours = outcome(part, loads, torch.bfloat16, "cuda")
-    for name, mine, theirs, exact in zip(("out", "x", "router", "gate and up", "down"), ours, yardstick, truth):
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_in_bf16(part, loads, kind):
+    truth = outcome(part, loads, kind, torch.float32, "cpu")
+    yardstick = outcome(part, loads, kind, torch.bfloat16, "cpu")
+    ours = outcome(part, loads, kind, torch.bfloat16, "cuda")
+    for name, mine, theirs, exact in zip(("out", "x", "router", *KINDS[kind]), ours, yardstick, truth, strict=True):
         error, allowed = ((found - exact).norm() / exact.norm() for found in (mine, theirs))
         print(f"\n{name}: {error:.2e}, expert by expert on a CPU {allowed:.2e}")
         assert error <= 1.3 * allowed, name
     if loads == "uneven":
-        assert not ours[3][1].any() and not ours[4][1].any(), "an expert without tokens has a gradient"
+        assert not any(grad[1].any() for grad in ours[3:]), "an expert without tokens has a gradient"
 
 
 @requires_gpus(1)
-def test_in_a_cuda_graph_and_again_the_same_bits():
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_a_cuda_graph_and_again_the_same_bits(kind):
     part, like = PARTS[0], {"device": "cuda", "dtype": torch.bfloat16}
     with single_rank() as mesh:
         config = TransformerConfig(
@@ -79,7 +102,8 @@ def test_in_a_cuda_graph_and_again_the_same_bits():
         for weight in module.parameters():
             torch.nn.init.normal_(weight, std=0.05)
         hidden, weights = torch.randn(TOKENS, part.hidden_size, **like), torch.rand(TOKENS, part.top_k, **like)
-        inputs = [hidden.requires_grad_(), weights.requires_grad_(), module.gate_up, module.down]
+        params = trained(module, kind, lambda *shape, scale: torch.randn(*shape, **like) * scale)
+        inputs = [hidden.requires_grad_(), weights.requires_grad_(), *params]
         chosen, grad = chosen_experts(part, "uneven").cuda(), torch.randn(TOKENS, part.hidden_size, **like)
 
         def passes() -> list[torch.Tensor]:

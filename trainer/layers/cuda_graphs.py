@@ -13,8 +13,12 @@ graph.
 
 Each piece is one graph for forward and one for backward. The graphs work on tensors at fixed addresses: the outputs of
 a piece are the inputs of the next, and all share one memory pool, which holds the activations of one micro batch from
-its forward to its backward pass. Hence only one micro batch at a time (no pipeline parallelism), and no recomputation.
-The gradients of the weights are summed into `main_grad` inside the graphs; torch's autograd sees none of them.
+its forward to its backward pass. A pipeline has several micro batches between these passes, and captures a slot for
+each of them: a set of graphs with a pool of its own. There is no recomputation. The gradients of the weights are summed
+into `main_grad` inside the graphs; torch's autograd sees none of them.
+
+A layer that routes tokens to experts fits into a graph if its ranks do not divide the experts: its kernels read the
+numbers of rows on the device.
 
 In a layer of the gated delta rule the rule, which also depends on the samples, replaces attention, and the rule's
 projections replace q, k, v.
@@ -24,11 +28,13 @@ packed_layer.py.
 """
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from trainer.layers.chosen_rows import RoutedTokens
 from trainer.layers.packed_layer import PackedLayer
 from trainer.layers.segments import PackedSegments, Rotation
 from trainer.libraries.torch_private import parameters_of
@@ -43,10 +49,17 @@ class GraphSection:
         after: the layer whose attention comes before; None at the beginning of a chain.
         before: the layer whose attention comes next; None if the caller intervenes after this piece.
         rotation: the rotation of the whole bin, in the tensors that `run` reads.
+        routed: the tokens of the bin, in the tensors that `run` reads; None if no layer routes tokens.
     """
 
-    def __init__(self, after: PackedLayer | None, before: PackedLayer | None, rotation: Rotation) -> None:
-        self.after, self.before, self.rotation = after, before, rotation
+    def __init__(
+        self,
+        after: PackedLayer | None,
+        before: PackedLayer | None,
+        rotation: Rotation,
+        routed: RoutedTokens | None = None,
+    ) -> None:
+        self.after, self.before, self.rotation, self.routed = after, before, rotation, routed
         modules = after.modules_after_attention() if after else []
         modules = [*modules, *(before.modules_before_attention() if before else [])]
         params = itertools.chain.from_iterable(module.parameters() for module in modules)
@@ -56,7 +69,7 @@ class GraphSection:
     def run(self, hidden: torch.Tensor, *attended: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Map (s, 1, D) and the previous attention's output to (s, 1, D) and the next attention's q, k, v."""
         if self.after:
-            hidden = self.after.after_attention(hidden, *attended)
+            hidden = self.after.after_attention(hidden, *attended, routed=self.routed)
         qkv = self.before.before_attention(hidden, self.rotation) if self.before else ()
         return hidden, *qkv
 
@@ -114,83 +127,62 @@ class GraphSection:
         return list(grads[: len(self.inputs)])
 
 
-def plan_pieces(layers: Sequence[PackedLayer], num_interrupted: int, rotation: Rotation) -> list[GraphSection]:
+def plan_pieces(
+    layers: Sequence[PackedLayer], num_interrupted: int, rotation: Rotation, routed: RoutedTokens | None = None
+) -> list[GraphSection]:
     """Divide the layers into pieces, up to the last attention.
 
     Args:
         num_interrupted: the caller intervenes after each of the first `num_interrupted` layers, never after the last.
     """
-    pieces = [GraphSection(None, layers[0], rotation)]
+    pieces = [GraphSection(None, layers[0], rotation, routed)]
     for number, (layer, following) in enumerate(itertools.pairwise(layers)):
         if number < num_interrupted:
-            pieces += [GraphSection(layer, None, rotation), GraphSection(None, following, rotation)]
+            pieces += [GraphSection(layer, None, rotation, routed), GraphSection(None, following, rotation, routed)]
         else:
-            pieces.append(GraphSection(layer, following, rotation))
+            pieces.append(GraphSection(layer, following, rotation, routed))
     return pieces
 
 
-class LayerGraphs:
-    """The layers of a decoder as graphs, from `capture` to `release`.
-
-    NCCL does not end a communicator that a graph still uses: release the graphs before the process groups.
+class Slot:
+    """The graphs of one micro batch between its forward and its backward pass, with their memory.
 
     Args:
-        layers: on CUDA; their trained parameters have a `main_grad` of zeros.
-        rotation: the rotation of T tokens; its tensors belong to the graphs from now on.
+        rotation: a rotation of T tokens; the slot has tensors of its own for it.
+        routed: tokens of a bin; the slot has a tensor of its own for them. None if no layer routes tokens.
         num_interrupted: see `plan_pieces`.
     """
 
-    def __init__(self, layers: Sequence[PackedLayer], rotation: Rotation, num_interrupted: int) -> None:
+    def __init__(
+        self,
+        layers: Sequence[PackedLayer],
+        rotation: Rotation,
+        num_interrupted: int,
+        routed: RoutedTokens | None = None,
+    ) -> None:
         config, num_tokens = layers[0].config, len(rotation.cos)
-        self.rotation = rotation
+        self.rotation = Rotation(*(torch.zeros_like(angles) for angles in rotation))
+        self.routed = routed and dataclasses.replace(routed, is_token=torch.ones_like(routed.is_token))
+        self.pieces = plan_pieces(layers, num_interrupted, self.rotation, self.routed)
         rows = num_tokens // config.tensor_model_parallel_size if config.sequence_parallel else num_tokens
         self._hidden = rotation.cos.new_zeros(rows, 1, config.hidden_size, dtype=config.params_dtype)
-        self._layers, self._num_interrupted = layers, num_interrupted
-        self.pieces: list[GraphSection] = []
 
-    def capture(self) -> None:
-        """Capture every piece. This is a collective if the layers communicate."""
-        try:
-            with _stand_ins(self._layers):
-                self.pieces = plan_pieces(self._layers, self._num_interrupted, self.rotation)
-                self._warm_up()
-                self._capture()
-        except BaseException:
-            self.release()
-            raise
-
-    def release(self) -> None:
-        """Free the graphs and their memory."""
-        for piece in self.pieces:
-            piece.release()
-        self.pieces = []
-
-    def __call__(
-        self,
-        hidden: torch.Tensor,
-        rotation: Rotation,
-        segments: PackedSegments,
-        between: Callable[[PackedLayer, torch.Tensor], torch.Tensor],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Map (s, 1, D) to the last layer's input (s, 1, D) and its attention's output (T, 1, h * d).
-
-        The backward pass must run before the next forward pass.
-
-        Args:
-            between: called with an interrupted layer and its output; returns the next layer's input.
-        """
+    def put(self, rotation: Rotation, routed: RoutedTokens | None) -> None:
+        """Set the rotation and the tokens that the next replay reads."""
         for place, angles in zip(self.rotation, rotation):
             place.copy_(angles)
-        if not hidden.requires_grad and any(piece.trained for piece in self.pieces):
-            # Autograd sees only a replay's inputs: if none needed a gradient, the weights would get none.
-            hidden = hidden.detach().requires_grad_()
-        qkv: Sequence[torch.Tensor] = ()
+        if self.routed is not None:
+            self.routed.is_token.copy_(routed.is_token)
+
+    def capture(self) -> None:
+        """Capture every piece."""
+        self._warm_up()
+        self._capture()
+
+    def release(self) -> None:
+        """Free the captured graphs."""
         for piece in self.pieces:
-            attended = [piece.after.attend(*qkv, segments)] if piece.after else []
-            hidden, *qkv = _Replay.apply(piece, hidden, *attended)
-            if piece.before is None:
-                hidden = between(piece.after, hidden)
-        return hidden, self._layers[-1].attend(*qkv, segments)
+            piece.release()
 
     def _attended_of(self, piece: GraphSection) -> list[torch.Tensor]:
         """Return zeros for the output of the attention before a piece, (T, 1, h * d), or an empty list."""
@@ -225,6 +217,77 @@ class LayerGraphs:
             grad = following.grad_inputs[0] if chained else torch.empty_like(piece.outputs[0])
             piece.capture_backward(pool, [grad, *shared[kind]])
             following = piece
+
+
+class LayerGraphs:
+    """The layers of a decoder as graphs, from `capture` to `release`.
+
+    NCCL does not end a communicator that a graph still uses: release the graphs before the process groups.
+
+    Args:
+        layers: on CUDA; their trained parameters have a `main_grad` of zeros.
+        rotation: a rotation of T tokens.
+        num_interrupted: see `plan_pieces`.
+        num_slots: micro batches at a time between their forward and backward passes, which come in the same order.
+        routed: tokens of a bin, if the layers route them.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[PackedLayer],
+        rotation: Rotation,
+        num_interrupted: int,
+        num_slots: int = 1,
+        routed: RoutedTokens | None = None,
+    ) -> None:
+        self._layers = layers
+        self._new_slot = lambda: Slot(layers, rotation, num_interrupted, routed)
+        self._num_slots, self._next = num_slots, 0
+        self.slots: list[Slot] = []
+
+    def capture(self) -> None:
+        """Capture every piece of every slot. This is a collective if the layers communicate."""
+        try:
+            with _stand_ins(self._layers):
+                for _ in range(self._num_slots):
+                    self.slots.append(self._new_slot())
+                    self.slots[-1].capture()
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Free the graphs and their memory."""
+        for slot in self.slots:
+            slot.release()
+        self.slots = []
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        rotation: Rotation,
+        segments: PackedSegments,
+        between: Callable[[PackedLayer, torch.Tensor], torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Map (s, 1, D) to the last layer's input (s, 1, D) and its attention's output (T, 1, h * d).
+
+        At most `num_slots` forward passes may be without their backward pass.
+
+        Args:
+            between: called with an interrupted layer and its output; returns the next layer's input.
+        """
+        slot, self._next = self.slots[self._next], (self._next + 1) % len(self.slots)
+        slot.put(rotation, segments.routed)
+        if not hidden.requires_grad and any(piece.trained for piece in slot.pieces):
+            # Autograd sees only a replay's inputs: if none needed a gradient, the weights would get none.
+            hidden = hidden.detach().requires_grad_()
+        qkv: Sequence[torch.Tensor] = ()
+        for piece in slot.pieces:
+            attended = [piece.after.attend(*qkv, segments)] if piece.after else []
+            hidden, *qkv = _Replay.apply(piece, hidden, *attended)
+            if piece.before is None:
+                hidden = between(piece.after, hidden)
+        return hidden, self._layers[-1].attend(*qkv, segments)
 
 
 class _Replay(torch.autograd.Function):

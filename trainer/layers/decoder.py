@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import make_viewless_tensor
 
 from trainer.contract.parallel import ParallelConfig
-from trainer.layers.chosen_rows import ChosenRows
+from trainer.layers.chosen_rows import ChosenRows, RoutedTokens
 from trainer.layers.cuda_graphs import LayerGraphs
 from trainer.layers.module_set import ACTIVATIONS, FLOAT8_ROWS, shared_config
 from trainer.layers.mtp import MultiTokenPredictor
@@ -108,16 +108,22 @@ class DecoderBlock(TransformerBlock):
             metadata = {**(metadata or {}), "non_homogeneous_layers": True}
         return super().sharded_state_dict(prefix, sharded_offsets, metadata)
 
-    def capture(self, num_tokens: int, rotary_pairs: int, num_interrupted: int) -> None:
+    def capture(self, num_tokens: int, rotary_pairs: int, num_interrupted: int, num_slots: int) -> None:
         """Replay the layers as CUDA graphs in training from now on; weights and gradients stay where they are.
 
         Args:
             num_tokens: t, the same for every bin.
             rotary_pairs: angles per token.
             num_interrupted: `between` is called after each of the first `num_interrupted` layers.
+            num_slots: micro batches at a time between their forward and backward passes.
         """
-        rotation = Rotation.of(torch.zeros(num_tokens, rotary_pairs, device=next(self.parameters()).device))
-        self.graphs = LayerGraphs(list(self.layers), rotation, num_interrupted)
+        device = next(self.parameters()).device
+        rotation = Rotation.of(torch.zeros(num_tokens, rotary_pairs, device=device))
+        routed = None
+        if any(layer.routes_tokens for layer in self.layers):
+            rows = num_tokens // (self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1)
+            routed = RoutedTokens(torch.ones(rows, dtype=torch.bool, device=device), 0, 0, ())
+        self.graphs = LayerGraphs(list(self.layers), rotation, num_interrupted, num_slots, routed)
         self.graphs.capture()
 
     def release(self) -> None:
@@ -147,7 +153,7 @@ class DecoderBlock(TransformerBlock):
 
         if self.graphs is not None and torch.is_grad_enabled():
             hidden, attended = self.graphs(hidden, rotation, segments, go_between)
-            hidden = self.layers[-1].after_attention(hidden, attended, rows)
+            hidden = self.layers[-1].after_attention(hidden, attended, rows, segments.routed)
         else:
             for layer in self.layers:
                 # Only the layer itself is recomputed, without `between`.

@@ -48,8 +48,8 @@ class PackedModel(MegatronModule):
         config: config of the language model, see `decoder_config`; every chunk needs its own.
 
     Attributes:
-        has_graphs: whether the layers can run as CUDA graphs. Layers that route tokens cannot yet, and multi-token
-            prediction has not been tried.
+        has_graphs: whether the layers can run as CUDA graphs. Layers whose experts are divided by ranks cannot, because
+            the host waits for the numbers of rows.
         mtp_loss_scaling_factor: factor of the loss of multi-token prediction.
         reports: the numbers that modules report during training steps.
         exchange: the exchange of image tokens if the ranks that encode them are not the ranks that use them; None if
@@ -80,7 +80,7 @@ class PackedModel(MegatronModule):
         self.seq_len = seq_len
         self.clock = PartClock()
         self.reports = Reports()
-        self.has_graphs = self.has_graphs and not shape.language.routes_tokens and shape.language.mtp is None
+        self.has_graphs = self.has_graphs and not (shape.language.routes_tokens and parallel.ep > 1)
         self.exchange: VisionOwner | PipelineWorker | None = None
         for mixer in shape.language.mixers:
             if mixer.check_device:
@@ -200,14 +200,21 @@ class PackedModel(MegatronModule):
         hidden = self.language.mtp(hidden, embedded.following, rotation, segments, rows)
         return torch.cat((losses, self.language.losses(hidden, batch.second_labels)))
 
-    def capture_graphs(self) -> None:
+    def capture_graphs(self, num_micro_batches: int) -> None:
         """Replay the language model's layers as CUDA graphs in training from now on.
 
         All ranks must call this method, after the memory of weights and gradients is allocated and while the gradients
         are zero.
+
+        Args:
+            num_micro_batches: number of a step. A pipeline rank holds no more of them than there are ranks from itself
+                to the last one.
         """
-        pairs = self.shape.language.rotary_dim // 2
-        self.language.decoder.capture(self.seq_len // self.parallel.cp, pairs, self.shape.num_deepstack)
+        self.train()
+        pairs, levels = self.shape.language.rotary_dim // 2, self.shape.num_deepstack if self.pre_process else 0
+        at_a_time = min(num_micro_batches, self.groups.pp.size() - self.groups.pp.rank())
+        self.language.decoder.capture(self.seq_len // self.parallel.cp, pairs, levels, at_a_time)
+        self.reports.forget()  # the captures have reported too
 
     def release_graphs(self) -> None:
         """Launch the layers' kernels one by one again, and free the graphs and their memory."""

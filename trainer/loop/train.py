@@ -25,10 +25,13 @@ from trainer.parallel.vision.exchange import Message
 
 
 def captures(run: RunConfig, device: torch.device) -> bool:
-    """Whether the language layers run as CUDA graphs: the config asks for it, and it is possible."""
-    p = run.execution.parallel
-    fits = run.train.precision == "bfloat16" and p.pp == 1 and p.sharding != "fsdp" and p.recompute != "full"
-    return run.execution.cuda_graphs and device.type == "cuda" and fits
+    """Whether the language layers run as CUDA graphs: the config asks for it, and it is possible.
+
+    The auxiliary loss of experts depends on numbers that the host has only when a bin is read.
+    """
+    p, train = run.execution.parallel, run.train
+    fits = p.vpp == 1 and p.sharding != "fsdp" and p.recompute != "full" and not train.experts.coefficient
+    return run.execution.cuda_graphs and device.type == "cuda" and train.precision == "bfloat16" and fits
 
 
 @contextlib.contextmanager
@@ -40,7 +43,7 @@ def _graphs(trainer: Trainer) -> Iterator[None]:
         yield
         return
     try:
-        model.capture_graphs()
+        model.capture_graphs(trainer.run.num_micro_batches(trainer.mesh.dp))
         yield
     finally:
         model.release_graphs()

@@ -3,18 +3,21 @@
 That their graphs give the same bits is shown on GPUs: tests/equivalence/test_layer_graphs_gpu.py.
 """
 
+import contextlib
+import dataclasses
 from types import SimpleNamespace
-from unittest.mock import MagicMock, Mock
+from unittest.mock import MagicMock, Mock, patch
 
 import pytest
 import torch
 
 from tests.helpers.run_dir import changed, make_bins, write_job
 from tests.helpers.single_rank import single_rank
-from tests.parity import test_qwen3_5_vl, test_qwen3_vl
+from tests.parity import test_experts, test_qwen3_5_vl, test_qwen3_vl
+from trainer.contract.experts import ExpertsConfig
 from trainer.contract.parallel import ParallelConfig
 from trainer.layers import cuda_graphs as layer_graphs
-from trainer.layers.cuda_graphs import LayerGraphs, plan_pieces
+from trainer.layers.cuda_graphs import Slot, plan_pieces
 from trainer.layers.segments import Rotation
 from trainer.loop import train as loop
 from trainer.parts.delta.module import DeltaAttention
@@ -22,11 +25,12 @@ from trainer.parts.delta.module import DeltaAttention
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
 
-@pytest.fixture(scope="module", params=["first", "second", "hybrid-second"])
+@pytest.fixture(scope="module", params=["first", "second", "hybrid-second", "experts-listed", "experts-shared"])
 def pair(request):
-    of_family = test_qwen3_5_vl if request.param.startswith("hybrid-") else test_qwen3_vl
+    kind, _, shape = request.param.rpartition("-")
+    of_family = {"hybrid": test_qwen3_5_vl, "experts": test_experts}.get(kind, test_qwen3_vl)
     with single_rank() as mesh:
-        yield of_family.Pair(request.param.removeprefix("hybrid-"), mesh)
+        yield of_family.Pair(shape, mesh)
 
 
 def used_in_attention(layer) -> list[torch.nn.Parameter]:
@@ -61,23 +65,47 @@ def test_every_parameter_before_the_last_attention_belongs_to_one_piece(pair):
     assert sorted(found) == sorted({id(param) for layer in layers for param in layer.parameters()} - after)
 
 
-def test_the_pieces_make_what_the_layers_make(pair, monkeypatch):
-    """Each piece called in place of its graph."""
-    monkeypatch.setattr(layer_graphs, "_Replay", SimpleNamespace(apply=lambda piece, *inputs: piece.run(*inputs)))
-    model, decoder = pair.ours, pair.ours.language.decoder
-    levels = model.shape.num_deepstack
-    assert (levels > 0) is (decoder.is_uniform)
-    plain = model(pair.batch)
-    wanted = torch.autograd.grad(plain.sum(), list(model.parameters()))
-    graphs = LayerGraphs(list(decoder.layers), model.rotation(pair.batch), levels)
-    graphs.pieces = plan_pieces(list(decoder.layers), levels, graphs.rotation)
-    decoder.graphs = graphs
+@contextlib.contextmanager
+def in_pieces(model, num_slots: int = 1):
+    """Call each piece in place of its graph."""
+    decoder = model.language.decoder
+    with patch.object(Slot, "capture"), patch.object(layer_graphs, "_stand_ins", lambda _: contextlib.nullcontext()):
+        decoder.capture(model.seq_len, model.shape.language.rotary_dim // 2, model.shape.num_deepstack, num_slots)
     try:
-        ours = model(pair.batch)
-        found = torch.autograd.grad(ours.sum(), list(model.parameters()))
+        yield decoder.graphs
     finally:
         decoder.graphs = None
+
+
+def test_the_pieces_make_what_the_layers_make(pair, monkeypatch):
+    monkeypatch.setattr(layer_graphs, "_Replay", SimpleNamespace(apply=lambda piece, *inputs: piece.run(*inputs)))
+    model = pair.ours
+    plain = model(pair.batch)
+    wanted = torch.autograd.grad(plain.sum(), list(model.parameters()))
+    with in_pieces(model):
+        ours = model(pair.batch)
+        found = torch.autograd.grad(ours.sum(), list(model.parameters()))
     assert torch.equal(ours, plain)
+    for (name, _), a, b in zip(model.named_parameters(), found, wanted, strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_micro_batches_between_their_passes_have_slots_in_turn(pair, monkeypatch):
+    """What a slot holds for its micro batch stays until that micro batch's backward pass."""
+    used = []
+    monkeypatch.setattr(
+        layer_graphs, "_Replay", SimpleNamespace(apply=lambda piece, *x: (used.append(piece), piece.run(*x))[1])
+    )
+    model = pair.ours
+    wanted = torch.autograd.grad(model(pair.batch).sum(), list(model.parameters()))
+    other = dataclasses.replace(pair.batch, position_ids=pair.batch.position_ids * 0)
+    with in_pieces(model, num_slots=2) as graphs:
+        first = model(pair.batch)
+        model(other)
+        found = torch.autograd.grad(first.sum(), list(model.parameters()))
+        model(other)
+    pieces = [slot.pieces for slot in graphs.slots]
+    assert used == [*pieces[0], *pieces[1], *pieces[0]]
     for (name, _), a, b in zip(model.named_parameters(), found, wanted, strict=True):
         assert torch.equal(a, b), name
 
@@ -103,7 +131,7 @@ class ReplayedHere(torch.autograd.Function):
 def test_pieces_train_where_nothing_before_them_is_trained(pair, monkeypatch):
     """This is the case with adapters in the language model only."""
     monkeypatch.setattr(layer_graphs, "_Replay", ReplayedHere)
-    model, decoder = pair.ours, pair.ours.language.decoder
+    model = pair.ours
     trained = {name: p for name, p in model.named_parameters() if "layers" in name and "linear_fc1.weight" in name}
     trained = {name: p for name, p in trained.items() if name.startswith("language")}
     model.requires_grad_(False)
@@ -111,15 +139,12 @@ def test_pieces_train_where_nothing_before_them_is_trained(pair, monkeypatch):
         param.requires_grad = True
     try:
         wanted = torch.autograd.grad(model(pair.batch).sum(), list(trained.values()))
-        graphs = LayerGraphs(list(decoder.layers), model.rotation(pair.batch), model.shape.num_deepstack)
-        graphs.pieces = plan_pieces(list(decoder.layers), model.shape.num_deepstack, graphs.rotation)
-        decoder.graphs = graphs
-        model(pair.batch).sum().backward()
+        with in_pieces(model):
+            model(pair.batch).sum().backward()
         for (name, param), grad in zip(trained.items(), wanted, strict=True):
             assert param.grad is not None, name
             assert torch.equal(param.grad, grad), name
     finally:
-        decoder.graphs = None
         model.zero_grad()
         model.requires_grad_(True)
 
@@ -132,7 +157,8 @@ def test_pieces_train_where_nothing_before_them_is_trained(pair, monkeypatch):
         (CUDA, {}, {"recompute": "selective"}, True),
         (CPU, {}, {}, False),
         (CUDA, {"cuda_graphs": False}, {}, False),
-        (CUDA, {}, {"pp": 2}, False),
+        (CUDA, {}, {"pp": 2}, True),
+        (CUDA, {}, {"pp": 2, "vpp": 2}, False),
         (CUDA, {}, {"recompute": "full"}, False),
         (CUDA, {}, {"sharding": "fsdp"}, False),
     ],
@@ -145,6 +171,8 @@ def test_graphs_where_they_are_possible(tmp_path, device, update, parallel, expe
     for precision in ("float32", "float8"):
         other = run.model_copy(update={"train": train.model_copy(update={"precision": precision})})
         assert not loop.captures(other, device)
+    balanced = train.model_copy(update={"experts": ExpertsConfig(coefficient=1e-3)})
+    assert not loop.captures(run.model_copy(update={"train": balanced}), device)
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -13,7 +13,7 @@ _BLOCK, _WARPS = 4096, 8  # values per program; warps
 
 
 @triton.jit
-def _unpack(codes, scale, out, width, BLOCK: tl.constexpr):
+def _unpack(codes, scale, out, width, rows, MATRIX_STRIDE, ROW_STRIDE, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -23,16 +23,19 @@ def _unpack(codes, scale, out, width, BLOCK: tl.constexpr):
     normal = ((magnitude << 20) + (120 << 23)).to(tl.float32, bitcast=True)
     value = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)
     value *= tl.load(scale + row) * tl.where(code > 127, -1.0, 1.0)
-    tl.store(out + row * width + column, value.to(out.dtype.element_ty), mask=inside)
+    out += row // rows * MATRIX_STRIDE + row % rows * ROW_STRIDE
+    tl.store(out + column, value.to(out.dtype.element_ty), mask=inside)
 
 
-def unpack_rows(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Unpack (rows, width) uint8 e4m3 codes to (rows, width) values, times the (rows,) float32 factor of each row.
+def unpack_rows(codes: torch.Tensor, scale: torch.Tensor, into: torch.Tensor) -> None:
+    """Unpack uint8 e4m3 codes, times the float32 factor of each row. The code of NaN is not supported.
 
     Args:
-        dtype: dtype of the result. The code of NaN is not supported.
+        codes: (matrices, rows, width), contiguous.
+        scale: (matrices * rows,).
+        into: (matrices, rows, width) gets the values; its rows may be apart.
     """
-    rows, width = codes.shape
-    out = torch.empty(rows, width, dtype=dtype, device=codes.device)
-    _unpack[(rows, triton.cdiv(width, _BLOCK))](codes, scale, out, width, BLOCK=_BLOCK, num_warps=_WARPS)
-    return out
+    matrices, rows, width = codes.shape
+    _unpack[(matrices * rows, triton.cdiv(width, _BLOCK))](
+        *(codes, scale, into, width, rows, into.stride(0), into.stride(1)), BLOCK=_BLOCK, num_warps=_WARPS
+    )

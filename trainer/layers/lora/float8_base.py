@@ -43,7 +43,9 @@ def pack(weight: torch.Tensor, sharers: ProcessGroup | None = None) -> tuple[tor
 def unpack(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Unpack the codes and factors from `pack` to (rows, width) values, exactly."""
     if kernels_run(codes.device):
-        return unpack_rows(codes, scale, dtype)
+        values = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+        unpack_rows(codes[None], scale, values[None])
+        return values
     return codes.view(torch.float8_e4m3fn).to(dtype).mul_(scale[:, None])
 
 

@@ -12,7 +12,11 @@ T = TypeVar("T")
 
 
 class Reports:
-    """The reported sums of a rank's chunks. They stay on the device until `read`."""
+    """The reported sums of a rank's chunks. They stay on the device until `read`.
+
+    A sum keeps its tensor, because CUDA graphs add to it at a fixed address. If all its numbers are zero, it was not
+    reported.
+    """
 
     def __init__(self) -> None:
         self._sums: dict[tuple[str, int], torch.Tensor] = {}
@@ -36,10 +40,16 @@ class Reports:
             values, key = values.detach().double(), (reduce, layer)
             self._sums[key] = self._sums[key].add_(values) if key in self._sums else values.clone()
 
+    def forget(self) -> None:
+        """Set all sums to zero."""
+        for values in self._sums.values():
+            values.zero_()
+
     def read(self) -> dict[str, float]:
         """Return the metrics of all ranks' reports, and forget the reports; a collective that waits for the device."""
-        mine = {key: values.tolist() for key, values in self._sums.items()}
-        self._sums.clear()
+        sums_of = {key: values.tolist() for key, values in self._sums.items()}
+        mine = {key: values for key, values in sums_of.items() if any(values)}
+        self.forget()
         everybody: list[dict[tuple[str, int], list[float]]] = [mine]
         if dist.get_world_size() > 1:
             everybody = [{} for _ in range(dist.get_world_size())]

@@ -4,9 +4,14 @@ only).
 The routing weights are applied where the gates are, so that the sum over a token's experts reads each row once, and
 their gradient is a sum over an expert's width, as in SonicMoE (arXiv:2512.14080).
 
+Adapters cost no passes over the rows beside their own small products: rows are followed by their products with A, and
+matrices by B, so that one product adds the two. Backward does the same with the transposed matrices.
+
 s = tokens, E = experts, k = experts per token, R = s * k rows sorted by expert, D = hidden size, N = width of one
-expert.
+expert, r = rank of the adapters, 0 without.
 """
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -14,21 +19,23 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
+from trainer.layers.kernels.float8 import unpack_rows
 from trainer.parts.experts.products import Order
 
+RANKS = 8  # rows of grouped products begin at multiples of 16 bytes
 _WARPS, _COLUMNS = 4, 2048
 
 
 @triton.jit
-def _spread(tokens, places, rows, D, K: tl.constexpr, BLOCK: tl.constexpr):
-    """Copy each token to its K rows."""
+def _spread(tokens, places, rows, D, STRIDE, K: tl.constexpr, BLOCK: tl.constexpr):
+    """Copy each token to its K rows, which are STRIDE apart."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < D
     value = tl.load(tokens + token * D + column, mask=inside)
     for number in range(K):
         row = tl.load(places + token * K + number)
-        tl.store(rows + row * D + column, value, mask=inside)
+        tl.store(rows + row * STRIDE + column, value, mask=inside)
 
 
 @triton.jit
@@ -45,20 +52,21 @@ def _combine(rows, places, tokens, D, K: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _gate_fwd(gate_up, weights, order, out, N, BLOCK: tl.constexpr):
-    """weight * silu(gate) * up of a row."""
+def _gate_fwd(gate_up, weights, order, out, N, STRIDE, BLOCK: tl.constexpr):
+    """weight * silu(gate) * up of a row; the rows of `out` are STRIDE apart."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < N
     weight = tl.load(weights + tl.load(order + row)).to(tl.float32)
     gate = tl.load(gate_up + row * 2 * N + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * N + N + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * N + column, (weight * gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
+    value = weight * gate * tl.sigmoid(gate) * up
+    tl.store(out + row * STRIDE + column, value.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _gate_bwd(d_out, gate_up, weights, order, d_gate_up, out, d_weights, N, BLOCK: tl.constexpr):
-    """The gradients of gates, ups and weight of a row, and its output again."""
+def _gate_bwd(d_out, gate_up, weights, order, d_gate_up, out, d_weights, N, STRIDE, BLOCK: tl.constexpr):
+    """The gradients of gates, ups and weight of a row, and its output again; `d_gate_up`'s rows are STRIDE apart."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < N
@@ -73,42 +81,137 @@ def _gate_bwd(d_out, gate_up, weights, order, d_gate_up, out, d_weights, N, BLOC
     tl.store(d_weights + place, tl.sum(dy * opened * up).to(d_weights.dtype.element_ty))
     tl.store(out + row * N + column, (weight * opened * up).to(out.dtype.element_ty), mask=inside)
     dy *= weight
+    at = row * STRIDE + column
     tl.store(d_gate_up + at, (dy * up * (soft + opened * (1.0 - soft))).to(d_gate_up.dtype.element_ty), mask=inside)
     tl.store(d_gate_up + at + N, (dy * opened).to(d_gate_up.dtype.element_ty), mask=inside)
+
+
+@dataclass(frozen=True, slots=True)
+class Matrices:
+    """One matrix per expert, with the adapters that are added to it.
+
+    Attributes:
+        base: (E, out, in) bf16, or uint8 codes, see `float8_base.pack`.
+        scale: (E * out,) float32 factors of the codes; None for bf16.
+        a: (E, r, in); None without adapters.
+        b: (E, out, r), times the adapters' scaling.
+    """
+
+    base: torch.Tensor
+    scale: torch.Tensor | None = None
+    a: torch.Tensor | None = None
+    b: torch.Tensor | None = None
+
+    def __iter__(self):
+        return iter((self.base, self.scale, self.a, self.b))
+
+    @property
+    def rank(self) -> int:
+        """r."""
+        return 0 if self.a is None else self.a.size(1)
+
+    def wide(self) -> torch.Tensor:
+        """Return (E, out, in + r): each matrix, and B beside it."""
+        return self._beside(self.b, axis=2)
+
+    def tall(self) -> torch.Tensor:
+        """Return (E, out + r, in): each matrix, and A below it."""
+        return self._beside(self.a, axis=1)
+
+    def _beside(self, other: torch.Tensor | None, axis: int) -> torch.Tensor:
+        if other is None and self.scale is None:
+            return self.base
+        size = list(self.base.shape)
+        size[axis] += self.rank
+        joined = torch.empty(
+            size, dtype=torch.bfloat16 if self.scale is not None else self.base.dtype, device=self.base.device
+        )
+        first, second = joined.split((self.base.size(axis), self.rank), axis)
+        if self.scale is None:
+            first.copy_(self.base)
+        else:
+            unpack_rows(self.base, self.scale, into=first)
+        if other is not None:
+            second.copy_(other)
+        return joined
 
 
 class _Mixed(torch.autograd.Function):
     """Backward computes the rows of the tokens and the experts' inner outputs again: a layer keeps only its gates."""
 
     @staticmethod
-    def forward(ctx, hidden, weights, gate_up, down, order, inverse, ends):
-        gates = F.grouped_mm(_to_rows(hidden, inverse), gate_up.transpose(1, 2), offs=ends)
-        inner = gates.new_empty(len(gates), down.size(2))
-        _gate_fwd[(len(gates),)](gates, weights, order, inner, inner.size(1), **_whole(inner))
-        ctx.save_for_backward(hidden, weights, gate_up, down, order, inverse, ends, gates)
-        return _to_tokens(F.grouped_mm(inner, down.transpose(1, 2), offs=ends), inverse)
+    def forward(ctx, hidden, weights, order, inverse, ends, *matrices):
+        gate_up, down = Matrices(*matrices[:4]), Matrices(*matrices[4:])
+        rows = _to_rows(hidden, inverse, gate_up.rank)
+        of_hidden = _follow(rows, gate_up.a, ends)
+        gates = F.grouped_mm(rows, gate_up.wide().transpose(1, 2), offs=ends)
+        width = gates.size(1) // 2
+        inner = gates.new_empty(len(gates), width + down.rank)
+        _gate_fwd[(len(gates),)](gates, weights, order, inner, width, inner.size(1), **_whole(width))
+        of_inner = _follow(inner, down.a, ends)
+        ctx.save_for_backward(hidden, weights, order, inverse, ends, gates, of_hidden, of_inner, *matrices)
+        return _to_tokens(F.grouped_mm(inner, down.wide().transpose(1, 2), offs=ends), inverse)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        hidden, weights, gate_up, down, order, inverse, ends, gates = ctx.saved_tensors
-        needs_hidden, _, needs_gate_up, needs_down = ctx.needs_input_grad[:4]
-        rows = _to_rows(grad.contiguous(), inverse)
-        d_inner = F.grouped_mm(rows, down, offs=ends)
-        inner, d_gates, d_weights = torch.empty_like(d_inner), torch.empty_like(gates), torch.empty_like(weights)
+        hidden, weights, order, inverse, ends, gates, of_hidden, of_inner, *matrices = ctx.saved_tensors
+        gate_up, down = Matrices(*matrices[:4]), Matrices(*matrices[4:])
+        needs = ctx.needs_input_grad
+        rows, size = _to_rows(grad.contiguous(), inverse, down.rank), grad.size(1)
+        low = _follow(rows, None if down.b is None else down.b.transpose(1, 2), ends)
+        d_inner = F.grouped_mm(rows, down.tall(), offs=ends)
+        width = d_inner.size(1)
+        inner, d_weights = torch.empty_like(d_inner), torch.empty_like(weights)
+        d_gates = gates.new_empty(len(gates), 2 * width + gate_up.rank)
         _gate_bwd[(len(gates),)](
-            d_inner, gates, weights, order, d_gates, inner, d_weights, inner.size(1), **_whole(inner)
+            *(d_inner, gates, weights, order, d_gates, inner, d_weights, width, d_gates.size(1)), **_whole(width)
         )
-        d_down = F.grouped_mm(rows.t(), inner, offs=ends) if needs_down else None
-        d_hidden = _to_tokens(F.grouped_mm(d_gates, gate_up, offs=ends), inverse) if needs_hidden else None
-        d_gate_up = F.grouped_mm(d_gates.t(), _to_rows(hidden, inverse), offs=ends) if needs_gate_up else None
-        return d_hidden, d_weights, d_gate_up, d_down, None, None, None
+        of_down = _gradients(rows[:, :size], inner, low, of_inner, ends, needs[9:])
+        low = _follow(d_gates, None if gate_up.b is None else gate_up.b.transpose(1, 2), ends)
+        d_hidden = _to_tokens(F.grouped_mm(d_gates, gate_up.tall(), offs=ends), inverse) if needs[0] else None
+        rows = _to_rows(hidden, inverse) if needs[5] or needs[7] else None
+        of_gate_up = _gradients(d_gates[:, : 2 * width], rows, low, of_hidden, ends, needs[5:9])
+        return d_hidden, d_weights, None, None, None, *of_gate_up, *of_down
 
 
-def _to_rows(tokens: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-    """(s, D) -> (R, D)."""
-    rows = tokens.new_empty(inverse.numel(), tokens.size(1))
-    _spread[_grid(tokens)](tokens, inverse, rows, tokens.size(1), K=inverse.size(1), **_part(tokens))
+def _follow(rows: torch.Tensor, matrices: torch.Tensor | None, ends: torch.Tensor) -> torch.Tensor | None:
+    """Set the last numbers of rows (R, in + r) to the products of the first with (E, r, in); return these (R, r)."""
+    if matrices is None:
+        return None
+    width = matrices.size(2)
+    products = F.grouped_mm(rows[:, :width], matrices.transpose(1, 2), offs=ends)
+    rows[:, width:] = products
+    return products
+
+
+def _gradients(
+    d_out: torch.Tensor,
+    rows: torch.Tensor | None,
+    d_low: torch.Tensor | None,
+    low: torch.Tensor | None,
+    ends: torch.Tensor,
+    needs: tuple[bool, ...],
+) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of `Matrices`.
+
+    Args:
+        d_out: (R, out) gradients of the products.
+        rows: (R, in) what was multiplied.
+        d_low: (R, r) gradients of its products with A.
+        low: (R, r) its products with A.
+        needs: which of the four are needed.
+    """
+    d_base = F.grouped_mm(d_out.t(), rows, offs=ends) if needs[0] else None
+    d_a = F.grouped_mm(d_low.t(), rows, offs=ends) if needs[2] else None
+    d_b = F.grouped_mm(d_out.t(), low, offs=ends) if needs[3] else None
+    return d_base, None, d_a, d_b
+
+
+def _to_rows(tokens: torch.Tensor, inverse: torch.Tensor, rank: int = 0) -> torch.Tensor:
+    """(s, D) -> (R, D + r), whose last numbers are not set."""
+    rows = tokens.new_empty(inverse.numel(), tokens.size(1) + rank)
+    _spread[_grid(tokens)](tokens, inverse, rows, tokens.size(1), rows.size(1), K=inverse.size(1), **_part(tokens))
     return rows
 
 
@@ -123,8 +226,8 @@ def _part(tokens: torch.Tensor) -> dict[str, int]:
     return {"BLOCK": min(_COLUMNS, triton.next_power_of_2(tokens.size(1))), "num_warps": _WARPS}
 
 
-def _whole(inner: torch.Tensor) -> dict[str, int]:
-    return {"BLOCK": triton.next_power_of_2(inner.size(1)), "num_warps": _WARPS}
+def _whole(width: int) -> dict[str, int]:
+    return {"BLOCK": triton.next_power_of_2(width), "num_warps": _WARPS}
 
 
 def _grid(tokens: torch.Tensor) -> tuple[int, int]:
@@ -132,7 +235,7 @@ def _grid(tokens: torch.Tensor) -> tuple[int, int]:
 
 
 def mixed_experts(
-    hidden: torch.Tensor, weights: torch.Tensor, order: Order, gate_up: torch.Tensor, down: torch.Tensor
+    hidden: torch.Tensor, weights: torch.Tensor, order: Order, gate_up: Matrices, down: Matrices
 ) -> torch.Tensor:
     """Return (s, D) bf16: the sum of each token's gated MLPs with silu, by their weights. Does not wait for the device.
 
@@ -140,9 +243,8 @@ def mixed_experts(
         hidden: (s, D) bf16.
         weights: (s, k) bf16.
         order: the order of the rows by expert; the last expert's end is R.
-        gate_up: (E, 2 N, D) bf16.
-        down: (E, D, N) bf16.
+        gate_up: out = 2 N, in = D; the rank of adapters is a multiple of `RANKS`.
+        down: out = D, in = N.
     """
-    return _Mixed.apply(
-        hidden.contiguous(), weights.contiguous(), gate_up, down, order.order, order.inverse, order.ends
-    )
+    of_order = order.order, order.inverse, order.ends
+    return _Mixed.apply(hidden.contiguous(), weights.contiguous(), *of_order, *gate_up, *down)

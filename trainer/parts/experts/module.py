@@ -33,7 +33,7 @@ from trainer.parts.experts.products import Order, PackedProduct, grouped_product
 from trainer.parts.experts.routing import LoadPool, Routing, WithAuxiliaryLoss, route, tokens_of_experts
 
 if can_import():
-    from trainer.parts.experts.kernels import mixed_experts
+    from trainer.parts.experts.kernels import RANKS, Matrices, mixed_experts
 
 _OF_EXPERTS = ("gate_up", "down")
 _LOADS = "trainer.parts.experts.part:loads"
@@ -163,9 +163,8 @@ class RoutedExperts(MegatronModule):
     def _mix(self, hidden: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """Return (s, D): the sum of each token's experts, by their weights (s, k)."""
         order, group = Order(chosen, self.part.num_experts), self.groups.ep
-        is_plain = not self.adapter and self.gate_up.dtype is hidden.dtype
-        if group.size() == 1 and is_plain and self._kernels_run(hidden):
-            return mixed_experts(hidden, weights, order, self.gate_up, self.down)
+        if group.size() == 1 and self._kernels_run(hidden):
+            return mixed_experts(hidden, weights, order, *map(self._matrices, _OF_EXPERTS))
         if group.size() > 1:
             outputs = compute_on_ranks(hidden, order, self._compute, group)
         else:
@@ -187,7 +186,17 @@ class RoutedExperts(MegatronModule):
         return out + self.adapter[name](rows, ends) if name in self.adapter else out
 
     def _kernels_run(self, hidden: torch.Tensor) -> bool:
-        return self.part.activation == "silu" and is_grouped(hidden) and kernels_run(hidden.device)
+        fits = self.part.activation == "silu" and is_grouped(hidden) and kernels_run(hidden.device)
+        return fits and all(adapter.a.size(1) % RANKS == 0 for adapter in self.adapter.values())
+
+    def _matrices(self, name: str) -> "Matrices":
+        """Return a parameter's matrices and their adapters, for the kernels."""
+        base = self.get_parameter(name)
+        scale = self.get_buffer(f"{name}_scale") if base.dtype is torch.uint8 else None
+        if name not in self.adapter:
+            return Matrices(base, scale)
+        adapter = self.adapter[name]
+        return Matrices(base, scale, adapter.a, adapter.b * adapter.scaling)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
