@@ -24,7 +24,7 @@ for part in "$@"; do
     tests) suite layouts tests/equivalence/test_layouts_gpu.py -k 'not hybrid and not experts' ;;
     others) suite other-layouts tests/equivalence/test_layouts_gpu.py -k 'hybrid or experts' ;;
     graphs)
-      suite graphs tests/equivalence/test_layer_graphs_gpu.py -k 'tp2 or cp2 or dp2'
+      suite graphs tests/equivalence/test_layer_graphs_gpu.py -k 'tp2 or cp2 or dp2 or pp2'
       suite ranks tests/equivalence/test_fsdp.py tests/parity/test_qwen3_vl_gpu.py tests/parity/test_experts_gpu.py -k 'gpu'
       ;;
     hosts) timeout 300 python3 -m tests.gpu.run_two_hosts "$directory" | tail -n 40 ;;
