@@ -153,7 +153,8 @@ class DecoderBlock(TransformerBlock):
 
         if self.graphs is not None and torch.is_grad_enabled():
             hidden, attended = self.graphs(hidden, rotation, segments, go_between)
-            hidden = self.layers[-1].after_attention(hidden, attended, rows, segments.routed)
+            last = self.layers[-1]
+            hidden = go_between(last, last.after_attention(hidden, attended, rows, segments.routed))
         else:
             for layer in self.layers:
                 # Only the layer itself is recomputed, without `between`.

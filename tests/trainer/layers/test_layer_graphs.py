@@ -13,6 +13,7 @@ import torch
 
 from tests.helpers.run_dir import changed, make_bins, write_job
 from tests.helpers.single_rank import single_rank
+from tests.helpers.tiny_experts_model import experts_hf_dir
 from tests.parity import test_experts, test_qwen3_5_vl, test_qwen3_vl
 from trainer.contract.experts import ExpertsConfig
 from trainer.contract.parallel import ParallelConfig
@@ -28,9 +29,11 @@ CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 @pytest.fixture(scope="module", params=["first", "second", "hybrid-second", "experts-listed", "experts-shared"])
 def pair(request):
     kind, _, shape = request.param.rpartition("-")
-    of_family = {"hybrid": test_qwen3_5_vl, "experts": test_experts}.get(kind, test_qwen3_vl)
     with single_rank() as mesh:
-        yield of_family.Pair(shape, mesh)
+        if kind == "experts":
+            yield test_experts.Pair(experts_hf_dir(shape), mesh)
+        else:
+            yield {"hybrid": test_qwen3_5_vl}.get(kind, test_qwen3_vl).Pair(shape, mesh)
 
 
 def used_in_attention(layer) -> list[torch.nn.Parameter]:
@@ -66,11 +69,12 @@ def test_every_parameter_before_the_last_attention_belongs_to_one_piece(pair):
 
 
 @contextlib.contextmanager
-def in_pieces(model, num_slots: int = 1):
+def in_pieces(model, num_slots: int = 1, num_interrupted: int | None = None):
     """Call each piece in place of its graph."""
     decoder = model.language.decoder
+    num_interrupted = model.shape.num_deepstack if num_interrupted is None else num_interrupted
     with patch.object(Slot, "capture"), patch.object(layer_graphs, "_stand_ins", lambda _: contextlib.nullcontext()):
-        decoder.capture(model.seq_len, model.shape.language.rotary_dim // 2, model.shape.num_deepstack, num_slots)
+        decoder.capture(model.seq_len, model.shape.language.rotary_dim // 2, num_interrupted, num_slots)
     try:
         yield decoder.graphs
     finally:
@@ -88,6 +92,16 @@ def test_the_pieces_make_what_the_layers_make(pair, monkeypatch):
     assert torch.equal(ours, plain)
     for (name, _), a, b in zip(model.named_parameters(), found, wanted, strict=True):
         assert torch.equal(a, b), name
+
+
+def test_the_caller_intervenes_after_the_last_layer_of_a_pipeline_rank(pair, monkeypatch):
+    monkeypatch.setattr(layer_graphs, "_Replay", SimpleNamespace(apply=lambda piece, *inputs: piece.run(*inputs)))
+    model, decoder = pair.ours, pair.ours.language.decoder
+    hidden = torch.randn(model.seq_len, 1, decoder.config.hidden_size)
+    given = (hidden, model.rotation(pair.batch), model._segments(pair.batch), lambda level, x: x * (level + 2), None)
+    wanted = decoder(*given)
+    with in_pieces(model, num_interrupted=len(decoder.layers)):
+        assert torch.equal(decoder(*given), wanted)
 
 
 def test_micro_batches_between_their_passes_have_slots_in_turn(pair, monkeypatch):
