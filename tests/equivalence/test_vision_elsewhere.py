@@ -18,7 +18,7 @@ from tests.equivalence.test_layouts import (
 from tests.helpers.bins import MIXED, TEXT_ONLY
 from tests.helpers.run_dir import make_bins, write_job
 from tests.helpers.tiers import full, tiered
-from tests.helpers.world import run_world
+from tests.helpers.world import run_world, start_ranks
 from trainer.contract.parallel import ParallelConfig
 
 CORE = ("pp2-dealt", "own-1+1", "own-1+2-pp2", "own-2+1-vision-tp2", "hybrid-pp2-cp2-dealt")
@@ -97,3 +97,21 @@ def test_dealt_images_wait_for_few_micro_batches(tmp_path):
     )
     first, second = run_world(run.model_copy(update={"seq_len": SEQ_LEN}), 2).ranks
     assert (first["open"], second["open"]) == (0, 4)
+
+
+@pytest.mark.parametrize("pp", [2, full(4)])
+def test_no_message_of_a_dealt_image_waits_for_its_own_rank(pp, tmp_path):
+    """Two ranks that wait for their devices would wait for each other for ever."""
+    run = write_job(
+        tmp_path,
+        num_steps=3,
+        shape="wide",
+        bins=make_bins("wide", [MIXED] * 8),
+        global_batch_size=8,
+        parallel=ParallelConfig(pp=pp, **DEALT),
+        optim=SMOOTH,
+    ).model_copy(update={"seq_len": SEQ_LEN})
+    path, log = run.output_dir / "run.json", tmp_path / "log.txt"
+    path.write_text(run.model_dump_json())
+    ranks = start_ranks("tests.helpers.waiting_devices", pp, path, log=log)
+    assert [rank.wait(120) for rank in ranks] == [0] * pp, log.read_text()[-3000:]

@@ -61,11 +61,11 @@ class Qwen3VLModel(PackedModel):
 
     def _dealt(self, encoder: VisionEncoder, pp: ProcessGroup) -> VisionOwner | PipelineWorker:
         """Return the exchange for images that all ranks of the pipeline encode together."""
-        encode, window = partial(self.encode, encoder), Window.of(pp.size(), self.parallel.vpp)
-        links = pipeline_links(pp)
+        vpp, encode, links = self.parallel.vpp, partial(self.encode, encoder), pipeline_links(pp)
+        window, messages = Window.of(pp.size(), vpp), Window.of_messages(pp.size(), vpp, pp.rank())
         if self.pre_process:
             return VisionOwner(encoder, encode, links, range(1, pp.size()), window, self._encoded_width)
-        return PipelineWorker(encoder, encode, links, [0], window)
+        return PipelineWorker(encoder, encode, links, [0], window, messages)
 
     def _remote(self, encoder: VisionEncoder, vision_world: VisionWorld) -> RemoteOwner:
         """Return the exchange for images that dedicated vision ranks encode."""

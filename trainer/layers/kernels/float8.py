@@ -13,7 +13,7 @@ _ROWS, _COLUMNS, _WARPS = 16, 256, 8  # rows and columns per program; narrow row
 
 
 @triton.jit
-def _unpack(codes, scale, out, width, rows, count, MATRIX_STRIDE, ROW_STRIDE, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _unpack(codes, scale, out, width, rows, count, STRIDE, ROW_STRIDE, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     inside = (row < count)[:, None] & (column < width)
@@ -23,7 +23,7 @@ def _unpack(codes, scale, out, width, rows, count, MATRIX_STRIDE, ROW_STRIDE, RO
     normal = ((magnitude << 20) + (120 << 23)).to(tl.float32, bitcast=True)
     value = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)
     value *= tl.load(scale + row, mask=row < count, other=0.0)[:, None] * tl.where(code > 127, -1.0, 1.0)
-    place = (row // rows).to(tl.int64) * MATRIX_STRIDE + (row % rows).to(tl.int64) * ROW_STRIDE
+    place = (row // rows).to(tl.int64) * STRIDE + (row % rows).to(tl.int64) * ROW_STRIDE
     tl.store(out + place[:, None] + column, value.to(out.dtype.element_ty), mask=inside)
 
 

@@ -12,6 +12,12 @@ i - `behind`. At that time it has the hidden states of i, so the owner has run i
 of i - `behind`, and has received the image tokens of i. Hence no two ranks wait for each other, and a rank holds
 activations of `ahead` + `behind` + 1 micro batches, for one P-th of the images of each.
 
+A message occupies the device of its first side until the other side takes part, and some calls of CUDA wait for the
+whole device: the first call of a kernel, or memory that is given back. So nothing may be under way that needs this rank
+again. Before its forward pass of i, rank r has the hidden states of i, and has run the backward pass of i - P + r. It
+then sends image tokens up to i + r, which the owner takes in its forward pass of i + r, after the backward pass of i +
+r - P. And it begins to receive the gradients up to i - P + r, which the owner sends in that backward pass.
+
 P = pipeline ranks, D = language hidden size, L = deepstack levels.
 """
 
@@ -60,6 +66,12 @@ class Window(NamedTuple):
         """Return the window of a pipeline. With virtual stages the first rank runs pp more micro batches forward before
         its first backward pass."""
         return cls(pp, pp * min(vpp, 2))
+
+    @classmethod
+    def of_messages(cls, pp: int, vpp: int, rank: int) -> "Window":
+        """Return when a pipeline rank sends tokens and begins to receive gradients, see the text above. With virtual
+        stages this is when it encodes and runs the backward pass."""
+        return cls(rank, pp - rank) if vpp == 1 else cls.of(pp, vpp)
 
 
 class Message(enum.IntEnum):

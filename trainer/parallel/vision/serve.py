@@ -84,7 +84,8 @@ class Serving:
         for number, batch in enumerate(batches):
             self.worker.backward_until(number - behind)
             self.worker.retire(number - behind)
-            self.worker.encode_and_send(number, batch.to(self.device), self.owners[number % turns])
+            self.worker.encode(number, batch.to(self.device), self.owners[number % turns])
+            self.worker.send_until(number)
 
 
 def images_of(assignment: Assignment, parallel: ParallelConfig, dp: int) -> RankSlice:

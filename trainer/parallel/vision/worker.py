@@ -3,8 +3,8 @@
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,12 +16,15 @@ from trainer.parallel.vision.exchange import Encode, ExchangeSide, Links, Messag
 from trainer.parallel.vision.main_grads import add_to_main_grad, fuse_gradients
 
 
-class _Open(NamedTuple):
+@dataclass(slots=True)
+class _Open:
     """Image tokens that wait for their gradient."""
 
     number: int  # index of the micro batch
     encoded: torch.Tensor
     owner: int
+    grad: torch.Tensor | None = None  # where it arrives, as soon as it is expected
+    arrival: dist.Work | None = None
 
 
 class VisionWorker(ExchangeSide):
@@ -44,6 +47,7 @@ class VisionWorker(ExchangeSide):
         self._encode, self._owners, self._tp = encode, owners, tp
         self._is_first = tp is None or tp.rank() == 0
         self._open: deque[_Open] = deque()
+        self._unsent: deque[tuple[int, torch.Tensor, int]] = deque()
 
     def prepare(self, device: torch.device) -> None:
         """See `ExchangeSide.prepare`; also moves the copy to the device and opens the connections."""
@@ -76,22 +80,38 @@ class VisionWorker(ExchangeSide):
         if self._tp is not None:
             dist.broadcast(numbers, group=self._tp, group_src=0)
 
-    def encode_and_send(self, number: int, batch: MicroBatch, owner: int) -> None:
-        """Encode this rank's images of a micro batch, and send their tokens to an owner."""
+    def encode(self, number: int, batch: MicroBatch, owner: int) -> None:
+        """Encode this rank's images of a micro batch, for an owner."""
         if batch.encoded_rows:
             encoded = self._encode(batch)
             if self._is_first:
-                self.send(number, encoded.detach(), owner, self._links.to_owner)
+                self._unsent.append((number, encoded.detach(), owner))
             if encoded.requires_grad:
                 self._open.append(_Open(number, encoded, owner))
 
+    def send_until(self, last: float) -> None:
+        """Begin to send the tokens of this rank's images, up to and including those of micro batch `last`."""
+        while self._unsent and self._unsent[0][0] <= last:
+            self.send(*self._unsent.popleft(), self._links.to_owner)
+
+    def expect_until(self, last: float) -> None:
+        """Begin to receive the gradients of this rank's images, up to and including those of micro batch `last`."""
+        for tokens in self._open:
+            if tokens.number <= last and tokens.grad is None:
+                tokens.grad = torch.empty_like(tokens.encoded)
+                if self._is_first:
+                    tokens.arrival = self._links.to_worker.recv([tokens.grad], tokens.owner, 0)
+
     def backward_until(self, last: float) -> None:
         """Run the backward pass of this rank's images, up to and including those of micro batch `last`."""
+        self.expect_until(last)
         while self._open and self._open[0].number <= last:
-            _, encoded, owner = self._open.popleft()
-            grad = torch.empty_like(encoded)
-            self._receive(grad, owner)
-            torch.autograd.backward(encoded, grad)
+            tokens = self._open.popleft()
+            if self._is_first:
+                tokens.arrival.wait()
+            if self._tp is not None:
+                dist.broadcast(tokens.grad, group=self._tp, group_src=0)
+            torch.autograd.backward(tokens.encoded, tokens.grad)
 
     def receive_command(self) -> tuple[Message, int]:
         """Receive the owner's next message and its number."""
@@ -130,13 +150,24 @@ class VisionWorker(ExchangeSide):
 
 
 class PipelineWorker(VisionWorker):
-    """A later pipeline rank, which encodes images in addition to running its layers."""
+    """A later pipeline rank, which encodes images in addition to running its layers.
+
+    Args:
+        window: when this rank encodes, and when it runs the backward pass of its images.
+        messages: when it sends image tokens, and when it begins to receive their gradients, see `Window.of_messages`.
+    """
 
     def __init__(
-        self, encoder: torch.nn.Module, encode: Encode, links: Links, owners: Sequence[int], window: Window
+        self,
+        encoder: torch.nn.Module,
+        encode: Encode,
+        links: Links,
+        owners: Sequence[int],
+        window: Window,
+        messages: Window,
     ) -> None:
         super().__init__(encoder, encode, links, owners)
-        self._window = window
+        self._window, self._messages = window, messages
 
     def encoded(self, batches: Iterator[MicroBatch], count: int) -> Iterator[MicroBatch]:
         """Return `count` micro batches, in order; their images are encoded ahead, as the window allows."""
@@ -144,18 +175,21 @@ class PipelineWorker(VisionWorker):
         coming = enumerate(islice(batches, count))
         waiting: deque[MicroBatch] = deque()
 
-        def encode_next() -> None:
+        def encode_next(forward: int) -> None:
             for number, batch in islice(coming, 1):
-                self.encode_and_send(number, batch, self._owners[0])
+                self.encode(number, batch, self._owners[0])
                 waiting.append(batch)
+            self.send_until(forward + self._messages.ahead)
 
         for _ in range(self._window.ahead):
-            encode_next()
+            encode_next(-1)
 
         def in_order() -> Iterator[MicroBatch]:
             for number in range(count):
+                self.send_until(number + self._messages.ahead)
+                self.expect_until(number - self._messages.behind)
                 self.backward_until(number - self._window.behind)
-                encode_next()
+                encode_next(number)
                 self.retire(number)
                 yield waiting.popleft()
 
