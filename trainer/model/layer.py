@@ -113,6 +113,11 @@ class FeedForward(Part):
         return 0
 
     @property
+    def brief_numbers(self) -> int:
+        """Numbers per token that exist only while the backward of one layer runs, if they are not negligible."""
+        return 0
+
+    @property
     def idle_parameters(self) -> int:
         """Number of the parameters that a token does not use."""
         return 0
@@ -148,6 +153,11 @@ class Layer:
     def divided_by_experts(self) -> int:
         """Number of the parameters that expert-parallel ranks divide."""
         return self.feed_forward.divided_by_experts
+
+    @property
+    def brief_numbers(self) -> int:
+        """See `FeedForward.brief_numbers`."""
+        return self.feed_forward.brief_numbers
 
     @property
     def flops(self) -> LayerFlops:

@@ -337,19 +337,25 @@ class _Process:
         total = tokens * _layer_bytes(decoder.hidden_size, kept, self.size, in_flight, p.tp, is_cut, is_full)
         added = [_adapter_bytes(place, tokens, self.size, p.tp) for place in self._places(rank)]
         total += max(added, default=0) if is_full else in_flight * sum(added)
-        once = [0.0]  # exist one after the other
-        if self.adapters is not None and self.adapters.has_float8_base:
-            once.append(decoder.largest_matrix / p.tp)  # unpacked
-        elif self.adapters is None and "language" not in self.frozen:
-            once += (decoder.layers[number].divided_by_experts / p.ep for number in self._layers(rank))
-        if rank == p.pp - 1:
-            losses = 1 if decoder.mtp is None else 2
-            once.append(losses * min(tokens, LOSS_CHUNK) * decoder.vocab_size / p.tp)
-        total += self.size * max(once)
+        total += self.size * self._brief_numbers(rank, tokens)
         if rank == 0 or p.deals_vision:
             images = self._vision_activations()
             total = total + images if self._vision.has_gradients else max(total, images)
         return total
+
+    def _brief_numbers(self, rank: int, tokens: float) -> float:
+        """Return the numbers that exist for a moment: those of one layer, and the logits. With recomputation of all
+        layers they share memory, because the layers are then no CUDA graphs, which have memory of their own."""
+        decoder, p = self.shape.language, self.parallel
+        layers = [decoder.layers[number] for number in self._layers(rank)]
+        of_layer = tokens * max((layer.brief_numbers for layer in layers), default=0)
+        if self.adapters is not None and self.adapters.has_float8_base:
+            of_layer += decoder.largest_matrix / p.tp  # unpacked
+        elif self.adapters is None and "language" not in self.frozen:
+            of_layer += max((layer.divided_by_experts for layer in layers), default=0) / p.ep
+        losses = (rank == p.pp - 1) * (1 if decoder.mtp is None else 2)
+        logits = losses * min(tokens, LOSS_CHUNK) * decoder.vocab_size / p.tp
+        return max(of_layer, logits) if p.recompute == "full" else of_layer + logits
 
     def _vision_activations(self) -> float:
         p, vision = self.parallel, self._vision

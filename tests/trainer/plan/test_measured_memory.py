@@ -68,8 +68,14 @@ PEAKS = {
     "4b dp2": Peak(129.2, "qwen3_vl_4b", dp=2),
     "30b-a3b 4 layers dp2": Peak(70.4, "qwen3_vl_30b_a3b:4", 4096, dp=2),
     "30b-a3b 4 layers ep2": Peak(65.0, "qwen3_vl_30b_a3b:4", 4096, dp=2, layout={"ep": 2}),
-    # experts_h100_2026-11-26.md
-    "30b-a3b 8 layers lora": Peak(20.2, "qwen3_vl_30b_a3b:8", adapter=OF_EXPERTS),
+    # whole_experts_h200_2026-11-26.md; full training of four layers and of the proxy is 13% to 17% below its peak
+    "30b-a3b 8 layers lora": Peak(18.49, "qwen3_vl_30b_a3b:8", adapter=OF_EXPERTS),
+    "30b-a3b lora": Peak(80.52, "qwen3_vl_30b_a3b", adapter=OF_EXPERTS),
+    "30b-a3b lora recomputed": Peak(48.72, "qwen3_vl_30b_a3b", layout=AGAIN, adapter=OF_EXPERTS),
+    "30b-a3b lora recomputed 16384": Peak(52.49, "qwen3_vl_30b_a3b", 16_384, layout=AGAIN, adapter=OF_EXPERTS),
+    "35b-a3b lora": Peak(92.06, "qwen3_5_35b_a3b", adapter=OF_EXPERTS),
+    "35b-a3b lora recomputed": Peak(59.49, "qwen3_5_35b_a3b", layout=AGAIN, adapter=OF_EXPERTS),
+    "35b-a3b lora recomputed 16384": Peak(61.01, "qwen3_5_35b_a3b", 16_384, layout=AGAIN, adapter=OF_EXPERTS),
 }
 
 

@@ -63,12 +63,16 @@ class Experts(FeedForward):
     def kept_numbers(self, *, selective: bool) -> int:
         """Return the kept numbers per token.
 
-        Per chosen expert: its input row, gate and up, their product, and its output row. The kernels of a GPU keep only
-        gate and up if no expert has an adapter or a float8 base, so the estimate is too high there. The router keeps
-        its probabilities in float32. The shared expert keeps what a dense MLP keeps, see `GatedMLP.kept_numbers`.
+        The kernels of a GPU keep gate and up of each chosen expert, and compute its other numbers again. The router
+        keeps its probabilities in float32. The shared expert keeps what a dense MLP keeps, see
+        `GatedMLP.kept_numbers`.
         """
-        per_expert = 2 * self.hidden_size + 3 * self.intermediate_size
-        return self.top_k * per_expert + 2 * self.num_experts + 3 * self.shared_size
+        return 2 * self.top_k * self.intermediate_size + 2 * self.num_experts + 3 * self.shared_size
+
+    @property
+    def brief_numbers(self) -> int:
+        """Numbers per token that exist only while the layer's backward runs: rows and gradients of chosen experts."""
+        return self.top_k * (2 * self.hidden_size + 4 * self.intermediate_size)
 
     def divided_widths(self) -> dict[str, int]:
         return {"shared_expert_intermediate_size": self.shared_size} if self.shared_size else {}
