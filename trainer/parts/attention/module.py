@@ -17,7 +17,6 @@ from trainer.layers.segments import PackedSegments, Rotation, recomputed
 from trainer.parts.attention.part import Attention
 
 if can_import():
-    from trainer.parts.attention.gate_kernel import gated
     from trainer.parts.attention.qkv_kernel import split_norm_rotate
 
 
@@ -34,7 +33,8 @@ class RotarySelfAttention(SelfAttention):
 
     def prepare(self, hidden_states: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, ...]:
         """Map (T, 1, D) to rotated queries (T, h, d), rotated keys (T, g, d) and values (T, g, d)."""
-        if self._is_fused(hidden_states):
+        is_whole = 2 * rotation.cos.size(-1) == self.hidden_size_per_attention_head
+        if is_whole and kernels_run(hidden_states.device):
             return self._prepare_fused(hidden_states, rotation)
         query, key, value = (x.squeeze(1) for x in self.get_query_key_value_tensors(hidden_states))
         return rotation.rotate(query), rotation.rotate(key), value
@@ -59,24 +59,17 @@ class RotarySelfAttention(SelfAttention):
         """Return no parameter: megatron-core sums the gradients of the norms over the tensor-parallel ranks."""
         return []
 
-    def _is_fused(self, hidden_states: torch.Tensor) -> bool:
-        """Whether one kernel prepares the projection. It does not gather groups that ranks share."""
-        return kernels_run(hidden_states.device) and self.config.num_query_groups >= self.world_size
-
     def _prepare_fused(self, hidden_states: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, ...]:
         """See `prepare`; uses one kernel after the projection."""
-        mixed, _ = self.linear_qkv(hidden_states)
-        groups = self.num_query_groups_per_partition
+        mixed, _ = self.get_query_key_value_tensors(hidden_states, split_qkv=False)
         return split_norm_rotate(
             mixed.reshape(len(mixed), -1),
             *rotation,
-            groups,
-            self.num_attention_heads_per_partition // groups,
+            self.num_query_groups_per_partition,
             self.hidden_size_per_attention_head,
             None if self.q_layernorm is None else self.q_layernorm.weight,
             None if self.k_layernorm is None else self.k_layernorm.weight,
             self.config.layernorm_epsilon,
-            zero_centred=self.config.layernorm_zero_centered_gamma,
         )
 
 
@@ -88,16 +81,13 @@ class GatedSelfAttention(RotarySelfAttention):
 
     def prepare(self, hidden_states: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, ...]:
         """Map (T, 1, D) to rotated queries (T, h, d), rotated keys (T, g, d), values (T, g, d), gates (T, h, d)."""
-        if self._is_fused(hidden_states):
-            return self._prepare_fused(hidden_states, rotation)
         projected = self.get_query_key_value_tensors(hidden_states, output_gate=True)
         query, key, value, gate = (x.squeeze(1) for x in projected)
         return rotation.rotate(query), rotation.rotate(key), value, gate
 
     def attend(self, query, key, value, gate, segments: PackedSegments) -> torch.Tensor:
         """Attend, given the results of `prepare` and the segments; return (T, 1, h * d)."""
-        attended = super().attend(query, key, value, segments)
-        return gated(attended, gate) if kernels_run(gate.device) else attended * gate.sigmoid().flatten(1)[:, None]
+        return super().attend(query, key, value, segments) * gate.sigmoid().flatten(1)[:, None]
 
 
 def spec(part: Attention, modules: BackendSpecProvider) -> ModuleSpec:

@@ -2,7 +2,7 @@
 
 Plain torch moves the values through memory six times forward and seven times backward.
 
-T = tokens or patches, G = groups of heads, R = query heads per group, d = head dim, p = pairs that are rotated.
+T = tokens or patches, G = groups of heads, R = query heads per group, d = head dim.
 """
 
 import torch
@@ -11,230 +11,140 @@ import triton.language as tl
 
 # Programs of the backward pass with norms; each sums the gradient of the norms' weights over its tokens.
 _PROGRAMS = 132 * 8
-_NUMBERS = 4096  # of a projection that a program holds; with 8192 registers spill
 
 
 @triton.jit
-def _rows(G: tl.constexpr, R: tl.constexpr, GATED: tl.constexpr, ROWS_P2: tl.constexpr):
-    """Return the rows of a program's heads: group by group R queries, R gates if there are any, a key, a value."""
+def _tile(R: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, ROWS_P2: tl.constexpr, HALF_P2: tl.constexpr):
+    """Return offsets and masks of one token's heads. A row is a head, group by group: R queries, a key, a value."""
     row = tl.arange(0, ROWS_P2)[:, None]
-    SLOTS: tl.constexpr = R * (1 + GATED) + 2
-    group, slot = row // SLOTS, row % SLOTS
-    inside = row < G * SLOTS
-    is_gate = inside & (slot >= R) & (slot < SLOTS - 2)
-    is_k, is_v = inside & (slot == SLOTS - 2), inside & (slot == SLOTS - 1)
-    head = group * R + slot % R  # of a query or a gate
-    return row, inside, inside & (slot < R), is_gate, is_k, is_v, head, group
-
-
-@triton.jit
-def _load(mixed, q_weight, k_weight, row, column, inside, is_q, CENTRE, D: tl.constexpr, NORM: tl.constexpr):
-    """Return values in float32, and the weights of their norms."""
-    value = tl.load(mixed + row * D + column, mask=inside, other=0.0).to(tl.float32)
-    weight = value
-    if NORM:
-        of_q = tl.load(q_weight + column, mask=column < D, other=0.0).to(tl.float32)
-        of_k = tl.load(k_weight + column, mask=column < D, other=0.0).to(tl.float32)
-        weight = tl.where(is_q, of_q, of_k) + CENTRE
-    return value, weight
-
-
-@triton.jit
-def _store(
-    q, k, v, gate, head, group, column, is_q, is_gate, is_k, is_v, turned, plain, seen,
-    D: tl.constexpr, GATED: tl.constexpr,
-):  # fmt: skip
-    """Write normalised queries and keys, and values and gates as they are."""
-    tl.store(q + head * D + column, turned, mask=is_q & seen)
-    tl.store(k + group * D + column, turned, mask=is_k & seen)
-    tl.store(v + group * D + column, plain, mask=is_v & seen)
-    if GATED:
-        tl.store(gate + head * D + column, plain, mask=is_gate & seen)
-
-
-@triton.jit
-def _gradients(
-    dq, dk, dv, d_gate, head, group, column, is_q, is_gate, is_k, is_v, seen,
-    D: tl.constexpr, GATED: tl.constexpr,
-):  # fmt: skip
-    """Return the gradients of queries and keys, and those of values and gates, in float32."""
-    turned = tl.load(dq + head * D + column, mask=is_q & seen, other=0.0).to(tl.float32)
-    turned += tl.load(dk + group * D + column, mask=is_k & seen, other=0.0).to(tl.float32)
-    plain = tl.load(dv + group * D + column, mask=is_v & seen, other=0.0).to(tl.float32)
-    if GATED:
-        plain += tl.load(d_gate + head * D + column, mask=is_gate & seen, other=0.0).to(tl.float32)
-    return turned, plain
+    col = tl.arange(0, HALF_P2)[None, :]
+    group, slot = row // (R + 2), row % (R + 2)
+    inside = (row < ROWS) & (col < D // 2)
+    is_q, is_k, is_v = inside & (slot < R), inside & (slot == R), inside & (slot == R + 1)
+    at_q = (group * R + slot) * D + col
+    at_kv = group * D + col
+    return row * D + col, col, inside, is_q, is_k, is_v, at_q, at_kv
 
 
 @triton.jit
 def _split_forward(
-    mixed, cos, sin, q_weight, k_weight, q, k, v, gate, eps, CENTRE,
-    G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, GATED: tl.constexpr, NORM: tl.constexpr,
-    SPLIT: tl.constexpr, ROWS_P2: tl.constexpr, PAIRS_P2: tl.constexpr, REST_P2: tl.constexpr,
+    mixed, cos, sin, q_weight, k_weight, q, k, v, eps,
+    G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, ROWS_P2: tl.constexpr, HALF_P2: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
-    row, inside, is_q, is_gate, is_k, is_v, head, group = _rows(G, R, GATED, ROWS_P2)
-    pair = tl.arange(0, PAIRS_P2)[None, :]
-    paired = pair < PAIRS
-    mixed += t * G * (R * (1 + GATED) + 2) * D
+    HALF: tl.constexpr = D // 2
+    at, col, inside, is_q, is_k, is_v, at_q, at_kv = _tile(R, G * (R + 2), D, ROWS_P2, HALF_P2)
+    mixed += t * G * (R + 2) * D
     q += t * G * R * D
-    gate += t * G * R * D
     k += t * G * D
     v += t * G * D
-    x1, w1 = _load(mixed, q_weight, k_weight, row, pair, inside & paired, is_q, CENTRE, D, NORM)
-    x2, w2 = _load(mixed, q_weight, k_weight, row, pair + PAIRS, inside & paired, is_q, CENTRE, D, NORM)
-    c = tl.load(cos + t // SPLIT * PAIRS + pair, mask=paired, other=0.0)
-    s = tl.load(sin + t // SPLIT * PAIRS + pair, mask=paired, other=0.0)
+    x1 = tl.load(mixed + at, mask=inside, other=0.0).to(tl.float32)
+    x2 = tl.load(mixed + at + HALF, mask=inside, other=0.0).to(tl.float32)
+    c = tl.load(cos + t * HALF + col, mask=col < HALF, other=0.0)
+    s = tl.load(sin + t * HALF + col, mask=col < HALF, other=0.0)
     n1, n2 = x1, x2
-    if REST_P2:
-        column = 2 * PAIRS + tl.arange(0, REST_P2)[None, :]
-        seen = column < D
-        x3, w3 = _load(mixed, q_weight, k_weight, row, column, inside & seen, is_q, CENTRE, D, NORM)
-        n3 = x3
     if NORM:
-        squares = tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)
-        if REST_P2:
-            squares += tl.sum(x3 * x3, 1)
-        rstd = tl.rsqrt(squares / D + eps)[:, None]
-        n1, n2 = x1 * rstd * w1, x2 * rstd * w2
-        if REST_P2:
-            n3 = x3 * rstd * w3
+        rstd = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / D + eps)[:, None]
+        w1 = tl.where(is_q, tl.load(q_weight + col, mask=col < HALF), tl.load(k_weight + col, mask=col < HALF))
+        w2 = tl.where(
+            is_q, tl.load(q_weight + HALF + col, mask=col < HALF), tl.load(k_weight + HALF + col, mask=col < HALF)
+        )
+        n1, n2 = x1 * rstd * w1.to(tl.float32), x2 * rstd * w2.to(tl.float32)
     y1, y2 = n1 * c - n2 * s, n2 * c + n1 * s
-    _store(q, k, v, gate, head, group, pair, is_q, is_gate, is_k, is_v, y1, x1, paired, D, GATED)
-    _store(q, k, v, gate, head, group, pair + PAIRS, is_q, is_gate, is_k, is_v, y2, x2, paired, D, GATED)
-    if REST_P2:
-        _store(q, k, v, gate, head, group, column, is_q, is_gate, is_k, is_v, n3, x3, seen, D, GATED)
-
-
-@triton.jit
-def _put_sums(place, column, sums, is_q, is_k, seen, D: tl.constexpr):
-    """Write the sums over the query rows, and D numbers further those over the key rows."""
-    tl.store(place + column, tl.sum(tl.where(is_q, sums, 0.0), 0)[None, :], mask=seen)
-    tl.store(place + D + column, tl.sum(tl.where(is_k, sums, 0.0), 0)[None, :], mask=seen)
+    tl.store(q + at_q, y1, mask=is_q)
+    tl.store(q + at_q + HALF, y2, mask=is_q)
+    tl.store(k + at_kv, y1, mask=is_k)
+    tl.store(k + at_kv + HALF, y2, mask=is_k)
+    tl.store(v + at_kv, x1, mask=is_v)
+    tl.store(v + at_kv + HALF, x2, mask=is_v)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _split_backward(
-    dq, dk, dv, d_gate, mixed, cos, sin, q_weight, k_weight, d_mixed, d_weights, eps, CENTRE, tokens,
-    G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, GATED: tl.constexpr, NORM: tl.constexpr,
-    SPLIT: tl.constexpr, ROWS_P2: tl.constexpr, PAIRS_P2: tl.constexpr, REST_P2: tl.constexpr,
+    dq, dk, dv, mixed, cos, sin, q_weight, k_weight, d_mixed, d_weights, eps, tokens,
+    G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, ROWS_P2: tl.constexpr, HALF_P2: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    WIDTH: tl.constexpr = G * (R * (1 + GATED) + 2) * D
-    row, inside, is_q, is_gate, is_k, is_v, head, group = _rows(G, R, GATED, ROWS_P2)
-    is_plain = is_v | is_gate
-    pair = tl.arange(0, PAIRS_P2)[None, :]
-    paired = pair < PAIRS
-    at = row * D
-    if REST_P2:
-        column = 2 * PAIRS + tl.arange(0, REST_P2)[None, :]
-        seen = column < D
+    HALF: tl.constexpr = D // 2
+    WIDTH: tl.constexpr = G * (R + 2) * D
+    at, col, inside, is_q, is_k, is_v, at_q, at_kv = _tile(R, G * (R + 2), D, ROWS_P2, HALF_P2)
     if NORM:
-        sum1 = tl.zeros((ROWS_P2, PAIRS_P2), tl.float32)
-        sum2 = tl.zeros((ROWS_P2, PAIRS_P2), tl.float32)
-        if REST_P2:
-            sum3 = tl.zeros((ROWS_P2, REST_P2), tl.float32)
-    t = tl.program_id(0).to(tl.int64)
-    for _ in range(tl.program_id(0), tokens, tl.num_programs(0)):
-        of_q, of_kv, of_mixed = t * G * R * D, t * G * D, t * WIDTH
-        q_at, k_at, v_at, gate_at = dq + of_q, dk + of_kv, dv + of_kv, d_gate + of_q
-        g1, p1 = _gradients(
-            q_at, k_at, v_at, gate_at, head, group, pair, is_q, is_gate, is_k, is_v, paired, D, GATED
-        )  # fmt: skip
-        g2, p2 = _gradients(
-            q_at, k_at, v_at, gate_at, head, group, pair + PAIRS, is_q, is_gate, is_k, is_v, paired, D, GATED
-        )  # fmt: skip
-        c = tl.load(cos + t // SPLIT * PAIRS + pair, mask=paired, other=0.0)
-        s = tl.load(sin + t // SPLIT * PAIRS + pair, mask=paired, other=0.0)
+        w1 = tl.where(is_q, tl.load(q_weight + col, mask=col < HALF), tl.load(k_weight + col, mask=col < HALF))
+        w2 = tl.where(
+            is_q, tl.load(q_weight + HALF + col, mask=col < HALF), tl.load(k_weight + HALF + col, mask=col < HALF)
+        )
+        w1, w2 = w1.to(tl.float32), w2.to(tl.float32)
+        sum1 = tl.zeros((ROWS_P2, HALF_P2), tl.float32)
+        sum2 = tl.zeros((ROWS_P2, HALF_P2), tl.float32)
+    for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
+        t = token.to(tl.int64)
+        q_at, kv_at = t * G * R * D + at_q, t * G * D + at_kv
+        g1 = tl.load(dq + q_at, mask=is_q, other=0.0).to(tl.float32)
+        g1 += tl.load(dk + kv_at, mask=is_k, other=0.0).to(tl.float32)
+        g2 = tl.load(dq + q_at + HALF, mask=is_q, other=0.0).to(tl.float32)
+        g2 += tl.load(dk + kv_at + HALF, mask=is_k, other=0.0).to(tl.float32)
+        v1 = tl.load(dv + kv_at, mask=is_v, other=0.0).to(tl.float32)
+        v2 = tl.load(dv + kv_at + HALF, mask=is_v, other=0.0).to(tl.float32)
+        c = tl.load(cos + t * HALF + col, mask=col < HALF, other=0.0)
+        s = tl.load(sin + t * HALF + col, mask=col < HALF, other=0.0)
         n1, n2 = g1 * c + g2 * s, g2 * c - g1 * s
-        if REST_P2:
-            n3, p3 = _gradients(
-                q_at, k_at, v_at, gate_at, head, group, column, is_q, is_gate, is_k, is_v, seen, D, GATED
-            )  # fmt: skip
         if NORM:
-            x = mixed + of_mixed
-            x1, w1 = _load(x, q_weight, k_weight, row, pair, inside & paired, is_q, CENTRE, D, NORM)
-            x2, w2 = _load(x, q_weight, k_weight, row, pair + PAIRS, inside & paired, is_q, CENTRE, D, NORM)
-            squares = tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)
-            if REST_P2:
-                x3, w3 = _load(x, q_weight, k_weight, row, column, inside & seen, is_q, CENTRE, D, NORM)
-                squares += tl.sum(x3 * x3, 1)
-            rstd = tl.rsqrt(squares / D + eps)[:, None]
+            x1 = tl.load(mixed + t * WIDTH + at, mask=inside, other=0.0).to(tl.float32)
+            x2 = tl.load(mixed + t * WIDTH + at + HALF, mask=inside, other=0.0).to(tl.float32)
+            rstd = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / D + eps)[:, None]
             x1 *= rstd
             x2 *= rstd
             sum1 += n1 * x1
             sum2 += n2 * x2
             n1 *= w1
             n2 *= w2
-            products = tl.sum(n1 * x1, 1) + tl.sum(n2 * x2, 1)
-            if REST_P2:
-                x3 *= rstd
-                sum3 += n3 * x3
-                n3 *= w3
-                products += tl.sum(n3 * x3, 1)
-            mean = (products / D)[:, None]
+            mean = ((tl.sum(n1 * x1, 1) + tl.sum(n2 * x2, 1)) / D)[:, None]
             n1, n2 = rstd * (n1 - x1 * mean), rstd * (n2 - x2 * mean)
-            if REST_P2:
-                n3 = rstd * (n3 - x3 * mean)
-        place = d_mixed + of_mixed + at
-        tl.store(place + pair, tl.where(is_plain, p1, n1), mask=inside & paired)
-        tl.store(place + pair + PAIRS, tl.where(is_plain, p2, n2), mask=inside & paired)
-        if REST_P2:
-            tl.store(place + column, tl.where(is_plain, p3, n3), mask=inside & seen)
-        t += tl.num_programs(0)
+        tl.store(d_mixed + t * WIDTH + at, tl.where(is_v, v1, n1), mask=inside)
+        tl.store(d_mixed + t * WIDTH + at + HALF, tl.where(is_v, v2, n2), mask=inside)
     if NORM:
-        place = d_weights + tl.program_id(0) * 2 * D
-        _put_sums(place, pair, sum1, is_q, is_k, paired, D)
-        _put_sums(place, pair + PAIRS, sum2, is_q, is_k, paired, D)
-        if REST_P2:
-            _put_sums(place, column, sum3, is_q, is_k, seen, D)
+        place = d_weights + tl.program_id(0) * 2 * D + tl.arange(0, HALF_P2)
+        seen = tl.arange(0, HALF_P2) < HALF
+        tl.store(place, tl.sum(tl.where(is_q, sum1, 0.0), 0), mask=seen)
+        tl.store(place + HALF, tl.sum(tl.where(is_q, sum2, 0.0), 0), mask=seen)
+        tl.store(place + D, tl.sum(tl.where(is_k, sum1, 0.0), 0), mask=seen)
+        tl.store(place + D + HALF, tl.sum(tl.where(is_k, sum2, 0.0), 0), mask=seen)
 
 
 class _SplitNormRotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, mixed, cos, sin, q_weight, k_weight, eps, centre, heads):
-        groups, per_group, head_dim = heads
-        (tokens, width), pairs = mixed.shape, cos.size(1)
-        gated = width != groups * (per_group + 2) * head_dim
-        rest, of_group = head_dim - 2 * pairs, width // groups // head_dim
-        # The groups of a token follow each other, so that a part of them is like a token of its own.
-        most = _NUMBERS // triton.next_power_of_2(head_dim)
-        splits = [n for n in range(1, groups + 1) if groups % n == 0]
-        split = next((n for n in splits if triton.next_power_of_2(groups // n * of_group) <= most), groups)
+    def forward(ctx, mixed, cos, sin, q_weight, k_weight, eps, heads):
+        groups, head_dim = heads
+        tokens, width = mixed.shape
+        per_group = width // (groups * head_dim) - 2
         ctx.meta = {
-            "G": groups // split,
+            "G": groups,
             "R": per_group,
             "D": head_dim,
-            "PAIRS": pairs,
-            "GATED": gated,
+            "ROWS_P2": triton.next_power_of_2(groups * (per_group + 2)),
+            "HALF_P2": triton.next_power_of_2(head_dim // 2),
             "NORM": q_weight is not None,
-            "SPLIT": split,
-            "ROWS_P2": triton.next_power_of_2(groups // split * of_group),
-            "PAIRS_P2": triton.next_power_of_2(pairs),
-            "REST_P2": triton.next_power_of_2(rest) if rest else 0,
         }
-        ctx.numbers = eps, centre
+        ctx.eps = eps
         q = mixed.new_empty(tokens, groups * per_group, head_dim)
         k, v = (mixed.new_empty(tokens, groups, head_dim) for _ in range(2))
-        gate = torch.empty_like(q) if gated else q.new_empty(0)
-        _split_forward[(tokens * split,)](mixed, cos, sin, q_weight, k_weight, q, k, v, gate, eps, centre, **ctx.meta)
+        _split_forward[(tokens,)](mixed, cos, sin, q_weight, k_weight, q, k, v, eps, **ctx.meta)
         ctx.save_for_backward(cos, sin, *((mixed, q_weight, k_weight) if q_weight is not None else ()))
-        return q, k, v, gate
+        return q, k, v
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(ctx, dq, dk, dv):
         cos, sin, *norm = ctx.saved_tensors
         mixed, q_weight, k_weight = norm or (None, None, None)
-        grads = [x.contiguous() for x in grads]
-        tokens, meta, (q, k, _, gate) = len(cos), ctx.meta, grads
-        parts = tokens * meta["SPLIT"]
-        d_mixed = q.new_empty(tokens, (q.numel() + 2 * k.numel() + gate.numel()) // tokens)
-        programs = min(parts, _PROGRAMS) if norm else parts
-        sums = q.new_empty(programs, 2, meta["D"], dtype=torch.float32) if norm else None
+        tokens, meta = len(dq), ctx.meta
+        d_mixed = dq.new_empty(tokens, meta["G"] * (meta["R"] + 2) * meta["D"])
+        programs = min(tokens, _PROGRAMS) if norm else tokens
+        sums = dq.new_empty(programs, 2, meta["D"], dtype=torch.float32) if norm else None
+        grads = [x.contiguous() for x in (dq, dk, dv)]
         _split_backward[(programs,)](
-            *grads, mixed, cos, sin, q_weight, k_weight, d_mixed, sums, *ctx.numbers, parts, **meta
+            *grads, mixed, cos, sin, q_weight, k_weight, d_mixed, sums, ctx.eps, tokens, **meta
         )
         d_weights = sums.sum(0).to(q_weight.dtype) if norm else (None, None)
-        return d_mixed, None, None, d_weights[0], d_weights[1], None, None, None
+        return d_mixed, None, None, d_weights[0], d_weights[1], None, None
 
 
 def split_norm_rotate(
@@ -242,32 +152,23 @@ def split_norm_rotate(
     cos: torch.Tensor,
     sin: torch.Tensor,
     groups: int,
-    per_group: int,
     head_dim: int,
     q_weight: torch.Tensor | None = None,
     k_weight: torch.Tensor | None = None,
     eps: float = 0.0,
-    *,
-    zero_centred: bool = False,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Split the heads, normalise queries and keys if they have weights, and rotate them.
 
     All is computed in float32 from the read to the write. Only the sizes of the heads are constants of the kernel, so
     new lengths need no compilation.
 
     Args:
-        mixed: (T, G * (R + 2) * d), group by group R queries, a key, a value; or (T, G * (2 R + 2) * d) with R gates
-            after the queries.
-        cos: (T, p) float32; an angle rotates a component with the one p further; the components from 2 p on are not
-            rotated.
-        sin: (T, p) float32.
-        per_group: R.
+        mixed: (T, G * (R + 2) * d), group by group R queries, a key, a value.
+        cos: (T, d / 2) float32; each angle rotates a pair with one component from each half.
+        sin: (T, d / 2) float32.
         q_weight, k_weight: (d,) weights of the norms; None for no norm.
-        zero_centred: whether the norms multiply by 1 + weight.
 
     Returns:
-        Queries (T, G * R, d), keys (T, G, d), values (T, G, d), and the gates (T, G * R, d) if there are any.
+        Queries (T, G * R, d), keys (T, G, d) and values (T, G, d).
     """
-    heads = groups, per_group, head_dim
-    *qkv, gate = _SplitNormRotate.apply(mixed, cos, sin, q_weight, k_weight, eps, float(zero_centred), heads)
-    return (*qkv, gate) if gate.numel() else tuple(qkv)
+    return _SplitNormRotate.apply(mixed, cos, sin, q_weight, k_weight, eps, (groups, head_dim))
