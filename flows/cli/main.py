@@ -29,7 +29,7 @@ from dataset_builders.storage.store import absolute, check_reachable, location, 
 from flows.cli.bench_arguments import add_bench, add_rate, add_set, positive
 from flows.cli.bytecode import keep_bytecode
 from flows.prefect_server.home import prefect_home
-from flows.prefect_server.private_root import make_private_root
+from flows.prefect_server.private_root import make_private_root, remove_unused_root
 from flows.prefect_server.service_record import DEFAULT_ROOT, use_service
 from trainer.contract.names import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED
 
@@ -101,13 +101,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             use_service(args.root)
         if args.command in WRITE and (line := make_private_root(root)):
             _say_error(line, False)
-        if args.command == "run":
-            log_path = _log_to_file(root)
         if args.command in CHECKS:
             _function(CHECKS[args.command])(args)
+        if args.command == "run":
+            log_path = _log_to_file(root)
         return _load(args.command)(args)
     except (InputError, ValidationError) as error:
         _say_error(_one_line(error), args.debug)
+        if args.command in WRITE:
+            remove_unused_root(root)
         return EXIT_INPUT
     except KeyboardInterrupt as error:
         return _stopped(signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
