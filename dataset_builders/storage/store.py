@@ -112,7 +112,7 @@ def absolute(path: StorePath) -> StorePath:
     """Return the path without links and relative parts; a URL is returned unchanged.
 
     Raises:
-        InputError: links form a circle.
+        InputError: links form a circle, or the working directory was deleted.
     """
     if not is_local(path):
         return path
@@ -120,6 +120,8 @@ def absolute(path: StorePath) -> StorePath:
         return path.resolve()
     except RuntimeError as error:  # pathlib's own error for a circle of links
         raise InputError(f"{path} is a symbolic link that leads back to itself; give another directory") from error
+    except FileNotFoundError as error:
+        raise InputError(f"{path} is in a working directory that was deleted; cd to another one") from error
 
 
 def is_local(path: StorePath) -> bool:
