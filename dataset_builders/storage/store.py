@@ -45,8 +45,8 @@ def location(text: str | os.PathLike[str]) -> StorePath:
     """Return the path for a text: a local path, or a URL.
 
     Raises:
-        InputError: no driver for the URL's protocol is installed, the URL contains credentials, or the user of a
-            `~name` does not exist.
+        InputError: the text is empty, no driver for the URL's protocol is installed, the URL contains credentials, or
+            the user of a `~name` does not exist.
     """
     if isinstance(text, UPath | Path):
         return text
@@ -72,6 +72,8 @@ def home_expanded(text: str) -> Path:
     Raises:
         InputError: there is no such user.
     """
+    if not text:
+        raise InputError("the path is empty; give a directory")
     try:
         return Path(text).expanduser()
     except RuntimeError as error:

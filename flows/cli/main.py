@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("PREFECT_HOME", str(prefect_home(args.root)))
     with contextlib.suppress(ValueError):  # raised outside the main thread
         signal.signal(signal.SIGTERM, _sigterm_handler())
-    log_path = None
+    log_path, is_new = None, args.command in WRITE and not os.path.lexists(root)
     try:
         if args.command in SERVED:
             use_service(args.root)
@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _load(args.command)(args)
     except (InputError, ValidationError) as error:
         _say_error(_one_line(error), args.debug)
-        if args.command in WRITE:
+        if is_new:
             remove_unused_root(root)
         return EXIT_INPUT
     except KeyboardInterrupt as error:
@@ -361,7 +361,7 @@ def _one_line(error: Exception) -> str:
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False)[0]
         return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-    return first_line(error)
+    return without_middle(" ".join(str(error).splitlines()), LONGEST_LINE)  # a name in it may have a line break
 
 
 def _say_error(text: str, debug: bool) -> None:

@@ -4,7 +4,7 @@
 """
 
 import contextlib
-import os
+import shutil
 import stat
 import tempfile
 from pathlib import Path
@@ -46,8 +46,7 @@ def make_private_root(root: Path) -> str | None:
 
 
 def remove_unused_root(root: Path) -> None:
-    """Remove the directory of a root that holds only its mark."""
+    """Remove the directory of a new root that holds no file except its mark."""
     with contextlib.suppress(OSError):
-        if os.listdir(root) == [ROOT_MARK]:
-            (root / ROOT_MARK).unlink()
-            root.rmdir()
+        if all(path.is_dir() or path.name == ROOT_MARK for path in root.rglob("*")):
+            shutil.rmtree(root)

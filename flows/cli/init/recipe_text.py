@@ -16,7 +16,7 @@ def recipe_text(name: str, data: str, trial: Trial, choice: Choice) -> str:
     reading = trial.reading
     splits = "the source says which rows are held out; of the others this share" if trial.splits else "share of images"
     lines = [
-        f"# Written by `athanor init {data}`: {reading.why}.",
+        f"# Written by `athanor init {' '.join(data.split())}`: {' '.join(reading.why.split())}.",
         "# `athanor plan` prints what a run will do and what it needs; `athanor run` does it.",
         f"name: {name}  # of the MLflow experiment and the registered model, after athanor-",
         "",

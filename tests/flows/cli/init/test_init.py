@@ -220,3 +220,13 @@ def test_a_dataset_of_the_hub_is_looked_at_by_its_first_file(tmp_path):
     assert config.data == "me/squares" and config.convert.heldout_files == ("zz-test.parquet",)
     assert fetched == ["train-00000-of-00001.parquet"]
     assert "of the hub's 2 files of rows only train-00000-of-00001.parquet was downloaded" in done.stdout
+
+
+def test_a_directory_of_any_name_becomes_a_recipe_that_is_yaml(tmp_path, capsys, monkeypatch):
+    data = tmp_path / "a 'b\": \n# c" / "sets"
+    csv_paths(data, draw_rows(1, 40))
+    monkeypatch.chdir(data)
+    status, _, err = init(tmp_path, capsys, ".")
+    assert status == 0, err
+    config = load_recipe(str(tmp_path / "my.yaml")).config
+    assert (config.data, config.name) == (str(data), "sets")
