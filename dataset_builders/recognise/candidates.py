@@ -14,7 +14,7 @@ from dataset_builders.readers.image_refs import IMAGE_SUFFIXES
 from dataset_builders.readers.row_files import subset_files
 from dataset_builders.recognise.columns import CLASSIFY, DESCRIBE, HELDOUT, TRAIN, find_columns, split_names
 from dataset_builders.recognise.members import tar_options
-from dataset_builders.recognise.peek import ROW_SUFFIXES, TAR_SUFFIX, peek_groups, peek_rows
+from dataset_builders.recognise.peek import ROW_SUFFIXES, TAR_SUFFIX, peek_classes, peek_groups, peek_rows
 from dataset_builders.recognise.reading import Reading
 from dataset_builders.storage.store import StorePath
 
@@ -107,6 +107,8 @@ def _row_readings(source: StorePath, files: Sequence[SourceFile], problems: list
             continue
         try:
             reading = _of_rows(peek_rows(members[0]), members[0].name)
+            if isinstance(reading, Reading) and reading.options.get("answer") in peek_classes(members[0]):
+                reading.options["class_names"] = True
         except InputError as error:
             reading = str(error)
         if isinstance(reading, str):

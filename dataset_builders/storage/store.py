@@ -70,7 +70,7 @@ def home_expanded(text: str) -> Path:
     """Return a local path with `~` or `~name` replaced by the user's home.
 
     Raises:
-        InputError: there is no such user.
+        InputError: the text is empty, or there is no such user.
     """
     if not text:
         raise InputError("the path is empty; give a directory")
