@@ -38,6 +38,9 @@ class SourceFile:
     stored: str = ""
 
 
+ROOT_MARK = ".athanor-root"  # a file of each directory into which athanor writes; it holds no raw data
+
+
 def list_files(source: StorePath, patterns: Sequence[str]) -> list[SourceFile]:
     """Return the files below the source that match a pattern, in natural order of their names. The source is walked
     once.
@@ -52,6 +55,8 @@ def list_files(source: StorePath, patterns: Sequence[str]) -> list[SourceFile]:
         return [SourceFile(source, source.name, stored)]
     if is_local(source) and not source.is_dir():
         raise InputError(f"raw data {source} does not exist; give a directory, a file, a URL or a hub name")
+    if is_local(source) and (source / ROOT_MARK).exists():
+        raise InputError(f"raw data {source} is the --root of athanor; give the data, or another --root")
     globs = [re.compile(glob_translate(pattern)) for pattern in patterns]
     files = [f for top in _tops(patterns) for f in _walk(source, top) if any(glob.match(f.name) for glob in globs)]
     if is_local(source):
@@ -111,17 +116,18 @@ def _walk(source: StorePath, top: str) -> Iterator[SourceFile]:
 
 
 def _walk_disk(source: Path, top: Path) -> Iterator[SourceFile]:
-    """Yield every file below a directory. Links are followed, except links to a parent directory."""
+    """Yield every file below a directory that is in no root of athanor. Links are followed, except to a parent."""
     for parent, directories, names in os.walk(top, followlinks=True):
-        directories[:] = [d for d in directories if not d.startswith(".") and not _is_loop(Path(parent), d)]
+        directories[:] = [d for d in directories if not d.startswith(".") and not _is_left_out(Path(parent, d))]
         below = Path(parent).relative_to(source)
         files = [n for n in names if not n.startswith(".") and Path(parent, n).is_file()]
         yield from (SourceFile(Path(parent, name), (below / name).as_posix()) for name in files)
 
 
-def _is_loop(parent: Path, name: str) -> bool:
-    link = parent / name
-    return link.is_symlink() and parent.resolve().is_relative_to(link.resolve())
+def _is_left_out(directory: Path) -> bool:
+    """Whether a directory is a root of athanor, or a link to one of its parents."""
+    is_loop = directory.is_symlink() and directory.parent.resolve().is_relative_to(directory.resolve())
+    return is_loop or (directory / ROOT_MARK).exists()
 
 
 def _stored(info: dict) -> str:

@@ -1,12 +1,15 @@
 """The interface of a builder: it cuts a source into parts, for parallel reading, and yields a part's samples."""
 
+import dataclasses
 import re
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 from dataset_builders.contracts.sample import Sample, Split
 from dataset_builders.contracts.strict import StrictModel
+from dataset_builders.errors import InputError
 from dataset_builders.storage.store import StorePath
 
 
@@ -96,6 +99,35 @@ class Builder:
     iter_part: Callable[[Part, Any, Container[int] | None], Iterator[Sample | SkippedRow]]
     has_splits: bool = False
     images_are_rows: bool = False
+
+
+def parts_of(
+    builder: Builder, source: StorePath, subsets: Sequence[str], options: Any, heldout_files: Sequence[str] = ()
+) -> list[Part]:
+    """Return the parts of a source, in order.
+
+    Args:
+        heldout_files: globs of the names of files, relative to the source, whose rows are held out; all other rows are
+            then train. Empty: the builder decides.
+
+    Raises:
+        InputError: see `Builder.list_parts`; a glob fits no file; or the builder itself holds out rows.
+    """
+    parts = builder.list_parts(source, subsets, options)
+    for glob in heldout_files:
+        if not any(fnmatchcase(part.name, glob) for part in parts):
+            raise InputError(
+                f"heldout_files: no file of rows in {source} is named {glob!r}; give a glob like data/test-*"
+            )
+    if not heldout_files:
+        return parts
+    if any(part.split is not None or part.files for part in parts):
+        raise InputError(
+            f"heldout_files={list(heldout_files)}: the builder's options say which rows of {source} are held out; set "
+            "options.heldout_splits, and leave out heldout_files"
+        )
+    held = [any(fnmatchcase(part.name, glob) for glob in heldout_files) for part in parts]
+    return [dataclasses.replace(part, split="heldout" if is_held else "train") for part, is_held in zip(parts, held)]
 
 
 def natural_order(text: str) -> list[tuple[int, int | str]]:

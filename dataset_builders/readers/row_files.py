@@ -61,7 +61,9 @@ def subset_files(
         files_of.setdefault(subset, []).append(file)
     if not files_of:
         globs = " or ".join(f"*{suffix}" for suffix in suffixes)
-        raise InputError(f"raw data {source} holds neither {globs} nor folders of them")
+        deep = list_files(source, [f"**/*{suffix}" for suffix in suffixes])
+        way_out = f"; {deep[0].name} lies too deep: give the folder above its own as the data" if deep else ""
+        raise InputError(f"raw data {source} holds neither {globs} nor folders of them{way_out}")
     return choose_subsets(source, subsets, files_of)
 
 

@@ -8,6 +8,7 @@ A span of a part counts row groups or record batches.
 """
 
 import contextlib
+import json
 from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -81,6 +82,20 @@ def table_facts(paths: Sequence[StorePath]) -> list[TableFacts]:
     """
     with ThreadPoolExecutor(_OPENERS) as pool:
         return list(pool.map(_facts, paths))
+
+
+def class_names(path: StorePath) -> dict[str, list[str]]:
+    """Return column -> the names of its classes, which the library datasets writes into a file's schema.
+
+    Raises:
+        InputError: see `table_facts`.
+    """
+    (facts,) = table_facts([path])
+    try:
+        features = json.loads((facts.schema.metadata or {})[b"huggingface"])["info"]["features"]
+        return {name: each["names"] for name, each in features.items() if each.get("_type") == "ClassLabel"}
+    except (AttributeError, KeyError, TypeError, ValueError):  # no such metadata
+        return {}
 
 
 def iter_table_rows(

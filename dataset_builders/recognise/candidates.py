@@ -1,7 +1,10 @@
 """The candidate readings of a source, from the names of its files and the beginnings of some files."""
 
+import glob
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -9,9 +12,9 @@ from dataset_builders.errors import InputError
 from dataset_builders.readers.file_patterns import SourceFile, list_files
 from dataset_builders.readers.image_refs import IMAGE_SUFFIXES
 from dataset_builders.readers.row_files import subset_files
-from dataset_builders.recognise.columns import CLASSIFY, DESCRIBE, find_columns
+from dataset_builders.recognise.columns import CLASSIFY, DESCRIBE, HELDOUT, TRAIN, find_columns, split_names
 from dataset_builders.recognise.members import tar_options
-from dataset_builders.recognise.peek import ROW_SUFFIXES, TAR_SUFFIX, peek_groups, peek_rows
+from dataset_builders.recognise.peek import ROW_SUFFIXES, TAR_SUFFIX, peek_classes, peek_groups, peek_rows
 from dataset_builders.recognise.reading import Reading
 from dataset_builders.storage.store import StorePath
 
@@ -19,6 +22,7 @@ CAPTION_SUFFIXES = ("txt", "caption")
 # Metadata files of tools: of the library datasets, of the hub, of Kaggle.
 _NO_ROWS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "dataset-metadata.json")
 _MOST_DIRS = 200
+_NO_CLASSES = {*TRAIN, *HELDOUT, "images", "image", "imgs", "img", "pictures", "photos", "data"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +34,7 @@ class Survey:
         problems: one line for each file that was ignored, with the reason.
         rows: names of the files that may hold rows, including tars.
         images: names of the image files, in natural order.
-        others: names of all other files, which no builder reads.
+        others: names of all other files, which no builder reads, and of files of rows that lie too deep.
     """
 
     readings: list[Reading]
@@ -61,15 +65,38 @@ def survey(source: StorePath) -> Survey:
     texts = [file.name for file in files if _suffix(file.name) in CAPTION_SUFFIXES]
     found.readings.extend(_image_readings(images, texts))
     read = {*images, *(texts if any(r.options.get("answer") == "text_file" for r in found.readings) else ())}
-    found.others.extend(file.name for file in files if file.name not in {*read, *rows})
+    near = {name for name in rows if name.count("/") <= 1}
+    found.others.extend(file.name for file in files if file.name not in {*read, *near})
     return found
+
+
+def heldout_globs(names: Sequence[str]) -> tuple[str, ...]:
+    """Return globs of the files that are named like a held-out split; none if all files are, or none is.
+
+    A running number is `*` in a glob: data/test-*-of-*.parquet.
+    """
+    is_held = {name: _is_held(name) for name in names}
+    if len(set(is_held.values())) < 2:
+        return ()
+    escaped = {glob.escape(name): re.sub(r"\d+", "*", glob.escape(name)) for name in names if is_held[name]}
+    is_wide = any(fnmatchcase(name, pattern) for name in names if not is_held[name] for pattern in escaped.values())
+    return tuple(dict.fromkeys(escaped if is_wide else escaped.values()))
+
+
+def _is_held(name: str) -> bool:
+    words = _words(name.rpartition(".")[0])
+    return not words.isdisjoint(HELDOUT) and words.isdisjoint(TRAIN)
+
+
+def _words(name: str) -> set[str]:
+    return set(re.split("[^a-z]+", name.lower())) - {""}
 
 
 def _row_readings(source: StorePath, files: Sequence[SourceFile], problems: list[str]) -> Iterator[Reading]:
     """Yield a reading for each kind of rows; subsets whose first files have the same kind are read together."""
     if not any(file.name.endswith(ROW_SUFFIXES) for file in files):
         return
-    kinds: dict[tuple, tuple[Reading, list[str]]] = {}
+    kinds: dict[tuple, tuple[Reading, dict[str, list[str]]]] = {}  # the names of the files of each subset
     names = {file.name for file in files}
     chosen = [
         (subset, [file for file in members if file.name in names])
@@ -80,26 +107,20 @@ def _row_readings(source: StorePath, files: Sequence[SourceFile], problems: list
             continue
         try:
             reading = _of_rows(peek_rows(members[0]), members[0].name)
+            if isinstance(reading, Reading) and reading.options.get("answer") in peek_classes(members[0]):
+                reading.options["class_names"] = True
         except InputError as error:
             reading = str(error)
         if isinstance(reading, str):
             problems.append(reading)
             continue
         kind = (reading.builder, str(reading.options))
-        kinds.setdefault(kind, (reading, []))[1].append(subset)
+        kinds.setdefault(kind, (reading, {}))[1][subset] = [file.name for file in members]
     everything = len(kinds) == 1 and len(next(iter(kinds.values()))[1]) == len(chosen)
     for reading, subsets in kinds.values():
-        yield (
-            reading
-            if everything
-            else Reading(
-                builder=reading.builder,
-                options=reading.options,
-                subsets=tuple(subsets),
-                why=reading.why,
-                unused=reading.unused,
-            )
-        )
+        decides = reading.builder == "cord_v2" or "split" in reading.options
+        heldout = () if decides else heldout_globs([name for names in subsets.values() for name in names])
+        yield replace(reading, subsets=() if everything else tuple(subsets), heldout_files=heldout)
 
 
 def _of_rows(rows: Sequence[Mapping[str, Any]], name: str) -> Reading | str:
@@ -144,20 +165,24 @@ def _tar_readings(files: Sequence[SourceFile], problems: list[str]) -> Iterator[
         problems.append(f"{tars[0].name}: {options}")
     else:
         where = options.get("messages") or f"question {options['question']}, answer {options['answer']}"
-        yield Reading(builder="webdataset_tars", options=options, why=f"{tars[0].name}: {where}", tier=1)
+        heldout = heldout_globs([tar.name for tar in tars])
+        why = f"{tars[0].name}: {where}"
+        yield Reading(builder="webdataset_tars", options=options, why=why, heldout_files=heldout, tier=1)
 
 
 def _image_readings(images: Sequence[str], texts: Sequence[str]) -> Iterator[Reading]:
     stems = {_stem(name) for name in images}
+    splits = split_names(dict.fromkeys(name.partition("/")[0] for name in images if "/" in name))
     for suffix in CAPTION_SUFFIXES:
         paired = sum(_stem(name) in stems for name in texts if _suffix(name) == suffix)
         if paired >= 2:
-            options = {"answer": "text_file", "question": DESCRIBE} | ({} if suffix == "txt" else {"suffix": suffix})
+            options = {"answer": "text_file", "question": DESCRIBE, **splits}
+            options |= {} if suffix == "txt" else {"suffix": suffix}
             why = f"{paired} of {len(images)} images have a .{suffix} file of the same name beside them"
             yield Reading(builder="image_folder", options=options, why=why, tier=2)
     folders = {PurePosixPath(name).parent.name for name in images}
-    if len(folders - {""}) >= 2:
-        options = {"answer": "folder_name", "question": CLASSIFY}
+    if len(folders - {""}) >= 2 and not all(_words(folder) <= _NO_CLASSES for folder in folders):
+        options = {"answer": "folder_name", "question": CLASSIFY, **splits}
         why = f"images in {len(folders)} folders, whose names are taken as answers"
         yield Reading(builder="image_folder", options=options, why=why, tier=3)
 

@@ -20,7 +20,7 @@ _TRANSCRIPTS = ("transcription", "transcript", "ocr", "latex", "formula", "latex
 _LABELS = ("label", "class", "category", "class_name", "species", "tag")
 _SYSTEMS = ("system", "system_prompt")
 _SPLITS = ("split", "subset", "partition", "part", "set")
-_TRAIN, _HELDOUT = ("train", "training"), ("validation", "valid", "val", "test", "testing", "dev", "eval")
+TRAIN, HELDOUT = ("train", "training"), ("validation", "valid", "val", "test", "testing", "dev", "eval")
 _NO_ANSWERS = ("id", "key", "index", "url", "source", "license", "width", "height")
 _MAX_RUNS = 8  # most runs of equal values that a split column may have in the first rows
 
@@ -55,22 +55,26 @@ def find_columns(rows: Sequence[Mapping[str, Any]]) -> Columns | str:
     texts = [name for name in names if name not in images and _is_text(values[name])]
     image = _first_of(_IMAGES, images) or (images[0] if images else None)
     answer, question = _answer_and_question(texts, values)
+    extra = _first_of(("input",), texts) if question and _normalized(question) == "instruction" else None
     if answer is None:
         return f"no column looks like an answer among: {', '.join(names)}"
     if question is None and image is None:
         return f"no column looks like a question, and none holds images, among: {', '.join(names)}"
     fallback = _question_for(answer)
     options: dict[str, Any] = {"image": image, "question": question or f"<image>{fallback}", "answer": answer}
+    if extra:
+        options["question"] = f"{{{question}}}\n{{{extra}}}"
     if any(isinstance(value, list) and len(value) > 1 for value in values[answer]):
         options["references"] = answer
     if (system := _first_of(_SYSTEMS, texts)) is not None and system not in (question, answer):
         options["system"] = system
     if (split := _first_of(_SPLITS, texts)) is not None and _is_split(values[split]):
-        options |= _splits(split, values[split])
+        options |= {"split": split, **split_names(values[split])}
     if image is not None and any(row.get(image) in (None, "") for row in rows):
         options["null_image"] = "absent"
-    used = {options.get(name) for name in ("image", "question", "answer", "system", "split")}
-    question_text = f"column {question!r} is the question" if question else f"each question is {fallback!r}"
+    used = {image, question, extra, answer, options.get("system"), options.get("split")}
+    with_extra = f" with {extra!r}" if extra else ""
+    question_text = f"column {question!r}{with_extra} is the question" if question else f"each question is {fallback!r}"
     image_text = f"column {image!r} is the image" if image else "there is no image"
     why = f"{image_text}, {question_text}, column {answer!r} is the answer"
     return Columns(options, why, tuple(name for name in names if name not in used))
@@ -93,11 +97,12 @@ def _question_for(answer: str) -> str:
     return READ if _normalized(answer) in _TRANSCRIPTS else DESCRIBE
 
 
-def _splits(name: str, values: Iterable[Any]) -> dict[str, Any]:
+def split_names(values: Iterable[Any]) -> dict[str, Any]:
+    """Return the options train_splits and heldout_splits for the values that name splits, where defaults do not do."""
     names = dict.fromkeys(str(value) for value in values)
-    train = [value for value in names if value.lower() in _TRAIN]
-    heldout = [value for value in names if value.lower() in _HELDOUT]
-    options: dict[str, Any] = {"split": name}
+    train = [value for value in names if value.lower() in TRAIN]
+    heldout = [value for value in names if value.lower() in HELDOUT]
+    options: dict[str, Any] = {}
     if set(train) - {"train"}:
         options["train_splits"] = train
     if set(heldout) - {"validation", "test"}:
@@ -108,7 +113,7 @@ def _splits(name: str, values: Iterable[Any]) -> dict[str, Any]:
 def _is_split(values: Sequence[Any]) -> bool:
     words = [str(value).lower() for value in values]
     runs = 1 + sum(a != b for a, b in pairwise(words))
-    return bool(words) and set(words) <= {*_TRAIN, *_HELDOUT} and runs <= _MAX_RUNS
+    return bool(words) and set(words) <= {*TRAIN, *HELDOUT} and runs <= _MAX_RUNS
 
 
 def _first_of(wanted: Sequence[str], names: Iterable[str]) -> str | None:

@@ -13,6 +13,7 @@ _IMAGES = (
     "a text file with its caption beside each image (1.jpg and 1.txt), a folder for each class (cat/1.jpg, dog/2.jpg), "
     "or captions.csv with a first line `image,caption` and rows like `1.jpg,Two cats.`"
 )
+_PACKED = (".gz", ".tgz", ".zst", ".bz2", ".xz", ".zip", ".7z", ".rar")
 _TAR = 'members 1.jpg with 1.txt, or with 1.json as {"question": "How many cats are there?", "answer": "two"}'
 
 
@@ -21,7 +22,7 @@ def nearest_layout(source: StorePath, found: Recognised) -> str:
     why = _why(found).removeprefix(f"{source.name}: ")  # a single file names itself
     names = found.survey.rows
     if any(name.endswith(JSON_SUFFIXES) for name in names):
-        layout = f"JSON lines like {_JSON}"
+        layout = f"JSON lines like {_JSON} (docs/data-formats.md joins the files of COCO and VQAv2 to them)"
     elif any(name.endswith(CSV_SUFFIXES) for name in names):
         layout = _DELIMITED
     elif any(name.endswith(TABLE_SUFFIXES) for name in names):
@@ -40,6 +41,9 @@ def _why(found: Recognised) -> str:
         if trial.reasons:
             reason, number = trial.reasons.most_common(1)[0]
             return f"{number} of {trial.tried} rows are {reason} as {trial.reading.builder}, {trial.details[reason]}"
+    packed = [name for name in found.survey.others if name.endswith(_PACKED)]
+    if packed and not found.survey.rows:
+        return f"{packed[0]} is compressed or packed; unpack it"
     if found.survey.problems:
         return found.survey.problems[0]
     if found.survey.images:

@@ -12,6 +12,7 @@ from dataset_builders.readers.json_lines import JSON_SUFFIXES, MAX_ROW_BYTES, it
 from dataset_builders.readers.parts import SkippedRow
 from dataset_builders.readers.table_files import (
     ARROW_SUFFIXES,
+    class_names,
     iter_table_rows,
     list_table_parts,
     table_facts,
@@ -48,6 +49,11 @@ def peek_rows(file: SourceFile) -> list[Mapping[str, Any]]:
     return [
         {name: _value(record, name) for name in names} for _, record in iter_table_rows(parts[0], names, range(_ROWS))
     ]
+
+
+def peek_classes(file: SourceFile) -> dict[str, list[str]]:
+    """Return column -> the names of its classes; only tables have them."""
+    return class_names(file.path) if file.name.endswith(TABLE_SUFFIXES) else {}
 
 
 def peek_groups(file: SourceFile) -> list[dict[str, bytes]]:

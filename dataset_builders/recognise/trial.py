@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from dataset_builders.contracts.sample import Sample, SkipSample
 from dataset_builders.errors import InputError
 from dataset_builders.pictures.images import ImageLimits, check_image
-from dataset_builders.readers.parts import Part, SkippedRow
+from dataset_builders.readers.parts import Part, SkippedRow, parts_of
 from dataset_builders.recognise.reading import Reading
 from dataset_builders.sources.registry import get_builder
 from dataset_builders.storage.store import StorePath
@@ -33,6 +33,7 @@ class Trial:
         refused: why the builder refuses the source; empty if it reads it.
         subsets: subset -> number of rows.
         splits: whether the source specifies which rows are held out.
+        heldout: number of rows that the source itself holds out.
     """
 
     reading: Reading
@@ -46,6 +47,7 @@ class Trial:
     refused: str = ""
     subsets: Counter[str] = field(default_factory=Counter)
     splits: bool = False
+    heldout: int = 0
 
     @property
     def usable(self) -> float:
@@ -63,9 +65,10 @@ def try_reading(source: StorePath, reading: Reading, limit: int = MAX_ROWS, limi
     digests: set[str] = set()
     try:
         options = builder.options.model_validate(reading.options)
-        parts = builder.list_parts(source, reading.subsets, options)
+        parts = parts_of(builder, source, reading.subsets, options, reading.heldout_files)
         trial.rows = sum(part.num_rows for part in parts)
         trial.splits = any(part.split is not None for part in parts)
+        trial.heldout = sum(part.num_rows for part in parts if part.split == "heldout")
         for part in parts:
             trial.subsets[part.subset] += part.num_rows
         for item in _rows(parts, reading, options, limit):

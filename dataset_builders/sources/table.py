@@ -49,6 +49,7 @@ from dataset_builders.readers.parts import Builder, Part, SkippedRow
 from dataset_builders.readers.row_files import number_on, subset_files, subset_patterns
 from dataset_builders.readers.table_files import (
     ARROW_SUFFIXES,
+    class_names,
     image_bytes,
     is_bytes,
     is_text,
@@ -70,6 +71,8 @@ _MARK = re.compile(r"\{([^{}]*)\}")
 
 class TableOptions(ImageRefOptions):
     """The roles of the columns, and how they are read."""
+
+    later_fields = ("class_names",)
 
     image: str | tuple[str, ...] | None = Field(
         description="the column of the image or images, several columns in order, or null for only text"
@@ -97,6 +100,9 @@ class TableOptions(ImageRefOptions):
     train_splits: tuple[str, ...] = Field(default=("train",), description="values of the split column to train on")
     heldout_splits: tuple[str, ...] = Field(
         default=("validation", "test"), description="values of the split column that are held out"
+    )
+    class_names: bool = Field(
+        default=False, description="whether a class number is replaced by the name in the file's schema (ClassLabel)"
     )
 
 
@@ -127,9 +133,13 @@ def iter_part(part: Part, options: TableOptions, rows: Container[int] | None = N
         InputError: the file cannot be read to its end.
     """
     reader = ImageReader(part, options.image_root)
+    is_table = not part.name.endswith(TEXT_SUFFIXES)
+    names = class_names(part.path) if options.class_names and is_table else {}
     for row, record in _iter_rows(part, _columns(options), options, rows):
         key = part.key(row)
         try:
+            if names and not isinstance(record, SkippedRow):
+                record = {column: _named(value_of(record, column), names.get(column)) for column in _columns(options)}
             yield record if isinstance(record, SkippedRow) else _sample(key, record, reader, options)
         except SkipSample as skip:
             yield SkippedRow(key, skip.reason, skip.detail)
@@ -354,6 +364,15 @@ def _value(record: Record, column: str) -> object:
     if column not in record:
         raise SkipSample("schema_error", f"the row has no field {column!r}{nearest(column, record)}")
     return record[column]
+
+
+def _named(value: object, names: Sequence[str] | None) -> object:
+    """Return the name of a class number of a column of classes; any other value is returned unchanged."""
+    if names is None or not isinstance(value, int):
+        return value
+    if not 0 <= value < len(names):
+        raise SkipSample("schema_error", f"{value} is no number of the {len(names)} classes")
+    return names[value]
 
 
 def _text(value: object, column: str) -> str:

@@ -45,8 +45,8 @@ def location(text: str | os.PathLike[str]) -> StorePath:
     """Return the path for a text: a local path, or a URL.
 
     Raises:
-        InputError: no driver for the URL's protocol is installed, the URL contains credentials, or the user of a
-            `~name` does not exist.
+        InputError: the text is empty, no driver for the URL's protocol is installed, the URL contains credentials, or
+            the user of a `~name` does not exist.
     """
     if isinstance(text, UPath | Path):
         return text
@@ -70,8 +70,10 @@ def home_expanded(text: str) -> Path:
     """Return a local path with `~` or `~name` replaced by the user's home.
 
     Raises:
-        InputError: there is no such user.
+        InputError: the text is empty, or there is no such user.
     """
+    if not text:
+        raise InputError("the path is empty; give a directory")
     try:
         return Path(text).expanduser()
     except RuntimeError as error:
@@ -112,7 +114,7 @@ def absolute(path: StorePath) -> StorePath:
     """Return the path without links and relative parts; a URL is returned unchanged.
 
     Raises:
-        InputError: links form a circle.
+        InputError: links form a circle, or the working directory was deleted.
     """
     if not is_local(path):
         return path
@@ -120,6 +122,8 @@ def absolute(path: StorePath) -> StorePath:
         return path.resolve()
     except RuntimeError as error:  # pathlib's own error for a circle of links
         raise InputError(f"{path} is a symbolic link that leads back to itself; give another directory") from error
+    except FileNotFoundError as error:
+        raise InputError(f"{path} is in a working directory that was deleted; cd to another one") from error
 
 
 def is_local(path: StorePath) -> bool:

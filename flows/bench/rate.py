@@ -7,6 +7,7 @@ tools can stand below each other.
 import argparse
 import importlib.metadata
 import os
+import re
 import shlex
 import sys
 import tempfile
@@ -131,8 +132,18 @@ def check_settings(subject: Subject, config: RateConfig, gpus: int) -> None:
     """Check that the training can run on so many processes of this machine.
 
     Raises:
-        InputError: it cannot.
+        InputError: it cannot. The message has the keys of `--set`, and not those of a recipe.
     """
+    try:
+        _check_settings(subject, config, gpus)
+    except InputError as error:
+        recipe_keys = (
+            r"\b(train\.optim\.(?=moments)|train\.(?=precision|adapter|global)|execution\.(?=parallel|modules))"
+        )
+        raise InputError(re.sub(recipe_keys, "", str(error))) from error
+
+
+def _check_settings(subject: Subject, config: RateConfig, gpus: int) -> None:
     train, parallel = config.train, config.parallel
     check_precision(config.precision, config.modules, this_host())
     check_training(train, parallel, subject.family)

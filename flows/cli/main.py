@@ -29,7 +29,7 @@ from dataset_builders.storage.store import absolute, check_reachable, location, 
 from flows.cli.bench_arguments import add_bench, add_rate, add_set, positive
 from flows.cli.bytecode import keep_bytecode
 from flows.prefect_server.home import prefect_home
-from flows.prefect_server.private_root import make_private_root
+from flows.prefect_server.private_root import make_private_root, remove_unused_root
 from flows.prefect_server.service_record import DEFAULT_ROOT, use_service
 from trainer.contract.names import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED
 
@@ -82,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         the exit status: 0 success, 1 failed, 2 wrong input, 75 stopped and saved, 128 + the number of a signal.
     """
+    _keep_streams()
     keep_bytecode()
     args = make_parser().parse_args(argv)
     try:
@@ -95,19 +96,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("PREFECT_HOME", str(prefect_home(args.root)))
     with contextlib.suppress(ValueError):  # raised outside the main thread
         signal.signal(signal.SIGTERM, _sigterm_handler())
-    log_path = None
+    log_path, is_new = None, args.command in WRITE and not os.path.lexists(root)
     try:
         if args.command in SERVED:
             use_service(args.root)
         if args.command in WRITE and (line := make_private_root(root)):
             _say_error(line, False)
-        if args.command == "run":
-            log_path = _log_to_file(root)
         if args.command in CHECKS:
             _function(CHECKS[args.command])(args)
+        if args.command == "run":
+            log_path = _log_to_file(root)
         return _load(args.command)(args)
     except (InputError, ValidationError) as error:
         _say_error(_one_line(error), args.debug)
+        if is_new:
+            remove_unused_root(root)
         return EXIT_INPUT
     except KeyboardInterrupt as error:
         return _stopped(signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
@@ -133,6 +136,16 @@ class _Version(argparse.Action):
         metadata = importlib.import_module("importlib.metadata")
         print(f"athanor {metadata.version('athanor-vlm')}")
         parser.exit()
+
+
+def _keep_streams() -> None:
+    """Open the null device for each standard stream that is closed. Otherwise the next file would get its number, and
+    libraries would write their messages into that file."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+    os.close(number)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8")
+    sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -330,15 +343,16 @@ def _why(error: Exception, root: Path, log_path: Path | None) -> tuple[int, str]
     # On a full disk, Prefect's database or the trainer may fail first, with an error that does not mention the disk.
     free = shutil.disk_usage(root).free if root.exists() else _SPACE_LEFT
     if free < _SPACE_LEFT or os.strerror(errno.ENOSPC) in str(error):
+        full = f"the disk of --root {root} is full" if free < _SPACE_LEFT else "a disk is full, and not that of --root"
         room = "make room, and the same command resumes from the finished work"
-        return (
-            EXIT_FAILED,
-            f"the disk of --root {root} is full ({free / 1e6:.1f} MB are free); {room} ({first_line(error)})",
-        )
+        return EXIT_FAILED, f"{full} ({free / 1e6:.1f} MB are free); {room} ({first_line(error)})"
     if os.strerror(errno.EMFILE) in str(error):
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         room = f"{soft} are too few; `ulimit -n 4096`, and the same command resumes"
         return EXIT_FAILED, f"a process ran out of open files: {room} ({first_line(error)})"
+    addresses = [name for name in ("PREFECT_API_URL", "HF_ENDPOINT") if name in os.environ]
+    if type(error).__module__.startswith("httpx") and addresses:
+        return EXIT_FAILED, f"{first_line(error)}: nothing answers at the address in {' or '.join(addresses)}"
     where = f"log: {log_path}" if log_path else "--debug shows where in the code"
     return EXIT_FAILED, f"{first_line(error)} ({where})"
 
@@ -347,7 +361,7 @@ def _one_line(error: Exception) -> str:
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False)[0]
         return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-    return first_line(error)
+    return without_middle(" ".join(str(error).splitlines()), LONGEST_LINE)  # a name in it may have a line break
 
 
 def _say_error(text: str, debug: bool) -> None:

@@ -57,7 +57,13 @@ def plan_rows(config: PipelineConfig, reading: SourceReading, source: StorePath,
         InputError: the builder refuses the source, or all its rows were read and a run would refuse them.
     """
     convert = config.convert
-    tried = Reading(builder=reading.builder, options=reading.options, subsets=reading.subsets, why="")
+    tried = Reading(
+        builder=reading.builder,
+        options=reading.options,
+        subsets=reading.subsets,
+        heldout_files=reading.heldout_files,
+        why="",
+    )
     limits = ImageLimits(max_pixels=convert.max_image_pixels, min_side=convert.min_image_side)
     trial = try_reading(source, tried, limits=limits)
     if trial.refused:
@@ -68,7 +74,7 @@ def plan_rows(config: PipelineConfig, reading: SourceReading, source: StorePath,
     tokens = _lengths(config, trial.samples, trial.sizes, model)
     kept = [number for number in tokens if number <= config.tokenize.max_seq_len]
     share = trial.rows / trial.tried
-    train = 1 - convert.heldout_fraction
+    train = 1 - (trial.heldout / trial.rows if trial.splits else convert.heldout_fraction)
     size = sum(len(image) for sample in trial.samples for image in sample.images) * share
     stored = size if config.tokenize.codec == "original" else 3 * sum(_areas(config, trial.sizes, model)) * share
     return RowsPlan(
@@ -110,6 +116,10 @@ def _check(config: PipelineConfig, trial: Trial, source: StorePath) -> None:
     limit = ("convert.max_skip_fraction", config.convert.max_skip_fraction)
     first = next(iter(trial.details.values()), "")
     check_lost(trial.reasons, trial.tried, limit, source, f"a run's quarantine.jsonl; the first is {first}")
+    if not config.convert.heldout_fraction and not trial.splits and len(config.sources) == 1:
+        raise InputError(
+            f"convert.heldout_fraction=0 leaves nothing of {source} to evaluate on; try convert.heldout_fraction=0.1"
+        )
     least, distinct = config.convert.min_heldout, len(trial.samples) - trial.duplicates
     if config.convert.heldout_fraction and not trial.splits and len(config.sources) == 1 and distinct < 2 * least:
         raise InputError(

@@ -46,7 +46,7 @@ def _data_kind(value: object) -> str:
 class DataSource(SourceReading):
     """One of several sources of raw rows."""
 
-    source: str = Field(description="directory, file, URL or hub name")
+    source: str = Field(min_length=1, description="directory, file, URL or hub name")
     name: str = Field(
         pattern="^[A-Za-z0-9-]{1,40}$",
         description="prefix of the names of its subsets, followed by an underscore: mine_train",
@@ -68,13 +68,13 @@ class DataSource(SourceReading):
 Data = Annotated[
     Annotated[EmbeddedDataConfig, Tag(EMBEDDED)]
     | Annotated[EmbeddedReceiptsConfig, Tag(RECEIPTS)]
-    | Annotated[str, Tag(SOURCE)]
+    | Annotated[str, Tag(SOURCE), Field(min_length=1)]
     | Annotated[tuple[DataSource, ...], Tag(SOURCES), Field(min_length=1)],
     Discriminator(_data_kind),
 ]
 
 Model = Annotated[
-    Annotated[EmbeddedModelConfig, Tag(EMBEDDED)] | Annotated[str, Tag(SOURCE)],
+    Annotated[EmbeddedModelConfig, Tag(EMBEDDED)] | Annotated[str, Tag(SOURCE), Field(min_length=1)],
     Discriminator(_kind),
 ]
 
@@ -96,6 +96,7 @@ class PipelineConfig(StrictModel):
     model: Model = Field(description="settings of an embedded model; or an HF directory or hub name")
     start_adapter: str | None = Field(
         default=None,
+        min_length=1,
         description="directory or hub name of a PEFT adapter that the training starts from; null: new adapters",
     )
     convert: ConvertConfig
@@ -156,8 +157,10 @@ class PipelineConfig(StrictModel):
                 "measurements of speed, and a recipe registers its model; remove it"
             )
         self.check_parallel(self.model.shape if isinstance(self.model, EmbeddedModelConfig) else None)
-        builders = [get_builder(reading.builder) for reading in self.convert_config.readings.values()]
-        if self.convert.heldout_fraction == 0 and not all(builder.has_splits for builder in builders):
+        readings = self.convert_config.readings.values()
+        if self.convert.heldout_fraction == 0 and not all(
+            each.heldout_files or get_builder(each.builder).has_splits for each in readings
+        ):
             raise ValueError(
                 "convert.heldout_fraction=0 leaves nothing to evaluate on; try convert.heldout_fraction=0.1"
             )

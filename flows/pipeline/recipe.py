@@ -1,5 +1,6 @@
 """Recipes: reads a YAML file, applies overrides and checks the result. An error is one line."""
 
+import re
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -132,7 +133,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def read_yaml(text: str, what: str) -> Any:
-    """Return the value of a YAML text, without YAML 1.1's sexagesimal numbers: `1:30` is a text, not 90.
+    """Return the value of a YAML text, without YAML 1.1's numbers to other bases: `1:30` and `010` are texts.
 
     Args:
         what: the file or option that holds the text, for the error message.
@@ -151,7 +152,7 @@ def read_yaml(text: str, what: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, changed so that a repeated key is an error and `1:30` is not read as 90."""
+    """PyYAML's safe loader, except that a repeated key is an error, and `1:30` and `010` are not 90 and 8."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -162,7 +163,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def _construct_number(self, node: yaml.ScalarNode) -> Any:
-        if ":" in node.value:
+        if ":" in node.value or re.fullmatch(r"[-+]?0\d+", node.value):
             return self.construct_scalar(node)
         return self.construct_yaml_int(node) if node.tag.endswith(":int") else self.construct_yaml_float(node)
 
@@ -224,6 +225,18 @@ def dotted_changes(
 
 def _validate(raw: dict[str, Any], what: str) -> PipelineConfig:
     try:
-        return PipelineConfig.model_validate(raw)
+        config = PipelineConfig.model_validate(raw)
     except ValidationError as error:
         raise InputError(f"{what}: {explain(error, PipelineConfig)}") from error
+    _check_numbers(raw, config, what)
+    return config
+
+
+def _check_numbers(raw: Mapping[str, Any], config: BaseModel, what: str, prefix: str = "") -> None:
+    """Raise InputError for true or false in place of a number; pydantic reads them as 1 and 0."""
+    for name, value in raw.items():
+        taken = getattr(config, name, value)
+        if isinstance(value, bool) and not isinstance(taken, bool):
+            raise InputError(f"{what}: {prefix}{name}={str(value).lower()} should be a number")
+        if isinstance(value, dict) and isinstance(taken, BaseModel):
+            _check_numbers(value, taken, what, f"{prefix}{name}.")

@@ -3,17 +3,20 @@
 `flows/__init__.py`, the trainer and the answer workers also set a umask, so that each new file is private.
 """
 
+import contextlib
+import shutil
 import stat
 import tempfile
 from pathlib import Path
 
 from dataset_builders.errors import InputError
+from dataset_builders.readers.file_patterns import ROOT_MARK
 
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def make_private_root(root: Path) -> str | None:
-    """Make the directory of a root, or remove the permissions of other users from an existing directory.
+    """Make the directory of a root with its mark, or remove the permissions of others from an existing directory.
 
     A directory with the sticky bit, such as /tmp, is meant for everybody and keeps its mode. Files in it are private.
 
@@ -27,6 +30,7 @@ def make_private_root(root: Path) -> str | None:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=root):
             mode = stat.S_IMODE(root.stat().st_mode)
+        (root / ROOT_MARK).touch()
     except OSError as error:
         raise InputError(f"--root {root} cannot be written ({error.strerror}); choose another root") from error
     if not mode & _OTHERS or mode & stat.S_ISVTX:
@@ -39,3 +43,10 @@ def make_private_root(root: Path) -> str | None:
             f"can close it: chmod 700 {root}"
         )
     return f"--root {root} was open to other users (mode {mode:o}); it is now its owner's alone (mode 700)"
+
+
+def remove_unused_root(root: Path) -> None:
+    """Remove the directory of a new root that holds no file except its mark."""
+    with contextlib.suppress(OSError):
+        if all(path.is_dir() or path.name == ROOT_MARK for path in root.rglob("*")):
+            shutil.rmtree(root)

@@ -102,7 +102,11 @@ def headline(evaluated: Artifact | None, artifacts: Sequence[Artifact]) -> list[
             values = training_figures(rows)
             names = {"final_heldout_loss": "held-out loss", "final_loss": "loss"}
             figures += [f"{name} {values[key]:.4f}" for key, name in names.items() if key in values]
-            figures += [f"{values[key]:,.0f} tokens/s" for key in ("train_tokens_per_second",) if key in values]
+            figures += [
+                f"{values[key]:,.0f} tokens/s over the training"
+                for key in ("train_tokens_per_second",)
+                if key in values
+            ]
     return sorted(figures, key=lambda text: (text not in figures[:1], not text.startswith("gain")))
 
 

@@ -14,6 +14,7 @@ import transformers
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from dataset_builders.contracts.tokenized import PatchFormat
+from dataset_builders.errors import InputError
 
 CacheLayer = CacheLayerMixin | LinearAttentionCacheLayerMixin
 _SPARSE = 0.75  # share of running rows at or below which finished rows are removed
@@ -174,14 +175,21 @@ class GreedyDecoder:
 
     @torch.inference_mode()
     def read(self, prompts: PaddedPrompts, cache: transformers.DynamicCache) -> torch.Tensor:
-        """Read the prompts into the cache, which must be empty; return (B,) int64, the first token of each answer."""
+        """Read the prompts into the cache, which must be empty; return (B,) int64, the first token of each answer.
+
+        Raises:
+            InputError: a logit is NaN or infinite.
+        """
         inputs = {"input_ids": prompts.ids, "attention_mask": prompts.attended, "position_ids": prompts.positions}
         images = {}
         if prompts.patches is not None:
             images["pixel_values"] = self.pixel_values(self.to_device(prompts.patches))
             images["image_grid_thw"] = self.to_device(prompts.grids)
         inputs = {name: self.to_device(value) for name, value in inputs.items()} | images
-        return self._choose(prompts.rows, self._forward(inputs, cache))
+        logits = self._forward(inputs, cache)
+        if not logits.isfinite().all():
+            raise InputError(f"{self.model.name_or_path}: the model's output is not finite; export or copy it again")
+        return self._choose(prompts.rows, logits)
 
     @torch.inference_mode()
     def go_on(

@@ -144,12 +144,19 @@ def _load(hf_dir: Path, device: int | None) -> "transformers.PreTrainedModel":
         transformers.logging.get_logger("transformers.integrations.hub_kernels").setLevel(transformers.logging.ERROR)
     with no_progress_bar():
         try:
-            model = load(family.reference).from_pretrained(
-                hf_dir, dtype=dtype, attn_implementation="sdpa", local_files_only=True, trust_remote_code=False
+            model, info = load(family.reference).from_pretrained(
+                hf_dir,
+                dtype=dtype,
+                attn_implementation="sdpa",
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
             )
         except (OSError, ValueError, RuntimeError, KeyError) as error:  # the errors for files that do not fit together
             first_line = (str(error) or type(error).__name__).splitlines()[0]
             raise InputError(f"{hf_dir}: the model cannot be loaded ({first_line}); export or copy it again") from error
+    if missing := sorted(info["missing_keys"]):  # transformers draws them at random
+        raise InputError(f"{hf_dir}: {len(missing)} tensors are missing, the first is {missing[0]}; copy it again")
     return model.to(place).eval()
 
 

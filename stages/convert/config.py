@@ -22,6 +22,8 @@ _SUBSET = re.compile(r"[A-Za-z0-9_-]{1,100}")
 class SourceReading(StrictModel):
     """The builder, subsets and options that read one source."""
 
+    later_fields = ("heldout_files",)
+
     builder: str | None = Field(
         default=None,
         description="which dataset's rows these are: a name in dataset_builders/sources/registry.py; null where `data` "
@@ -31,6 +33,12 @@ class SourceReading(StrictModel):
         default=(), max_length=10_000, description="names of the subsets to read; none means all that the source holds"
     )
     options: dict[str, Any] = Field(default={}, description="the builder's own settings; see its file")
+    heldout_files: tuple[str, ...] = Field(
+        default=(),
+        max_length=10_000,
+        description="globs of files, relative to the source, whose rows are held out while all others are trained on; "
+        "none: by heldout_fraction, or as the builder's options say",
+    )
 
     @field_validator("subsets")
     @classmethod
@@ -45,8 +53,8 @@ class SourceReading(StrictModel):
     def _options_fit(self) -> "SourceReading":
         """Check the options against the builder's model and fill in its defaults."""
         if self.builder is None:
-            if self.options or self.subsets:
-                raise ValueError("subsets and options belong to a builder, and builder is null")
+            if self.options or self.subsets or self.heldout_files:
+                raise ValueError("subsets, options and heldout_files belong to a builder, and builder is null")
             return self
         model = get_builder(self.builder).options
         try:
@@ -63,7 +71,7 @@ class SourceReading(StrictModel):
 class ConvertConfig(SourceReading):
     """Identity of the sample shards, in addition to the raw rows."""
 
-    later_fields = ("max_rows",)
+    later_fields = ("max_rows", *SourceReading.later_fields)
 
     max_rows: int | None = Field(
         default=None,

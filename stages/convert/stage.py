@@ -19,7 +19,7 @@ from dataset_builders.contracts.manifest import ShardEntry
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.errors import InputError
 from dataset_builders.pictures.images import ImageLimits
-from dataset_builders.readers.parts import Part
+from dataset_builders.readers.parts import Part, parts_of
 from dataset_builders.sources.registry import get_builder
 from dataset_builders.storage.files import write_text
 from dataset_builders.storage.store import StorePath, make_dir, remove_tree
@@ -87,7 +87,7 @@ def _list_rows(config: ConvertConfig, inputs: Mapping[str, Input]) -> tuple[RawR
     for role, reading in config.readings.items():
         builder, source = get_builder(reading.builder), inputs[role].dir
         options = builder.options.model_validate(reading.options)
-        found = builder.list_parts(source, reading.subsets, options)
+        found = parts_of(builder, source, reading.subsets, options, reading.heldout_files)
         if not any(part.num_rows for part in found):
             raise InputError(f"the files below {source} hold no rows; give a source with some")
         parts += [dataclasses.replace(part, subset=f"{subset_prefix(role)}{part.subset}") for part in found]

@@ -129,14 +129,14 @@ def _download(name: str, subsets: Sequence[str], builder: str) -> Path:
     return directory
 
 
-def download_first(name: str, suffixes: Sequence[str]) -> tuple[Path, str, int]:
+def download_first(name: str, suffixes: Sequence[str]) -> tuple[Path, list[str]]:
     """Download a snapshot of a hub dataset with only its first file of rows.
 
     Args:
         suffixes: suffixes of files that may hold rows.
 
     Returns:
-        The snapshot, the name of the file below it, and the number of such files in the dataset.
+        The snapshot, and the names of all such files in the dataset, the downloaded one first.
 
     Raises:
         InputError: there is no such dataset or file, or the hub cannot be reached.
@@ -147,7 +147,7 @@ def download_first(name: str, suffixes: Sequence[str]) -> tuple[Path, str, int]:
         if not rows:
             raise InputError(f"hub dataset {name} has no file of {', '.join(suffixes)}; download it and see what it is")
         directory = huggingface_hub.snapshot_download(name, repo_type="dataset", allow_patterns=rows[:1])
-    return Path(directory), rows[0], len(rows)
+    return Path(directory), rows
 
 
 @contextlib.contextmanager

@@ -46,8 +46,8 @@ def write_tokenize_report(
             "left_out": len(left_out),
             "shortened": stats["num_shortened"],
             **_reasoning_summary(stats),
-            "checked": f"{stats['checked']['samples']} samples: ids compared with those of transformers' tokenizer, "
-            f"pixels with {stats['checked']['pixels_against']}",
+            "checked": f"{stats['checked']['samples']} samples, with transformers' tokenizer and "
+            f"{stats['checked']['pixels_against'].partition(';')[0]}",
         },
         sections=[
             Text("What is trained on: green is learnt, grey is given", _learnt_html(work, chat, pixels)),

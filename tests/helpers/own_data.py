@@ -44,7 +44,7 @@ def _row(rng: random.Random, name: str, colour: str) -> Row:
     return Row(name, out.getvalue(), rng.choice(QUESTIONS), colour)
 
 
-def _images(folder: Path, rows: Sequence[Row]) -> None:
+def write_images(folder: Path, rows: Sequence[Row]) -> None:
     for row in rows:
         file = folder / f"{row.name}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -63,7 +63,7 @@ def _table(file: Path, header: Sequence[str], rows: Sequence[Sequence[str]], **d
 
 
 def llava_json(d: Path, rows: Sequence[Row]) -> None:
-    _images(d / "images", rows)
+    write_images(d / "images", rows)
     said = [
         {
             "id": row.name,
@@ -85,12 +85,12 @@ def llava_parquet(d: Path, rows: Sequence[Row]) -> None:
 
 
 def openai_jsonl(d: Path, rows: Sequence[Row]) -> None:
-    _images(d / "pictures", rows)
+    write_images(d / "pictures", rows)
     _lines(d / "chats.jsonl", [{"messages": _messages(row, f"pictures/{row.name}.png")} for row in rows])
 
 
 def swift_jsonl(d: Path, rows: Sequence[Row]) -> None:
-    _images(d / "img", rows)
+    write_images(d / "img", rows)
     said = [
         {
             "messages": [
@@ -105,19 +105,19 @@ def swift_jsonl(d: Path, rows: Sequence[Row]) -> None:
 
 
 def csv_paths(d: Path, rows: Sequence[Row]) -> None:
-    _images(d / "imgs", rows)
+    write_images(d / "imgs", rows)
     cells = [(row.name, f"imgs/{row.name}.png", row.question, row.answer) for row in rows]
     _table(d / "data.csv", ("id", "image", "question", "answer"), cells)
 
 
 def csv_semicolons(d: Path, rows: Sequence[Row]) -> None:
-    _images(d / "files", rows)
+    write_images(d / "files", rows)
     cells = [(f"{row.name}.png", row.question, row.answer) for row in rows]
     _table(d / "list.csv", ("File Name", "Prompt", "Label"), cells, delimiter=";")
 
 
 def json_lines(d: Path, rows: Sequence[Row]) -> None:
-    _images(d / "images", rows)
+    write_images(d / "images", rows)
     _lines(
         d / "vqa.jsonl",
         [{"image_path": f"images/{row.name}.png", "query": row.question, "response": row.answer} for row in rows],
@@ -143,24 +143,24 @@ def arrow_dataset(d: Path, rows: Sequence[Row]) -> None:
 
 
 def captions(d: Path, rows: Sequence[Row]) -> None:
-    _images(d, rows)
+    write_images(d, rows)
     for row in rows:
         (d / f"{row.name}.txt").write_text(f"A {row.answer} square.\n")
 
 
 def class_folders(d: Path, rows: Sequence[Row]) -> None:
     for row in rows:
-        _images(d / row.answer, [row])
+        write_images(d / row.answer, [row])
 
 
 def split_class_folders(d: Path, rows: Sequence[Row]) -> None:
     for i, row in enumerate(rows):
-        _images(d / ("val" if i % 5 == 0 else "train") / row.answer, [row])
+        write_images(d / ("val" if i % 5 == 0 else "train") / row.answer, [row])
 
 
 def caption_table(d: Path, rows: Sequence[Row]) -> None:
     """Write the layout of `datasets`' ImageFolder: metadata.csv in the directory of the images."""
-    _images(d, rows)
+    write_images(d, rows)
     _table(d / "metadata.csv", ("file_name", "text"), [(f"{row.name}.png", f"a {row.answer} square") for row in rows])
 
 

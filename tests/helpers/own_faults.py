@@ -3,8 +3,9 @@
 import gzip
 import json
 import shutil
+from pathlib import Path
 
-from tests.helpers.own_data import LAYOUTS, csv_paths, draw_rows, json_lines, llava_json, parquet_images
+from tests.helpers.own_data import LAYOUTS, csv_paths, draw_rows, json_lines, llava_json, parquet_images, write_images
 
 
 def _drop_half_of_the_images(d, rows):
@@ -44,6 +45,14 @@ def _broken_images(d, rows):
     csv_paths(d, rows)
     for row in rows[:5]:
         (d / "imgs" / f"{row.name}.png").write_bytes(row.image[:60])
+
+
+def _coco(d: Path, rows) -> None:
+    for split, some in (("train2017", rows[:30]), ("val2017", rows[30:])):
+        write_images(d / split, some)
+        captions = [{"image_id": int(row.name), "caption": row.answer} for row in some]
+        images = [{"id": int(row.name), "file_name": f"{row.name}.png"} for row in some]
+        (d / f"captions_{split}.json").write_text(json.dumps({"images": images, "annotations": captions}))
 
 
 def _lines(rows):
@@ -169,6 +178,23 @@ FAULTS = {
     "rows twice": (
         _after(json_lines, lambda d: (d / "vqa.jsonl").write_text((d / "vqa.jsonl").read_text() * 2)),
         "40 of 80 samples repeat one before them",
+    ),
+    "captions of COCO": (_coco, "COCO and VQAv2"),
+    "compressed rows alone": (
+        _after(json_lines, lambda d: (d / "vqa.jsonl").rename(d / "vqa.jsonl.gz")),
+        "vqa.jsonl.gz is compressed or packed; unpack it",
+    ),
+    "rows in a deep folder": (
+        _after(json_lines, lambda d: shutil.copytree(d, d / "more" / "yet") and None),
+        "files that are not read: more/yet/vqa.jsonl",
+    ),
+    "rows in a deep folder alone": (
+        lambda d, rows: json_lines(d / "more" / "yet", rows),
+        "more/yet/vqa.jsonl lies too deep: give the folder above its own as the data",
+    ),
+    "a split in an inner folder": (
+        lambda d, rows: LAYOUTS["split_class_folders"][0](d / "pets", rows),
+        "images in pets/val are trained on; to hold them out, give the folder above as the data",
     ),
     "files of no kind": (_write("a.docx", b"x"), "none of its files is read, for example a.docx"),
     "images that no row names": (

@@ -164,6 +164,8 @@ def start_trainer(run: RunConfig, processes: int = 1) -> subprocess.Popen | Star
 
     Without a GPU, a trainer without torchrun is forked, which saves its imports.
     """
+    run.output_dir.mkdir(parents=True, exist_ok=True)
+    (run.output_dir / "run.json").write_text(run.model_dump_json())
     if not processes and not torch.cuda.is_available():
         return start("trainer", run.output_dir / "run.json", log=run.output_dir / "log.txt")
     command = [sys.executable, "-m"]

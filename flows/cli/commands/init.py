@@ -1,11 +1,13 @@
 """`athanor init`: find out how raw data can be read, and write a recipe that runs."""
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 from dataset_builders.contracts.sample import Sample
 from dataset_builders.errors import InputError
 from dataset_builders.pictures.images import PILLOW_PIXEL_LIMIT, ImageLimits, preview_png
+from dataset_builders.recognise.candidates import heldout_globs
 from dataset_builders.recognise.layouts import nearest_layout
 from dataset_builders.recognise.peek import ROW_SUFFIXES, TAR_SUFFIX
 from dataset_builders.recognise.recognise import recognise
@@ -39,11 +41,12 @@ def init_command(args: argparse.Namespace) -> int:
     memory = args.gpu_memory if args.gpu_memory is not None else gpu_memory_gb()
     if memory is not None:
         check_memory(memory)
-    data, source, notes = _open(args.data)
+    data, source, hub_names = _open(args.data)
     found = recognise(source, _LIMITS)
     if found.best is None:
         raise InputError(nearest_layout(source, found))
     trial = found.best
+    trial.reading = replace(trial.reading, heldout_files=trial.reading.heldout_files or heldout_globs(hub_names))
     choice = choose(trial, args.model, memory)
     for line in summary(found, trial):
         print(line)
@@ -53,7 +56,10 @@ def init_command(args: argparse.Namespace) -> int:
             print(line)
     page = _write_page(side_dir(args.root) / "init" / data_name(args.data), trial)
     print(f"\nMore samples, with their images: {page}")
-    for line in (*notes, *anomalies(found.survey, trial)):
+    if hub_names:
+        names = f"of the hub's {len(hub_names):,} files of rows only {hub_names[0]}"
+        print(f"look at: {names} was downloaded and looked at")
+    for line in anomalies(found.survey, trial):
         print(f"look at: {line}")
     write_text(out, recipe_text(data_name(args.data), data, trial, choice))
     load_recipe(str(out))
@@ -63,7 +69,8 @@ def init_command(args: argparse.Namespace) -> int:
 
 
 def _open(data: str) -> tuple[str, StorePath, list[str]]:
-    """Return the value of `data` for the recipe, the source to inspect, and notes for the user.
+    """Return the value of `data` for the recipe, the source to inspect, and the names of a hub dataset's files of rows,
+    of which only the first was downloaded.
 
     Raises:
         InputError: no such directory, file, URL or hub dataset exists.
@@ -76,8 +83,7 @@ def _open(data: str) -> tuple[str, StorePath, list[str]]:
         return str(absolute(source)), source, []
     if data.startswith(("/", ".", "~")) or data.count("/") != 1:
         raise InputError(f"{data} does not exist; give a directory, a file, a URL or a hub name (owner/name)")
-    directory, name, number = download_first(data, (*ROW_SUFFIXES, TAR_SUFFIX))
-    return data, directory, [f"of the hub's {number:,} files of rows only {name} was downloaded and looked at"]
+    return data, *download_first(data, (*ROW_SUFFIXES, TAR_SUFFIX))
 
 
 def _write_page(directory: Path, trial: Trial) -> Path:

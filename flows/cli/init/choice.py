@@ -102,6 +102,7 @@ def choose(trial: Trial, model: str | None, gpu_memory: float | None) -> Choice:
 
 def data_name(source: str) -> str:
     """Return a recipe's name made from the name of the data: lower-case letters, digits and dashes."""
+    source = source if source.strip("./") else str(Path(source).resolve())
     last = Path(source.rstrip("/").rpartition("/")[2] or source).name
     stem = last.partition(".")[0] if "." in last.strip(".") else last
     return re.sub("[^a-z0-9]+", "-", stem.lower()).strip("-") or "data"

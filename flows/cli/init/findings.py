@@ -10,6 +10,7 @@ import numpy as np
 from dataset_builders.contracts.sample import IMAGE_SLOT, Sample
 from dataset_builders.pictures.images import read_rgb
 from dataset_builders.recognise.candidates import Survey
+from dataset_builders.recognise.columns import HELDOUT
 from dataset_builders.recognise.recognise import Recognised
 from dataset_builders.recognise.trial import Trial
 
@@ -28,6 +29,8 @@ def summary(found: Recognised, trial: Trial) -> Iterator[str]:
     subsets = ", ".join(f"{name} ({rows:,})" for name, rows in trial.subsets.most_common(_FEW))
     more = f" and {len(trial.subsets) - _FEW} more" if len(trial.subsets) > _FEW else ""
     yield f"  {trial.rows:,} rows in {_counted(len(trial.subsets), 'subset')}: {subsets}{more}"
+    if trial.heldout:
+        yield f"  {trial.heldout:,} of these rows are held out by the names of their files, folders or splits"
     yield f"  {len(trial.samples):,} of the {trial.tried:,} rows that were read can be used"
     others = [other.reading for other in found.trials if other is not trial and other.samples]
     for other in others:
@@ -54,6 +57,9 @@ def anomalies(found: Survey, trial: Trial) -> Iterator[str]:
     if trial.reading.unused:
         yield f"columns that are not used: {', '.join(trial.reading.unused)}"
     yield from found.problems
+    inner = [name for name in found.image_dirs if name.rpartition("/")[2].lower() in HELDOUT]
+    if trial.reading.builder == "image_folder" and inner and not trial.heldout:
+        yield f"images in {inner[0]} are trained on; to hold them out, give the folder above as the data"
     used = sum(len(sample.images) for sample in trial.samples)
     if found.images and not used:
         yield f"no row uses one of the {len(found.images):,} image files, for example {found.images[0]}"

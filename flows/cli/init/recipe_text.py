@@ -16,7 +16,7 @@ def recipe_text(name: str, data: str, trial: Trial, choice: Choice) -> str:
     reading = trial.reading
     splits = "the source says which rows are held out; of the others this share" if trial.splits else "share of images"
     lines = [
-        f"# Written by `athanor init {data}`: {reading.why}.",
+        f"# Written by `athanor init {' '.join(data.split())}`: {' '.join(reading.why.split())}.",
         "# `athanor plan` prints what a run will do and what it needs; `athanor run` does it.",
         f"name: {name}  # of the MLflow experiment and the registered model, after athanor-",
         "",
@@ -27,6 +27,7 @@ def recipe_text(name: str, data: str, trial: Trial, choice: Choice) -> str:
         f"  builder: {reading.builder}  # docs/data-formats.md lists the builders and their options",
         f"  subsets: {_value(list(reading.subsets))}  # empty: all of them",
         f"  options: {_value(reading.options)}",
+        *_heldout_files(reading.heldout_files),
         f"  heldout_fraction: {_heldout(trial)}  # {splits}, with all their samples; never trained on",
         "  seed: 0",
         "  max_image_pixels: 50000000  # a larger image is left out, and counted",
@@ -112,6 +113,11 @@ def _execution(choice: Choice) -> list[str]:
         "      stop_rate: {min: 0.9}  # a model that does not end its answers is not registered",
     ]
     return lines
+
+
+def _heldout_files(globs: Sequence[str]) -> list[str]:
+    why = "the rows of these files are held out, and no others; [] chooses them by the share below"
+    return [f"  heldout_files: {_value(list(globs))}  # {why}"] if globs else []
 
 
 def _heldout(trial: Trial) -> float:

@@ -37,6 +37,12 @@ def test_several_answers_are_references_and_a_null_image_may_be_absent():
     assert options["references"] == options["answer"] == "answers" and options["null_image"] == "absent"
 
 
+def test_the_input_of_an_instruction_belongs_to_the_question():
+    rows = [{"instruction": "Add.", "input": "1 + 2", "output": "3"}, {"instruction": "Greet.", "output": "Hi."}]
+    columns = find_columns(rows)
+    assert columns.options["question"] == "{instruction}\n{input}" and columns.unused == ()
+
+
 def test_a_column_of_splits_is_taken_where_its_values_are_known():
     rows = [{"question": "a", "answer": "b", "split": split} for split in ("train", "train", "dev")]
     assert find_columns(rows).options["heldout_splits"] == ["dev", "validation", "test"]

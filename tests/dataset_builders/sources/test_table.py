@@ -2,6 +2,7 @@
 reasons."""
 
 import datetime
+import json
 from decimal import Decimal
 
 import pyarrow as pa
@@ -11,7 +12,10 @@ import pytest
 
 from dataset_builders.contracts.sample import Sample
 from dataset_builders.errors import InputError
+from dataset_builders.pictures.images import ImageLimits
 from dataset_builders.readers import table_files
+from dataset_builders.readers.parts import SkippedRow
+from dataset_builders.recognise.recognise import recognise
 from dataset_builders.sources.table import TableOptions, iter_part, list_parts
 from dataset_builders.storage.store import location
 from tests.helpers.json_rows import read_source, reasons, turns
@@ -317,3 +321,24 @@ def test_a_table_in_a_store_with_its_pictures(tmp_path, monkeypatch):
     assert [item.key[:4] for item in found] == ["a/00"] * 4 + ["b/00"] * 4
     assert reasons(found) == [None, None, "image_not_found", "image_not_found"] * 2
     assert [item.images for item in found if isinstance(item, Sample)] == [(ONE,), (TWO,)] * 2
+
+
+def test_a_class_number_becomes_its_name_where_the_schema_has_names(tmp_path):
+    features = {"image": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": ["cat", "dog"]}}
+    rows = {"image": [png(i) for i in range(4)], "label": [1, 0, 2, None]}
+    table = pa.table(rows).replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    pq.write_table(table, tmp_path / "pets.parquet")
+    settings = {"image": "image", "question": "<image>Which?", "answer": "label"}
+    numbers, names = (
+        [
+            item.detail if isinstance(item, SkippedRow) else item.messages[1].text
+            for part in list_parts(tmp_path, (), options)
+            for item in iter_part(part, options)
+        ]
+        for options in (TableOptions(**settings), TableOptions(**settings, class_names=True))
+    )
+    assert numbers == ["1", "0", "2", "label is null"]
+    assert names == ["dog", "cat", "2 is no number of the 2 classes", "label is null"]
+    assert "class_names" not in TableOptions(**settings).model_dump()
+    found = recognise(tmp_path, ImageLimits(max_pixels=10**6, min_side=1))
+    assert found.best.reading.options["class_names"] is True

@@ -45,15 +45,16 @@ def test_rates_are_sums_over_wall_clock_time():
         (["qwen3_vl_8b"], "qwen3_vl_8b needs about 245 GB in the fullest process, and this machine gives a process "),
         (["qwen3_vl_7b"], "model 'qwen3_vl_7b' is no variant and no directory; did you mean 'qwen3_vl_8b'?; var"),
         (["qwen3_vl_tiny", "--set", "parallel.tp=2"], "--gpus=1 is not a multiple of tp=2"),
-        (["qwen3_vl_tiny", "--set", "precision=float8"], "train.precision=float8 needs a GPU of the Hopper"),
+        (["qwen3_vl_tiny", "--set", "precision=float8"], "athanor: precision=float8 needs a GPU of the Hopper"),
+        (["qwen3_vl_tiny", "--set", "parallel.ep=2"], "athanor: parallel.ep is 2, and the model has no experts"),
         (["qwen3_vl_tiny", "--out", "/nowhere/card.md"], "--out /nowhere/card.md: no file can be written in /nowhere;"),
         (["qwen3_vl_tiny", "--set", "seqlen=64"], "--set: unknown key seqlen; did you mean seq_len?"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_line(arguments, words, tmp_path, capsys):
-    assert main(["rate", *arguments, "--root", str(tmp_path)]) == 2
+    assert main(["rate", *arguments, "--root", str(tmp_path / "root")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert words in line and not (tmp_path / "rates").exists()
+    assert words in line and not (tmp_path / "root").exists()
 
 
 def test_a_trainer_that_ends_early_says_why(tmp_path, capsys, monkeypatch):

@@ -6,6 +6,7 @@ import pytest
 
 from flows.cli.main import main
 from tests.helpers.json_rows import json_lines, write_file
+from tests.helpers.own_data import csv_paths, draw_rows
 from tests.helpers.raw_rows import png
 from tests.helpers.tiny_model import tiny_hf_dir
 
@@ -81,3 +82,17 @@ def test_what_fits_a_gpu(tmp_path, capsys):
     assert re.fullmatch(r"2\d\d GB\s+no", lines["the whole model"])
     smallest = "LoRA of rank 16 beside a base in float8, layers computed again in backward"
     assert re.fullmatch(r"15\.7 GB\s+yes", lines[smallest])
+
+
+def test_a_source_without_splits_needs_a_share_to_hold_out(tmp_path, capsys):
+    csv_paths(tmp_path / "raw", draw_rows(1, 30))
+    columns = {"image": "image", "question": "question", "answer": "answer"}
+    settings = (
+        f"data={tmp_path / 'raw'}",
+        "convert.builder=table",
+        f"convert.options={columns}",
+        "convert.heldout_fraction=0",
+    )
+    status = main(["plan", *(word for each in settings for word in ("--set", each)), "--root", str(tmp_path / "root")])
+    err = capsys.readouterr().err
+    assert status == 2 and "to evaluate on; try convert.heldout_fraction=0.1" in err and err.count("\n") == 1

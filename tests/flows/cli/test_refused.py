@@ -1,6 +1,7 @@
 """A wrong command is refused at once, before any library that takes seconds to import is imported."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -100,6 +101,7 @@ CIRCLE = "a symbolic link that leads back to itself"
         (["plan", "--set", f"{LONG}=1"], "unknown key xxx"),
         (["plan", "--set", "train.num_steps=1:30"], "train.num_steps='1:30' should be a valid integer"),
         (["plan", "--set", "train.num_steps=1:30.5"], "train.num_steps='1:30.5' should be a valid integer"),
+        (["plan", "--set", "train.optim.lr=010"], "train.optim.lr='010' should be less than or equal to 1"),
         (["plan", "--set", "convert.options={turns: all, turns: first}"], "turns appears twice"),
         (["plan", "--set", "model=~nosuchuser/x"], NO_USER),
         (["plan", "--set", "data=~nosuchuser/x"], NO_USER),
@@ -111,6 +113,10 @@ CIRCLE = "a symbolic link that leads back to itself"
         (["ask", "~nosuchuser/x", "-", "Which digit?"], NO_USER),
         (["ask", f"/{LONG}", "-", "Which digit?"], "File name too long"),
         (["preview", "~nosuchuser/x"], NO_USER),
+        (["ask", "", "-", "Which digit?"], "the path is empty; give a directory"),
+        (["init", ""], "the path is empty; give a directory"),
+        (["plan", "--root", ""], "--root the path is empty; give a directory"),
+        (["init", "two\nlines"], "two lines does not exist; give a directory"),
         (["preview", "circle"], "circle is not an artifact"),
         (["preview", LONG], "File name too long"),
         (["plan", "--root", "~nosuchuser/x"], NO_USER),
@@ -131,3 +137,24 @@ def test_whatever_is_given_ends_in_one_short_line(arguments, words, tmp_path, mo
     said = capsys.readouterr().err
     assert words in said and len(said.splitlines()) == 1
     assert len(said) <= LONGEST_LINE + len("athanor: \n")
+
+
+@pytest.mark.parametrize(
+    ("closed", "status", "line"),
+    [(">&-", 0, ""), ("2>&-", 2, ""), ("<&- >&- 2>&-", 2, ""), ("2>&1 >&-", 2, "athanor: ")],
+)
+def test_a_closed_stream_is_the_null_device_and_no_file_of_ours(closed, status, line, tmp_path):
+    words = f"{sys.executable} -m flows.cli.main recipes {'' if status == 0 else '--root circle'} {closed}"
+    (tmp_path / "circle").symlink_to("circle")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    done = subprocess.run(["/bin/sh", "-c", words], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (status, "") and done.stdout.startswith(line)
+    assert line or done.stdout == ""
+
+
+def test_a_working_directory_that_is_gone_is_one_line(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    words = f"mkdir gone; cd gone; rmdir ../gone; {sys.executable} -m flows.cli.main recipes"
+    done = subprocess.run(["/bin/sh", "-c", words], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.endswith("was deleted; cd to another one\n")
+    assert len(done.stderr.splitlines()) == 1

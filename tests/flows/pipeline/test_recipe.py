@@ -186,6 +186,9 @@ def test_nothing_held_out_is_fine_where_the_source_has_splits_of_its_own():
     [
         (["tokenize.max_seq_len=99999"], "tokenize.max_seq_len=99999 is more than a bin holds (plan_bins.seq_len="),
         (["train.optim.warmup_steps=100000"], "leaves nothing of num_steps"),
+        (["train.global_batch_size=true"], "train.global_batch_size=true should be a number"),
+        (["data="], "data='' String should have at least 1 character"),
+        (["model="], "model='' String should have at least 1 character"),
         (["train.num_epochs=2"], "give either num_steps or num_epochs and make the other null, not num_steps=1000"),
         (["train.optim.warmup_fraction=0.1"], "give either warmup_steps or warmup_fraction and make the other null"),
         (["convert.heldout_fraction=0"], "leaves nothing to evaluate on; try convert.heldout_fraction=0.1"),

@@ -10,6 +10,7 @@ import pytest
 from dataset_builders.errors import InputError
 from flows.cli.main import main
 from flows.prefect_server.private_root import make_private_root
+from tests.helpers.own_data import csv_paths, draw_rows
 
 
 def mode_of(path: Path) -> int:
@@ -57,6 +58,27 @@ def test_a_root_that_cannot_be_written_is_one_line(root, command, capsys):
     assert main([command, "--root", root]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith(f"athanor: --root {root} cannot be written (") and line.endswith("; choose another root")
+
+
+@pytest.mark.parametrize(
+    "words", [["up", "--limit", "gpus"], ["init", "/nowhere"], ["run", "/nowhere.yaml"], ["rate", "nothing"]]
+)
+def test_a_refused_command_leaves_no_root(words, tmp_path):
+    assert main([*words, "--root", str(tmp_path / "root")]) == 2 and not (tmp_path / "root").exists()
+    (tmp_path / "root").mkdir()  # by its owner
+    assert main([*words, "--root", str(tmp_path / "root")]) == 2 and (tmp_path / "root").exists()
+
+
+def test_a_root_beside_the_data_is_no_data(tmp_path, capsys):
+    csv_paths(tmp_path, draw_rows(0, 40))
+    root = tmp_path / "kept"
+    for number in range(2):  # the first command writes into the root
+        out = tmp_path.parent / f"{tmp_path.name}-{number}.yaml"
+        assert main(["init", str(tmp_path), "--root", str(root), "--out", str(out)]) == 0
+        (root / "digests.json").write_text("[]")
+        assert "look at: columns that are not used: id\n\n" in capsys.readouterr().out  # and nothing else
+    assert main(["init", str(root), "--root", str(tmp_path / "other"), "--out", str(tmp_path / "b.yaml")]) == 2
+    assert f"raw data {root} is the --root of athanor; give the data, or another --root" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("module", ["flows", "flows.service.engine"])

@@ -1,6 +1,7 @@
 """Generation: a batch gives the same answers as its prompts one by one; prompts and answers match transformers."""
 
 import io
+import re
 import shutil
 import subprocess
 import sys
@@ -168,6 +169,27 @@ def test_a_transposed_weight_is_refused_in_one_line(tmp_path):
     with pytest.raises(InputError, match="cannot be loaded") as error:
         Generator(directory)
     assert "\n" not in str(error.value)
+
+
+def test_a_tensor_under_another_name_is_missing_and_not_drawn_at_random(tmp_path):
+    directory = shutil.copytree(talkative_hf_dir(), tmp_path / "hf")
+    weights = load_file(directory / "model.safetensors")
+    name = "model.language_model.layers.0.mlp.up_proj.weight"
+    weights[f"{name}s"] = weights.pop(name)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match=f"1 tensors are missing, the first is {re.escape(name)}; copy it again"):
+        Generator(directory)
+
+
+def test_weights_that_are_not_finite_give_no_answer(tmp_path):
+    directory = shutil.copytree(talkative_hf_dir(), tmp_path / "hf")
+    weights = load_file(directory / "model.safetensors")
+    weights["model.language_model.norm.weight"][0] = float("nan")
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    generator = Generator(directory)
+    prompt = generator.encode_prompt([Message(role="user", text="Which?")], generator.encode_images([]))
+    with pytest.raises(InputError, match=r"hf: the model's output is not finite; export or copy it again"):
+        generator.generate([prompt], 2)
 
 
 def test_a_prompt_with_too_few_images_is_skipped(generator):

@@ -364,7 +364,7 @@ def test_one_in_256_samples_is_compared(tmp_path, monkeypatch):
     against = both if version else WITHOUT_TORCHVISION
     assert tokenized.manifest.stats["checked"] == {"samples": 3, "pixels_against": against}
     page = html.unescape((tokenized.dir / "report.html").read_text())
-    assert f"3 samples: ids compared with those of transformers' tokenizer, pixels with {against}" in page
+    assert f"3 samples, with transformers' tokenizer and {against.partition(';')[0]}<" in page
 
 
 def test_what_was_compared_is_said_with_and_without_torchvision(monkeypatch):

@@ -24,12 +24,6 @@ from trainer.loop import job
 from trainer.model.registry import read_model
 
 
-def rewrite(run, **changes):
-    other = changed(run, **changes)
-    (run.output_dir / "run.json").write_text(other.model_dump_json())
-    return other
-
-
 def test_a_loss_that_is_not_finite_names_the_step_and_its_samples(tmp_path):
     run = write_job(tmp_path, num_steps=4)
     broken = tmp_path / "hf"
@@ -37,7 +31,7 @@ def test_a_loss_that_is_not_finite_names_the_step_and_its_samples(tmp_path):
     tensors = load_file(broken / "model.safetensors")
     tensors["model.language_model.norm.weight"][0] = float("inf")
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
-    run = rewrite(run, hf_dir=broken)
+    run = changed(run, hf_dir=broken)
     assert run_trainer(run, processes=0) == EXIT_FAILED
     result = result_of(run)
     assert result.status == "failed" and result.step == 0
@@ -92,7 +86,7 @@ def test_a_checkpoint_of_another_training_is_refused(tmp_path):
     run = write_job(tmp_path, num_steps=4)
     assert run_trainer(run, processes=0) == 0
     other = run.train.model_copy(update={"optim": run.train.optim.model_copy(update={"lr": 0.5})})
-    run = rewrite(run, train=other, fingerprint="f" * 16)
+    run = changed(run, train=other, fingerprint="f" * 16)
     assert run_trainer(run, processes=0) == EXIT_INPUT
     assert "optim.lr: 0.003 -> 0.5" in result_of(run).message
     newest = list_checkpoints(run.output_dir / "checkpoints")[-1]
@@ -116,6 +110,6 @@ def test_bounds_and_cross_checks_of_the_contract():
 
 def test_float8_is_refused_where_it_cannot_be(tmp_path):
     run = write_job(tmp_path, num_steps=4)
-    run = rewrite(run, train=run.train.model_copy(update={"precision": "float8"}))
+    run = changed(run, train=run.train.model_copy(update={"precision": "float8"}))
     assert run_trainer(run, processes=0) == EXIT_INPUT
     assert result_of(run).message.startswith("train.precision=float8 needs a GPU of the Hopper generation or newer")

@@ -81,7 +81,6 @@ def test_training_does_not_notice(tmp_path):
     plain = write_job(tmp_path, num_steps=4, name="plain")
     traced = write_job(tmp_path, num_steps=4, name="traced")
     traced = changed(traced, profile=ProfileConfig(first_step=2, num_steps=2))
-    (traced.output_dir / "run.json").write_text(traced.model_dump_json())
     for run in (plain, traced):
         assert run_trainer(run, processes=0) == 0, log_of(run)
     numbers = [

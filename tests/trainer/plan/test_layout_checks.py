@@ -437,7 +437,6 @@ def test_a_run_is_checked_against_what_is_on_disk(tmp_path):
 def test_the_trainer_refuses_a_hand_written_run_before_it_loads_anything(tmp_path):
     run = write_job(tmp_path, num_steps=4, global_batch_size=3)
     run = changed_run(run, parallel=ParallelConfig(tp=4), hf_dir=tiny_hf_dir("second"))
-    (run.output_dir / "run.json").write_text(run.model_dump_json())
     assert run_trainer(run, processes=0) == EXIT_INPUT
     assert (
         "parallel.tp=4 does not divide the model's num_heads=6; try execution.parallel.tp=1" in result_of(run).message

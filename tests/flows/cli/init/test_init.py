@@ -4,17 +4,21 @@ import os
 import shutil
 import subprocess
 import sys
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
+from dataset_builders.contracts.sample_record import from_fields
+from dataset_builders.contracts.shard_io import iter_records
+from dataset_builders.recognise.candidates import heldout_globs
 from flows.cli.main import main
 from flows.pipeline.recipe import load_recipe
 from stages.artifacts.artifact import External
 from stages.artifacts.run_stage import run_stage
 from stages.convert.stage import STAGE as CONVERT
 from tests.helpers.hub import hub_server
-from tests.helpers.own_data import LAYOUTS, csv_paths, draw_rows, parquet_images
+from tests.helpers.own_data import LAYOUTS, captions, csv_paths, draw_rows, json_lines, parquet_images
 from tests.helpers.own_faults import FAULTS
 from tests.helpers.tiny_model import tiny_hf_dir
 
@@ -55,6 +59,62 @@ def test_each_fault_is_named_in_one_line(tmp_path, capsys, fault):
     assert any(words in line for line in lines), (status, out, err)
     assert status in (0, 2) and (status == 0 or len(lines) == 1)
     assert (tmp_path / "my.yaml").exists() == (status == 0)
+
+
+def split_by_folder(d, rows):
+    json_lines(d / "train", rows[:30])
+    json_lines(d / "test", rows[30:])
+
+
+def split_by_file(d, rows):
+    parquet_images(d / "data", rows[:30])
+    parquet_images(d / "other", rows[30:])
+    (d / "other/train-00000-of-00001.parquet").rename(d / "data/validation-00000-of-00001.parquet")
+
+
+def split_by_folder_of_images(d, rows):
+    captions(d / "Train", rows[:30])
+    captions(d / "Test", rows[30:])
+
+
+@pytest.mark.parametrize("write", [split_by_folder, split_by_file, split_by_folder_of_images])
+def test_what_is_named_as_held_out_is_never_trained_on(tmp_path, capsys, write):
+    rows = draw_rows(3, 40)
+    write(tmp_path / "data", rows)
+    status, out, err = init(tmp_path, capsys, tmp_path / "data")
+    assert status == 0 and "10 of these rows are held out" in out, (out, err)
+    raw = {"raw": External(tmp_path / "data", "raw", "0" * 16)}
+    config = load_recipe(str(tmp_path / "my.yaml")).config.convert
+    made = run_stage(CONVERT, config, raw, tmp_path / "root").artifact
+    images = {
+        split: {sha for shard in made.manifest.shards if shard.split == split for sha in digests(made.dir, shard)}
+        for split in ("train", "heldout")
+    }
+    expected = {"train": rows[:30], "heldout": rows[30:]}
+    assert images == {split: {sha256(row.image).hexdigest() for row in some} for split, some in expected.items()}
+
+
+def digests(directory, shard) -> list[str]:
+    """Return the SHA-256 of each image of a shard of samples."""
+    samples = [from_fields(key, fields) for key, fields in iter_records(directory / shard.name, shard)]
+    return [sha256(data).hexdigest() for sample in samples for data in sample.images]
+
+
+@pytest.mark.parametrize(
+    ("names", "globs"),
+    [
+        (["train.jsonl", "test.jsonl"], ("test.jsonl",)),
+        (["data/train-00000-of-00002.parquet", "data/test-00000-of-00002.parquet"], ("data/test-*-of-*.parquet",)),
+        (["captions_train2014.csv", "captions_val2014.csv"], ("captions_val*.csv",)),
+        (["latest.jsonl", "contest.jsonl"], ()),
+        (["test.jsonl", "val.jsonl"], ()),
+        (["test-train.jsonl", "a.jsonl"], ()),
+        (["val1.csv", "val1_train.csv"], ("val1.csv",)),
+        (["test1/a.csv", "test1b/train.csv", "test[x].csv"], ("test*/a.csv", "test[[]x].csv")),
+    ],
+)
+def test_globs_of_held_out_files_fit_no_other_file(names, globs):
+    assert heldout_globs(names) == globs
 
 
 def test_a_single_file_is_named_once(tmp_path, capsys):
@@ -144,7 +204,7 @@ def test_a_model_of_ones_own_on_a_cpu_is_named_by_its_whole_path(tmp_path, capsy
 def test_a_dataset_of_the_hub_is_looked_at_by_its_first_file(tmp_path):
     directory = tmp_path / "hub"
     parquet_images(directory, draw_rows(2, ROWS))
-    (directory / "zz.parquet").write_bytes(b"never asked for")
+    (directory / "zz-test.parquet").write_bytes(b"never asked for")
     with hub_server("me/squares", directory) as (address, fetched):
         unset = ("HF_HUB_OFFLINE", "HF_ENDPOINT", "HF_HOME")
         env = {name: value for name, value in os.environ.items() if name not in unset}
@@ -156,6 +216,17 @@ def test_a_dataset_of_the_hub_is_looked_at_by_its_first_file(tmp_path):
             text=True,
         )
     assert done.returncode == 0, done.stderr
-    assert load_recipe(str(tmp_path / "my.yaml")).config.data == "me/squares"
+    config = load_recipe(str(tmp_path / "my.yaml")).config
+    assert config.data == "me/squares" and config.convert.heldout_files == ("zz-test.parquet",)
     assert fetched == ["train-00000-of-00001.parquet"]
     assert "of the hub's 2 files of rows only train-00000-of-00001.parquet was downloaded" in done.stdout
+
+
+def test_a_directory_of_any_name_becomes_a_recipe_that_is_yaml(tmp_path, capsys, monkeypatch):
+    data = tmp_path / "a 'b\": \n# c" / "sets"
+    csv_paths(data, draw_rows(1, 40))
+    monkeypatch.chdir(data)
+    status, _, err = init(tmp_path, capsys, ".")
+    assert status == 0, err
+    config = load_recipe(str(tmp_path / "my.yaml")).config
+    assert (config.data, config.name) == (str(data), "sets")

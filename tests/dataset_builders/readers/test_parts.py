@@ -1,0 +1,37 @@
+"""The files whose rows a recipe holds out by their names."""
+
+import pytest
+
+from dataset_builders.errors import InputError
+from dataset_builders.readers.parts import parts_of
+from dataset_builders.sources.registry import get_builder
+from tests.helpers.own_data import captions, csv_paths, draw_rows
+
+MAP = {"image": "image", "question": "question", "answer": "answer"}
+
+
+def test_files_that_are_named_are_held_out_and_all_others_are_train(tmp_path):
+    for name in ("a", "b", "c"):
+        csv_paths(tmp_path / name, draw_rows(1, 3))
+    table = get_builder("table")
+    parts = parts_of(table, tmp_path, (), table.options(**MAP), ["b/*", "c/data.csv"])
+    assert [(part.name, part.split) for part in parts] == [
+        ("a/data.csv", "train"),
+        ("b/data.csv", "heldout"),
+        ("c/data.csv", "heldout"),
+    ]
+
+
+def test_a_glob_that_fits_no_file_is_refused(tmp_path):
+    csv_paths(tmp_path, draw_rows(1, 3))
+    table = get_builder("table")
+    with pytest.raises(InputError, match=r"heldout_files: no file of rows in .* is named 'test\*'; give a glob like"):
+        parts_of(table, tmp_path, (), table.options(**MAP), ["test*"])
+
+
+def test_the_splits_of_the_builder_are_not_contradicted(tmp_path):
+    captions(tmp_path / "val", draw_rows(1, 3))
+    folder = get_builder("image_folder")
+    options = folder.options(question="What?", answer="text_file")
+    with pytest.raises(InputError, match=r"set options\.heldout_splits, and leave out heldout_files"):
+        parts_of(folder, tmp_path, (), options, ["val/*"])
