@@ -105,7 +105,7 @@ def test_the_caller_intervenes_after_the_last_layer_of_a_pipeline_rank(pair, mon
 
 
 def test_micro_batches_between_their_passes_have_slots_in_turn(pair, monkeypatch):
-    """What a slot holds for its micro batch stays until that micro batch's backward pass."""
+    """A slot keeps what it holds for its micro batch until that micro batch's backward pass."""
     used = []
     monkeypatch.setattr(
         layer_graphs, "_Replay", SimpleNamespace(apply=lambda piece, *x: (used.append(piece), piece.run(*x))[1])
