@@ -113,6 +113,11 @@ class FeedForward(Part):
         return 0
 
     @property
+    def divided_kept_numbers(self) -> int:
+        """Numbers per token that are kept in addition to `kept_numbers` if expert-parallel ranks divide the part."""
+        return 0
+
+    @property
     def brief_numbers(self) -> int:
         """Numbers per token that exist only while the backward of one layer runs, if they are not negligible."""
         return 0
@@ -153,6 +158,11 @@ class Layer:
     def divided_by_experts(self) -> int:
         """Number of the parameters that expert-parallel ranks divide."""
         return self.feed_forward.divided_by_experts
+
+    @property
+    def divided_kept_numbers(self) -> int:
+        """See `FeedForward.divided_kept_numbers`."""
+        return self.feed_forward.divided_kept_numbers
 
     @property
     def brief_numbers(self) -> int:

@@ -329,7 +329,9 @@ class _Process:
         tokens, is_cut = self.seq_len / p.cp, p.sequence_parallel
         chunk_passes = 2 * (p.pp - 1 - rank) + (p.vpp - 1) * p.pp + 1 if p.vpp > 1 else p.pp - rank
         is_selective = p.recompute == "selective"
-        kept = [decoder.layers[number].kept_numbers(selective=is_selective) for number in self._layers(rank)]
+        layers = [decoder.layers[number] for number in self._layers(rank)]
+        more = [layer.divided_kept_numbers if p.ep > 1 else 0 for layer in layers]
+        kept = [layer.kept_numbers(selective=is_selective) + extra for layer, extra in zip(layers, more)]
         if decoder.mtp is not None:
             kept.append(decoder.mtp.kept_numbers(selective=is_selective))
         in_flight = min(chunk_passes / p.vpp, self.num_micro_batches)

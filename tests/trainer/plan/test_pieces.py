@@ -28,7 +28,7 @@ class Priced:
     """A layer that costs this much for a bin of one token."""
 
     price: int
-    parameters, divided_by_experts = 11, 0
+    parameters, divided_by_experts, divided_kept_numbers, brief_numbers = 11, 0, 0, 0
 
     @property
     def flops(self) -> LayerFlops:

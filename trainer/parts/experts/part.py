@@ -64,10 +64,15 @@ class Experts(FeedForward):
         """Return the kept numbers per token.
 
         The kernels of a GPU keep gate and up of each chosen expert, and compute its other numbers again. The router
-        keeps its probabilities in float32. The shared expert keeps what a dense MLP keeps, see
-        `GatedMLP.kept_numbers`.
+        keeps its probabilities in float32. The shared expert keeps what a dense MLP keeps, see `GatedMLP.kept_numbers`.
         """
         return 2 * self.top_k * self.intermediate_size + 2 * self.num_experts + 3 * self.shared_size
+
+    @property
+    def divided_kept_numbers(self) -> int:
+        """Numbers per token that are also kept if ranks divide the experts, because the kernels are not used then: per
+        chosen expert its input row, its inner output, and its output row."""
+        return self.top_k * (2 * self.hidden_size + self.intermediate_size)
 
     @property
     def brief_numbers(self) -> int:
