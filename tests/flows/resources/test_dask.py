@@ -14,6 +14,7 @@ import pytest
 from distributed import Client, LocalCluster
 
 from dataset_builders.errors import InputError
+from dataset_builders.readers.file_patterns import ROOT_MARK
 from flows.cli.main import main
 from flows.pipeline import progress
 from flows.pipeline.flow import flow, prepare_data
@@ -123,7 +124,7 @@ def test_no_cluster_is_one_line_before_any_work(tmp_path, capsys, monkeypatch, a
     assert main(["run", "--root", str(tmp_path), f"--set=execution.dask_address={address}"]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert f"execution.dask_address={address}" in line and words in line and "leave execution.dask_address out" in line
-    assert {path.name for path in tmp_path.iterdir()} <= {"logs", "prefect"}
+    assert {path.name for path in tmp_path.iterdir()} <= {ROOT_MARK, "logs", "prefect"}
 
 
 def test_a_server_that_is_no_scheduler(tmp_path, monkeypatch):

@@ -372,7 +372,9 @@ def test_the_newest_of_a_stage_and_prefixes_that_fit_two(tmp_path):
     assert find_target("train", tmp_path).artifact.manifest.fingerprint == "aaaa111111111111"
     with pytest.raises(InputError, match="aaaa may be train/aaaa000000000000, train/aaaa111111111111; give more"):
         find_target("aaaa", tmp_path)
-    for nothing in ("no/such/thing", "cccc", "convert", "", str(tmp_path)):
+    with pytest.raises(InputError, match="the path is empty"):
+        find_target("", tmp_path)
+    for nothing in ("no/such/thing", "cccc", "convert", str(tmp_path)):
         with pytest.raises(
             InputError, match=r"is not an artifact: .*; give the directory of one, or one of its stages: train"
         ):
