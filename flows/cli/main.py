@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command != "doctor":
             check_reachable(args.root)
     except InputError as error:
-        _say_error(f"--root {error}", args.debug)
+        _say_error(f"--root: {error}", args.debug)
         return EXIT_INPUT
     root = side_dir(args.root)
     os.environ.setdefault("PREFECT_HOME", str(prefect_home(args.root)))

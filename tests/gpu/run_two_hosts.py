@@ -8,6 +8,7 @@ kernel with namespaces and virtual cables.
 """
 
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -59,6 +60,8 @@ def main(root: Path, gpus: int = 1) -> None:
     Args:
         gpus: of each host.
     """
+    if shutil.which("ip") is None:
+        raise SystemExit("run_two_hosts: the command `ip` is missing; install iproute2")
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     print(f"# Two hosts\n\n{version_text('torch')}; {', '.join(names) or 'no GPU: gloo'}\n")
     one, two = (job(root, name, STEPS, gpus) for name in ("one-agent", "two-hosts"))

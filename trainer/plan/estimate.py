@@ -330,10 +330,12 @@ class _Process:
         chunk_passes = 2 * (p.pp - 1 - rank) + (p.vpp - 1) * p.pp + 1 if p.vpp > 1 else p.pp - rank
         is_selective = p.recompute == "selective"
         layers = [decoder.layers[number] for number in self._layers(rank)]
-        more = [layer.divided_kept_numbers if p.ep > 1 else 0 for layer in layers]
-        kept = [layer.kept_numbers(selective=is_selective) + extra for layer, extra in zip(layers, more)]
+        kept = [layer.kept_numbers(selective=is_selective) for layer in layers]
         if decoder.mtp is not None:
+            layers.append(decoder.mtp.layer)
             kept.append(decoder.mtp.kept_numbers(selective=is_selective))
+        if p.ep > 1:
+            kept = [numbers + layer.divided_kept_numbers for numbers, layer in zip(kept, layers, strict=True)]
         in_flight = min(chunk_passes / p.vpp, self.num_micro_batches)
         is_full = p.recompute == "full"
         total = tokens * _layer_bytes(decoder.hidden_size, kept, self.size, in_flight, p.tp, is_cut, is_full)

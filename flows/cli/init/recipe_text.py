@@ -15,6 +15,9 @@ def recipe_text(name: str, data: str, trial: Trial, choice: Choice) -> str:
     """Return the YAML text of a recipe for the data of a trial."""
     reading = trial.reading
     splits = "the source says which rows are held out; of the others this share" if trial.splits else "share of images"
+    splits += ", with all their samples; never trained on"
+    if reading.heldout_files:
+        splits = "counts only if heldout_files is empty: share of images, with all their samples"
     lines = [
         f"# Written by `athanor init {' '.join(data.split())}`: {' '.join(reading.why.split())}.",
         "# `athanor plan` prints what a run will do and what it needs; `athanor run` does it.",
@@ -28,7 +31,7 @@ def recipe_text(name: str, data: str, trial: Trial, choice: Choice) -> str:
         f"  subsets: {_value(list(reading.subsets))}  # empty: all of them",
         f"  options: {_value(reading.options)}",
         *_heldout_files(reading.heldout_files),
-        f"  heldout_fraction: {_heldout(trial)}  # {splits}, with all their samples; never trained on",
+        f"  heldout_fraction: {_heldout(trial)}  # {splits}",
         "  seed: 0",
         "  max_image_pixels: 50000000  # a larger image is left out, and counted",
         "  min_image_side: 4",

@@ -115,7 +115,7 @@ CIRCLE = "a symbolic link that leads back to itself"
         (["preview", "~nosuchuser/x"], NO_USER),
         (["ask", "", "-", "Which digit?"], "the path is empty; give a directory"),
         (["init", ""], "the path is empty; give a directory"),
-        (["plan", "--root", ""], "--root the path is empty; give a directory"),
+        (["plan", "--root", ""], "--root: the path is empty; give a directory"),
         (["init", "two\nlines"], "two lines does not exist; give a directory"),
         (["preview", "circle"], "circle is not an artifact"),
         (["preview", LONG], "File name too long"),

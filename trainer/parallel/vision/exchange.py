@@ -13,10 +13,13 @@ of i - `behind`, and has received the image tokens of i. Hence no two ranks wait
 activations of `ahead` + `behind` + 1 micro batches, for one P-th of the images of each.
 
 A message occupies the device of its first side until the other side takes part, and some calls of CUDA wait for the
-whole device: the first call of a kernel, or memory that is given back. So nothing may be under way that needs this rank
-again. Before its forward pass of i, rank r has the hidden states of i, and has run the backward pass of i - P + r. It
-then sends image tokens up to i + r, which the owner takes in its forward pass of i + r, after the backward pass of i +
-r - P. And it begins to receive the gradients up to i - P + r, which the owner sends in that backward pass.
+whole device: the first call of a kernel, or memory that is given back. So no message may be under way whose other side
+needs this rank again. Before its forward pass of i, rank r has the hidden states of i, and has run the backward pass of
+i + r - P. At that time
+
+- it begins to send image tokens up to i + r, which the owner takes in its forward pass of i + r, after its backward
+  pass of i + r - P; before the first forward pass it may send only those up to r - 1;
+- it begins to receive the gradients up to i + r - P, which the owner sends in that backward pass.
 
 P = pipeline ranks, D = language hidden size, L = deepstack levels.
 """

@@ -182,7 +182,7 @@ class PipelineWorker(VisionWorker):
             self.send_until(forward + self._messages.ahead)
 
         for _ in range(self._window.ahead):
-            encode_next(-1)
+            encode_next(-1)  # no forward pass has begun
 
         def in_order() -> Iterator[MicroBatch]:
             for number in range(count):
