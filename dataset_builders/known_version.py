@@ -10,6 +10,14 @@ from dataset_builders.errors import InputError
 log = logging.getLogger("athanor")
 
 
+def installed_version(package: str) -> str:
+    """Return the version of an installed package; "" if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
 def check_version(package: str, known: str, module: str, risk: str, *, refuses: bool) -> None:
     """Check the installed version of a library. The module that uses the library's private parts calls this at its
     import.

@@ -5,7 +5,6 @@ tools can stand below each other.
 """
 
 import argparse
-import importlib.metadata
 import os
 import re
 import shlex
@@ -20,6 +19,7 @@ import psutil
 from pydantic import ValidationError
 
 from dataset_builders.errors import InputError, shown
+from dataset_builders.known_version import installed_version
 from dataset_builders.readers.file_patterns import nearest
 from dataset_builders.storage.files import write_json, write_text
 from dataset_builders.storage.store import side_dir
@@ -44,7 +44,7 @@ from trainer.plan.checks import check_experts, check_training
 from trainer.plan.layout import FieldNames, check_layout
 from trainer.plan.placement import PlacementJob, current_placement
 
-PACKAGES = ("torch", "megatron-core", "transformer-engine", "transformers", "triton")
+PACKAGES = ("torch", "megatron-core", "transformer-engine", "flash-attn-4", "transformers", "triton")
 HEADS = ("Model", "#-GPUs", "GPU", "Precision", "Trained", "GBS", "MBS", "Sequence Length", "FSDP", "TP", "PP", "CP")
 HEADS += ("VP", "EP", "GA", "Tokens / sec / GPU", "Model TFLOP / sec / GPU", "MFU", "Memory, GB")
 _TINY = {"seq_len": 256, "global_batch_size": 4, "steps": 3, "warmup": 1, "precision": "float32"}
@@ -273,10 +273,8 @@ def versions() -> dict[str, str]:
     """Return name -> version of Python, of the packages that train, and of the GPU's driver."""
     found = {"Python": ".".join(map(str, sys.version_info[:3]))}
     for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+        if version := installed_version(package):
+            found[package] = version
     driver = ask_driver("driver_version") if this_host().gpu else []
     return found | ({"driver": driver[0]} if driver else {})
 

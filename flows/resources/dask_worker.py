@@ -2,7 +2,6 @@
 
 import functools
 import hashlib
-import importlib.metadata
 import socket
 import sys
 import threading
@@ -10,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dataset_builders.known_version import installed_version
 from dataset_builders.storage.store import location
 
 Task = TypeVar("Task")
@@ -57,10 +57,7 @@ def versions() -> dict[str, str]:
     """Return package -> version for the packages that decide bytes, and "athanor's code" -> a digest of its files."""
     installed = {"Python": ".".join(map(str, sys.version_info[:2]))}
     for name in _PACKAGES:
-        try:
-            installed[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            installed[name] = "none"
+        installed[name] = installed_version(name) or "none"
     return installed | {"athanor's code": _code_digest()}
 
 

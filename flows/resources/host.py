@@ -1,12 +1,12 @@
 """The GPUs and the training packages of this host, found without importing torch: from the driver and from pip."""
 
-import importlib.metadata
 import importlib.util
 import os
 import shutil
 import subprocess
 from functools import cache
 
+from dataset_builders.known_version import installed_version
 from trainer.contract.machine.modules import Host
 
 _NONE = ("", "-1")  # values of CUDA_VISIBLE_DEVICES that hide every GPU
@@ -14,23 +14,17 @@ _NONE = ("", "-1")  # values of CUDA_VISIBLE_DEVICES that hide every GPU
 
 @cache
 def this_host() -> Host:
-    """Return the first GPU that torch would find here, and Transformer Engine's version."""
+    """Return the first GPU that torch would find here, and the versions of Transformer Engine and FlashAttention 4."""
     hides = os.environ.get("CUDA_VISIBLE_DEVICES") in _NONE
-    listing = [] if hides or _version("torch").endswith("+cpu") else ask_driver("name", "compute_cap")
+    listing = [] if hides or installed_version("torch").endswith("+cpu") else ask_driver("name", "compute_cap")
     if not listing:
         return Host()
     name, _, capability = listing[0].rpartition(", ")
     major, _, minor = capability.partition(".")
     known = (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
     has_engine = importlib.util.find_spec("transformer_engine") is not None
-    return Host(gpu=name, capability=known, engine=_version("transformer-engine") or "?" if has_engine else "")
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    engine = installed_version("transformer-engine") or "?" if has_engine else ""
+    return Host(gpu=name, capability=known, engine=engine, flash=installed_version("flash-attn-4"))
 
 
 def ask_driver(*fields: str) -> list[str]:

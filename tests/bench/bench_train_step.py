@@ -152,6 +152,7 @@ class Bench:
             global_batch=args.peer_batch,
             steps=args.peer_steps,
             warmup=args.peer_warmup,
+            recompute=args.peer_recompute,
             seq_len=args.seq_len,
             dtype=DTYPES[args.precision],
             adapter=args.adapter,
@@ -236,6 +237,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     peer.add_argument("--peer-batch", type=int, default=64, help="samples between two updates")
     peer.add_argument("--peer-steps", type=int, default=6, help="updates that count, at each size")
     peer.add_argument("--peer-warmup", type=int, default=2)
+    peer.add_argument("--peer-recompute", action="store_true", help="transformers' own gradient checkpointing")
     if "--tiny" in argv:
         parser.set_defaults(**TINY, **TINY_PEER)
     args = parser.parse_args(argv)

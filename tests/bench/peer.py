@@ -44,6 +44,7 @@ class PeerPlan:
         adapter: PEFT's settings, in the type of the weights; None trains the whole model.
         adapted: modules that have adapters.
         adapted_stacks: parameters of one matrix per expert that have adapters.
+        recompute: whether it recomputes its layers in the backward pass.
     """
 
     micro_batches: tuple[int, ...]
@@ -55,6 +56,7 @@ class PeerPlan:
     adapter: AdapterConfig | None = None
     adapted: tuple[str, ...] = ()
     adapted_stacks: tuple[str, ...] = ()
+    recompute: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -159,6 +161,8 @@ def measure_peer(root: Path, plan: PeerPlan) -> list[PeerRow]:
         root / "hf", dtype=plan.dtype, attn_implementation="sdpa"
     ).train()
     model.to("cuda" if cuda else "cpu")
+    if plan.recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     if plan.adapter is not None:
         model = _with_adapters(model, plan)
     samples = read_samples(root / "data", root / "hf", plan.seq_len)

@@ -75,7 +75,7 @@ class TorchModules(LocalSpecProvider):
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
         return TorchNorm
 
-    def core_attention(self, head_dim: int = 0) -> type:
+    def core_attention(self, head_dim: int = 0, *, causal: bool = True) -> type:
         return TorchVarlenAttention
 
     def activation_func(self) -> type:

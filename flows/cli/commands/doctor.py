@@ -17,6 +17,7 @@ import psutil
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from dataset_builders.known_version import installed_version
 from dataset_builders.storage.store import side_dir
 from flows.cli.text_table import print_table
 from flows.resources.host import ask_driver
@@ -83,10 +84,7 @@ def check_packages() -> list[Finding]:
 
 def check_requirement(requirement: Requirement) -> Finding | None:
     """Check one requirement. Return None if the installed version fits."""
-    try:
-        version = importlib.metadata.version(requirement.name)
-    except importlib.metadata.PackageNotFoundError:
-        version = ""
+    version = installed_version(requirement.name)
     if version and requirement.specifier.contains(version, prereleases=True):
         return None
     return Finding(requirement.name, "missing", f"{version or 'not installed'}, needed: {requirement}", _INSTALL)
@@ -103,9 +101,7 @@ def check_tested_versions(checkout: Path, has_gpu: bool) -> Finding:
         tested |= _read_pins(file)
     other, total = [], 0
     for name, pin in tested.items():
-        try:
-            version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
+        if not (version := installed_version(name)):
             continue
         total += 1
         if version.partition("+")[0] != pin:

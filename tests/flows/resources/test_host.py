@@ -17,7 +17,7 @@ from trainer.contract.machine.modules import Host
 @pytest.fixture
 def driver(tmp_path: Path, monkeypatch):
     """Return a function that writes this test's nvidia-smi. torch is a GPU build, and no GPU is hidden."""
-    monkeypatch.setattr(host, "_version", lambda name: {"torch": "2.11.0+cu130"}.get(name, ""))
+    monkeypatch.setattr(host, "installed_version", lambda name: {"torch": "2.11.0+cu130"}.get(name, ""))
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
@@ -51,7 +51,7 @@ def test_a_gpu_that_torch_cannot_use_is_none(driver, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert host.this_host() == Host()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(host, "_version", lambda name: "2.13.0+cpu")
+    monkeypatch.setattr(host, "installed_version", lambda name: "2.13.0+cpu")
     host.this_host.cache_clear()
     assert host.this_host() == Host()
 

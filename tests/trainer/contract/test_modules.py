@@ -1,6 +1,7 @@
 """Which modules a job gets on which host, the line that says so, and what is refused."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -46,6 +47,10 @@ def test_an_engine_that_is_not_there_is_refused(host):
 def test_the_line_names_the_modules_and_what_the_engine_would_gain():
     assert describe("auto", CPU) == "plain torch, on a CPU"
     assert describe("auto", WITH_ENGINE) == "Transformer Engine 2.11.0, on NVIDIA H200"
+    all_there = replace(WITH_ENGINE, flash="4.0.0b36")
+    assert describe("auto", all_there) == "Transformer Engine 2.11.0, FlashAttention 4.0.0b36, on NVIDIA H200"
+    assert describe("plain", all_there).startswith("plain torch, FlashAttention 4.0.0b36 and our kernels, on NVIDIA")
+    assert "Flash" not in describe("portable", all_there) + describe("auto", replace(OLD_WITH_ENGINE, flash="4.0.0b36"))
     missing = r"Transformer Engine is not installed \(make gpu installs it; it trains about 1\.\d+ times as fast\)$"
     assert re.match(rf"plain torch and our kernels, on NVIDIA H200; {missing}", describe("auto", H200))
     old = r"they need compute capability 9\.0, and it has 8\.0"

@@ -20,6 +20,7 @@ BINS = {
     "one sample": [4096],
     "one token each": [1] * 64,
     "745": [745],
+    "5,000 beside 1": [5000, 1],
 }
 CAUSAL, FULL = AttnMaskType.causal, AttnMaskType.no_mask
 BF16_GRADIENTS = 5e-3  # relative distance of bfloat16 gradients from float32's; 2.4e-3 to 3.1e-3 was measured
@@ -49,7 +50,7 @@ def distance(ours: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 @requires_gpus(1)
-@pytest.mark.parametrize("modules", ON_CUDA[:2])
+@pytest.mark.parametrize("modules", [*ON_CUDA[:2], "flash 4"])
 @pytest.mark.parametrize("name", BINS)
 @pytest.mark.parametrize(
     ("heads", "groups", "dim", "mask"),
@@ -74,7 +75,10 @@ def test_attention_and_its_gradients_are_those_of_float32(name, heads, groups, d
         bf16=True,
         params_dtype=torch.bfloat16,
     )
-    kind = choose_modules(modules, torch.device("cuda", 0)).core_attention(dim)
+    if modules == "flash 4":
+        kind = pytest.importorskip("trainer.layers.modules.flash_4", exc_type=ImportError).FlashAttention4
+    else:
+        kind = choose_modules(modules, torch.device("cuda", 0)).core_attention(dim, causal=mask == CAUSAL)
     groups_of_ranks = ProcessGroupCollection(tp=None, cp=None)
     core = kind(
         config=config, layer_number=1, attn_mask_type=mask, attention_type="self", pg_collection=groups_of_ranks

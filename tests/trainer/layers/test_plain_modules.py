@@ -26,7 +26,7 @@ GPU = torch.device("cuda", 0)
 class WithoutFlash(PlainModules):
     """Attention by torch's plain functions: flash kernels need a GPU."""
 
-    def core_attention(self, head_dim: int = 0) -> type:
+    def core_attention(self, head_dim: int = 0, *, causal: bool = True) -> type:
         return TorchVarlenAttention
 
 

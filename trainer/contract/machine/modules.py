@@ -31,11 +31,18 @@ class Host:
         gpu: name of the GPU; "" if there is none that torch can use.
         capability: the GPU's compute capability; None if it is unknown.
         engine: version of Transformer Engine; "" if it is not installed.
+        flash: version of FlashAttention 4; "" if it is not installed.
     """
 
     gpu: str = ""
     capability: tuple[int, int] | None = None
     engine: str = ""
+    flash: str = ""
+
+    @property
+    def has_flash(self) -> bool:
+        """Whether FlashAttention 4 computes attention on this GPU: only Hopper was there to try it."""
+        return bool(self.flash) and self.capability is not None and self.capability[0] == KERNEL_CAPABILITY[0]
 
     @property
     def has_kernels(self) -> bool:
@@ -90,8 +97,8 @@ def describe(wanted: Wanted, host: Host) -> str:
         return "plain torch, on a CPU"
     if modules == "engine":
         kernels = "" if host.has_kernels else f", without our kernels ({_too_old(host)})"
-        return f"Transformer Engine {host.engine}{kernels}, on {host.gpu}"
-    names = "plain torch and our kernels" if modules == "plain" else "plain torch without our kernels"
+        return f"Transformer Engine {host.engine}{_flash(host)}{kernels}, on {host.gpu}"
+    names = f"plain torch{_flash(host)} and our kernels" if modules == "plain" else "plain torch without our kernels"
     reasons = [_too_old(host)] if modules == "portable" and not host.has_kernels else []
     if host.engine or wanted != "auto":
         reasons.append(f"execution.modules={wanted}")
@@ -100,6 +107,10 @@ def describe(wanted: Wanted, host: Host) -> str:
             f"Transformer Engine is not installed ({INSTALL} installs it; it trains about {ENGINE_GAIN} times as fast)"
         )
     return f"{names}, on {host.gpu}; {'; '.join(reasons)}"
+
+
+def _flash(host: Host) -> str:
+    return f", FlashAttention {host.flash}" if host.has_flash else ""
 
 
 def _too_old(host: Host) -> str:

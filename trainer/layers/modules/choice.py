@@ -1,31 +1,35 @@
 """The choice of a job's modules, shared by training, features and tests."""
 
-import importlib.metadata
 import logging
 
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.backends import BackendSpecProvider
 
+from dataset_builders.known_version import installed_version
 from trainer.contract.machine.modules import Host, Wanted, describe, modules_of
-from trainer.layers.kernels.permission import allow_kernels
+from trainer.layers.kernels.permission import allow_kernels, can_import
 from trainer.layers.module_set import TorchModules
 from trainer.layers.modules.plain import PlainModules
 
+_FLASH = installed_version("flash-attn-4") if can_import() else ""
 if HAVE_TE:
     from trainer.layers.modules.engine import FusedModules
+if _FLASH:
+    from trainer.layers.modules.flash_4 import FlashAttention4
 
 log = logging.getLogger("athanor.trainer")
 
 
 def host_of(device: torch.device) -> Host:
-    """Return the hardware and the Transformer Engine version that this process computes with."""
+    """Return the hardware and the versions of the libraries that this process computes with."""
     if device.type != "cuda":
         return Host()
     return Host(
         gpu=torch.cuda.get_device_name(device),
         capability=torch.cuda.get_device_capability(device),
-        engine=importlib.metadata.version("transformer-engine") if HAVE_TE else "",
+        engine=installed_version("transformer-engine") if HAVE_TE else "",
+        flash=_FLASH,
     )
 
 
@@ -41,6 +45,7 @@ def choose_modules(wanted: Wanted, device: torch.device) -> BackendSpecProvider:
     modules = modules_of(wanted, host)
     log.info("modules: %s", describe(wanted, host))
     allow_kernels(modules != "portable")
-    if modules == "engine":
-        return FusedModules()
-    return TorchModules() if modules == "exact" else PlainModules()
+    if modules == "exact":
+        return TorchModules()
+    fast_attention = FlashAttention4 if modules != "portable" and host.has_flash else None
+    return FusedModules(fast_attention) if modules == "engine" else PlainModules(fast_attention)

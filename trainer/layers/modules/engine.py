@@ -197,7 +197,15 @@ def can_join(mlp: MLP) -> bool:
 
 
 class FusedModules(TESpecProvider):
-    """megatron-core's set of Transformer Engine modules, with some replaced by ours."""
+    """megatron-core's set of Transformer Engine modules, with some replaced by ours.
+
+    Args:
+        fast_attention: the class of attention cores where it is faster than cuDNN.
+    """
+
+    def __init__(self, fast_attention: type | None = None) -> None:
+        super().__init__()
+        self._fast_attention = fast_attention
 
     def column_parallel_layer_norm_linear(self) -> type:
         return NormColumnLinear
@@ -205,7 +213,9 @@ class FusedModules(TESpecProvider):
     def row_parallel_linear(self) -> type:
         return RowLinear
 
-    def core_attention(self, head_dim: int = 0) -> type:
+    def core_attention(self, head_dim: int = 0, *, causal: bool = True) -> type:
+        if self._fast_attention and (not causal or head_dim > CUDNN_HEAD_DIM):
+            return self._fast_attention
         return PackedAttention if head_dim <= CUDNN_HEAD_DIM else FlashAttention
 
     def activation_func(self) -> type:

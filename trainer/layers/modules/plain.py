@@ -103,7 +103,14 @@ class PlainRowLinear(_OurProduct, RowParallelLinear):
 
 
 class PlainModules(TorchModules):
-    """megatron-core's set of torch modules, with the slow ones replaced."""
+    """megatron-core's set of torch modules, with the slow ones replaced.
+
+    Args:
+        fast_attention: the class of attention cores in place of torch's flash attention.
+    """
+
+    def __init__(self, fast_attention: type | None = None) -> None:
+        self._fast_attention = fast_attention
 
     def column_parallel_linear(self) -> type:
         return PlainColumnLinear
@@ -114,8 +121,8 @@ class PlainModules(TorchModules):
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
         return PlainNorm
 
-    def core_attention(self, head_dim: int = 0) -> type:
-        return FlashAttention
+    def core_attention(self, head_dim: int = 0, *, causal: bool = True) -> type:
+        return self._fast_attention or FlashAttention
 
     def activation_func(self) -> type:
         return PlainSwiglu

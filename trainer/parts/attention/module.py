@@ -112,7 +112,7 @@ def attention_spec(
         params={"attn_mask_type": AttnMaskType.causal if causal else AttnMaskType.no_mask},
         submodules=SelfAttentionSubmodules(
             linear_qkv=column_after_norm(modules),
-            core_attention=modules.core_attention(head_dim),
+            core_attention=modules.core_attention(head_dim, causal=causal),
             linear_proj=modules.row_parallel_linear(),
             q_layernorm=norm,
             k_layernorm=norm,

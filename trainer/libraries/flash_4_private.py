@@ -1,0 +1,76 @@
+"""The private parts of FlashAttention 4 (the package flash-attn-4) that the trainer uses: its forward and its backward
+pass. Imported only if it is installed.
+
+Its public function would keep padded queries, keys, values and outputs for the backward pass.
+
+`tests/trainer/layers/test_attention_gpu.py` compares them with float32.
+
+h = query heads, g = key-value heads, d = head dim.
+"""
+
+import torch
+import torch.nn.functional as F
+from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+from torch.autograd.function import once_differentiable
+
+from dataset_builders.known_version import check_version
+
+KNOWN = "==4.0.0b36"
+check_version("flash-attn-4", KNOWN, __name__, "attention may be wrong", refuses=True)
+
+# Head dims are padded to a multiple of this: with heads of 72 the gradient of the queries is wrong by its own size.
+_WIDTH = 32
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value, bounds, longest, causal, scale):
+        width = query.size(-1)
+        call = {
+            "cu_seqlens_q": bounds[0],
+            "cu_seqlens_k": bounds[1],
+            "max_seqlen_q": longest[0],
+            "max_seqlen_k": longest[1],
+            "softmax_scale": width**-0.5 if scale is None else scale,
+            "causal": causal,
+        }
+        out, lse, *_ = _flash_attn_fwd(*_padded(query, key, value), **call, return_lse=True)
+        out = out[..., :width].contiguous()
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.call = call
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        query, key, value, out, lse = ctx.saved_tensors
+        grads = _flash_attn_bwd(*_padded(query, key, value, out, grad), lse, **ctx.call)
+        return *(x[..., : query.size(-1)] for x in grads), *(None,) * 4
+
+
+def _padded(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    missing = -tensors[0].size(-1) % _WIDTH
+    return [F.pad(x, (0, missing)) if missing else x for x in tensors]
+
+
+def attend_in_segments(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: tuple[torch.Tensor, torch.Tensor],
+    longest: tuple[int, int],
+    *,
+    causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
+    """Return softmax(scale q k^T) v of each segment: (queries, h, d) bfloat16.
+
+    Args:
+        query: (queries, h, d) bfloat16.
+        key, value: (keys, g, d) bfloat16.
+        bounds: (segments + 1,) int32 cumulative numbers of queries, and of keys.
+        longest: queries of the longest segment, and keys.
+        causal: whether the last query of a segment sees all its keys, the query before it one key fewer, and so on.
+        scale: None for 1 / sqrt(d).
+    """
+    return _Attend.apply(query, key, value, bounds, longest, causal, scale)
