@@ -2,7 +2,6 @@
 
     on a CPU            functions of torch.cuda that megatron-core calls, and those of its RNG tracker
     the optimizer       state_dict and the states of a parameter, for torch's Adam; the states in a checkpoint
-    gradient clipping   the two functions that need Transformer Engine or apex to be fast
     checkpoints         the reader, the planner and the writer of files, and a step of saving
     linear layers       the product of a layer, without bias and communication
 
@@ -18,12 +17,10 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
-from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import random as tensor_parallel_random
 
 from dataset_builders.known_version import check_version
-from trainer.libraries.torch_private import foreach_copy, foreach_multiply
 
 KNOWN = "==0.16.1"
 check_version("megatron-core", KNOWN, __name__, "gradients and checkpoints may be wrong", refuses=True)
@@ -88,25 +85,6 @@ def first_held(optimizer: DistributedOptimizer, param: torch.Tensor) -> int:
 def held_tensors(optimizer: DistributedOptimizer, param: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return this rank's numbers of a parameter ("param") and, after the first update, of its moments."""
     return optimizer._get_main_param_and_optimizer_states(param)
-
-
-def patch_clipping() -> None:
-    """Make megatron-core clip gradients without waiting, until the process ends. This is for a GPU without Transformer
-    Engine and apex, where its gradient norm waits for the GPU once per tensor, and its scaling copies each gradient."""
-    clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = _norm, _scale
-
-
-def _norm(chunk_size: int, flag: torch.Tensor, lists: list, per_tensor: bool) -> tuple[torch.Tensor, None]:
-    """Return the norm of all tensors of the first list, (1,) float32."""
-    return torch.nn.utils.get_total_norm(lists[0]).float().view(1), None
-
-
-def _scale(chunk_size: int, flag: torch.Tensor, lists: list, scale: float | torch.Tensor) -> None:
-    """Set the second list to the first list * scale; megatron-core passes the same list twice."""
-    source, target = lists
-    if source is not target:
-        foreach_copy(target, source)
-    foreach_multiply(target, scale)
 
 
 def replace_readers(planner: type, make_reader: Callable[[Any], object]) -> None:

@@ -18,8 +18,6 @@ RECORDED = {
     f"{ADAM}.sharded_param_state_fully_reshardable": [
         *("self", "model_sharded_state_dict", "is_loading=False", "metadata=None"),
     ],
-    "megatron.core.optimizer.clip_grads:l2_norm_impl": None,  # another function where Transformer Engine is installed
-    "megatron.core.optimizer.clip_grads:multi_tensor_scale_impl": None,
     f"{FILES}:_get_filesystem_reader": ["checkpoint_dir", "cache_metadata=False"],
     f"{FILES}:MCoreLoadPlanner": [
         *("*args", "shapes_validation_sharded_tensors=()", "allow_shape_mismatch_sharded_tensors=None", "**kwargs"),
@@ -43,7 +41,6 @@ def changes() -> Iterator[str]:
     yield from changed(RECORDED)
     # Each replaced name has an effect only while its callers look it up where we replace it.
     from megatron.core.dist_checkpointing.strategies import torch as files
-    from megatron.core.optimizer import clip_grads
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     callers = {
@@ -51,8 +48,6 @@ def changes() -> Iterator[str]:
         "MCoreLoadPlanner": files.TorchDistLoadShardedStrategy.load,
         "FileSystemWriterAsync": files.TorchDistSaveShardedStrategy.async_save,
         "_get_save_and_finalize_callbacks": files.TorchDistSaveShardedStrategy.async_save,
-        "l2_norm_impl": clip_grads.get_grad_norm_fp32,
-        "multi_tensor_scale_impl": clip_grads.clip_grad_by_total_norm_fp32,
         "sharded_param_state_fully_reshardable": DistributedOptimizer.sharded_state_dict,
     }
     for name, caller in callers.items():
