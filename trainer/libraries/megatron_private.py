@@ -1,14 +1,16 @@
 """The private parts of megatron-core that the trainer calls or replaces, as they are in megatron-core 0.16.1.
 
     on a CPU            functions of torch.cuda that megatron-core calls, and those of its RNG tracker
-    the optimizer       state_dict and the states of a parameter, for torch's Adam; the states in a checkpoint
+    the optimizer       state_dict and the states of a parameter, for torch's Adam; the states in a checkpoint; the
+                        copies of gradients and parameters
     checkpoints         the reader, the planner and the writer of files, and a step of saving
     linear layers       the product of a layer, without bias and communication
 
 `tests/trainer/libraries/test_megatron_private.py` compares them with the installed megatron-core.
 """
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import random as tensor_parallel_random
 
 from dataset_builders.known_version import check_version
+from trainer.libraries.torch_private import foreach_copy
 
 KNOWN = "==0.16.1"
 check_version("megatron-core", KNOWN, __name__, "gradients and checkpoints may be wrong", refuses=True)
@@ -85,6 +88,41 @@ def first_held(optimizer: DistributedOptimizer, param: torch.Tensor) -> int:
 def held_tensors(optimizer: DistributedOptimizer, param: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return this rank's numbers of a parameter ("param") and, after the first update, of its moments."""
     return optimizer._get_main_param_and_optimizer_states(param)
+
+
+def shorten_copies(optimizer: DistributedOptimizer) -> None:
+    """Let an optimizer make its views of the gradients and of the parameters once, not for each update, and write all
+    parameters by one operation. float8 parameters, which are written in another way, must not be among them."""
+    gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+    set_gradients = optimizer._copy_model_grads_to_main_grads
+
+    def give_gradients() -> None:
+        if not gradients:
+            set_gradients()
+            gradients.extend((param, param.grad) for param in optimizer.get_parameters())
+        for param, grad in gradients:
+            param.grad = grad
+
+    def write_parameters() -> None:
+        if not copies:
+            copies.extend(_views_and_sources(optimizer))
+        if copies:
+            views, sources = zip(*copies)
+            foreach_copy(views, sources)
+
+    optimizer._copy_model_grads_to_main_grads = give_gradients
+    optimizer._copy_main_params_to_model_params = write_parameters
+
+
+def _views_and_sources(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the part of each parameter that this rank updates, as a view of the parameter's buffer, and its source."""
+    sources = optimizer.shard_fp32_from_float16_groups + optimizer.shard_fp32_groups
+    params = optimizer.model_float16_groups + optimizer.model_fp32_groups
+    for param, source in zip(itertools.chain(*params), itertools.chain(*sources), strict=True):
+        buffer, _, bucket = optimizer.model_param_gbuf_map[param]
+        place = optimizer._get_model_param_range_map(param)["gbuf_world_in_bucket"]
+        yield optimizer.buffers[buffer].buckets[bucket].param_data.view(-1)[place.start : place.end], source
 
 
 def replace_readers(planner: type, make_reader: Callable[[Any], object]) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, ParamKey, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
@@ -19,7 +20,7 @@ from torch.optim.adamw import adamw
 
 from trainer.checkpoint.hf_read import is_of_experts
 from trainer.contract.run import OptimConfig, TrainConfig
-from trainer.libraries.megatron_private import patch_torch_adam
+from trainer.libraries.megatron_private import patch_torch_adam, shorten_copies
 from trainer.libraries.torch_private import foreach_copy, foreach_multiply, foreach_norm
 from trainer.model.family import Family
 from trainer.parallel.fsdp import FullyShardedModel
@@ -171,6 +172,9 @@ def build_optimizer(
             patch_torch_adam()
         for inner in optimizer.chained_optimizers:
             inner.optimizer = PiecewiseAdam(inner.optimizer.param_groups, getattr(torch, optim.moments))
+    for inner in optimizer.chained_optimizers:
+        if isinstance(inner, DistributedOptimizer) and not inner.is_stub_optimizer:
+            shorten_copies(inner)
     return optimizer
 
 

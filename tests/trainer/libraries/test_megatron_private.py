@@ -14,6 +14,8 @@ RECORDED = {
     f"{ADAM}._set_main_param_and_optimizer_states": ["self", "model_param", "tensors"],
     f"{ADAM}._get_main_param_and_optimizer_states": ["self", "model_param"],
     f"{ADAM}._get_model_param_range_map": ["self", "param"],
+    f"{ADAM}._copy_model_grads_to_main_grads": ["self"],
+    f"{ADAM}._copy_main_params_to_model_params": ["self"],
     f"{ADAM}.state_dict": ["self"],
     f"{ADAM}.sharded_param_state_fully_reshardable": [
         *("self", "model_sharded_state_dict", "is_loading=False", "metadata=None"),
@@ -49,6 +51,8 @@ def changes() -> Iterator[str]:
         "FileSystemWriterAsync": files.TorchDistSaveShardedStrategy.async_save,
         "_get_save_and_finalize_callbacks": files.TorchDistSaveShardedStrategy.async_save,
         "sharded_param_state_fully_reshardable": DistributedOptimizer.sharded_state_dict,
+        "_copy_model_grads_to_main_grads": DistributedOptimizer.prepare_grads,
+        "_copy_main_params_to_model_params": DistributedOptimizer.step_with_ready_grads,
     }
     for name, caller in callers.items():
         yield from unmentioned(caller, name)
