@@ -245,7 +245,7 @@ def squared_grad_norms(optimizer: ChainedOptimizer, device: torch.device) -> tor
 
 
 @torch.no_grad()
-def update(optimizer: ChainedOptimizer, device: torch.device) -> torch.Tensor:
+def clip_and_update(optimizer: ChainedOptimizer, device: torch.device) -> torch.Tensor:
     """Clip the gradients, update the parameters and return `squared_grad_norms`, without waiting for the device.
 
     megatron-core's `step` reads the norm on the host before it clips. Here the factor stays on the device, and is 1 if

@@ -14,7 +14,7 @@ from trainer.data.flops import model_flops
 from trainer.data.micro_batch import MicroBatch
 from trainer.layers.measures.part_clock import PartClock
 from trainer.libraries.torch_private import flatten_together, views_of_flat
-from trainer.loop.optim import update
+from trainer.loop.optim import clip_and_update
 from trainer.objectives.sft import loss_of
 from trainer.objectives.totals import Totals
 from trainer.parallel.mesh import Mesh
@@ -128,6 +128,6 @@ def train_step(
     accumulate()
     clock: PartClock = chunks[0].module.clock
     clock.switch("optimizer")
-    squares = update(optimizer, next(chunks[0].parameters()).device)
+    squares = clip_and_update(optimizer, next(chunks[0].parameters()).device)
     clock.switch(None)
     return squares

@@ -44,6 +44,7 @@ def changes() -> Iterator[str]:
     # Each replaced name has an effect only while its callers look it up where we replace it.
     from megatron.core.dist_checkpointing.strategies import torch as files
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
     callers = {
         "_get_filesystem_reader": files.TorchDistLoadShardedStrategy.load,
@@ -51,8 +52,8 @@ def changes() -> Iterator[str]:
         "FileSystemWriterAsync": files.TorchDistSaveShardedStrategy.async_save,
         "_get_save_and_finalize_callbacks": files.TorchDistSaveShardedStrategy.async_save,
         "sharded_param_state_fully_reshardable": DistributedOptimizer.sharded_state_dict,
-        "_copy_model_grads_to_main_grads": DistributedOptimizer.prepare_grads,
-        "_copy_main_params_to_model_params": DistributedOptimizer.step_with_ready_grads,
+        "_copy_model_grads_to_main_grads": MixedPrecisionOptimizer.prepare_grads.__wrapped__,
+        "_copy_main_params_to_model_params": MixedPrecisionOptimizer.step_with_ready_grads.__wrapped__,
     }
     for name, caller in callers.items():
         yield from unmentioned(caller, name)
