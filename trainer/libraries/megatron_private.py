@@ -10,7 +10,7 @@
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -93,36 +93,33 @@ def held_tensors(optimizer: DistributedOptimizer, param: torch.Tensor) -> dict[s
 def shorten_copies(optimizer: DistributedOptimizer) -> None:
     """Let an optimizer make its views of the gradients and of the parameters once, not for each update, and write all
     parameters by one operation. float8 parameters, which are written in another way, must not be among them."""
-    gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
-    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-    set_gradients = optimizer._copy_model_grads_to_main_grads
+    optimizer.__class__ = _ShortCopies
 
-    def give_gradients() -> None:
-        if not gradients:
-            set_gradients()
-            gradients.extend((param, param.grad) for param in optimizer.get_parameters())
-        for param, grad in gradients:
+
+class _ShortCopies(DistributedOptimizer):
+    gradients: list[tuple[torch.Tensor, torch.Tensor]] | None = None  # (parameter of the update, view of its gradient)
+    copies: list[list[torch.Tensor]] | None = None  # views of the model's parameters, and their sources
+
+    def _copy_model_grads_to_main_grads(self) -> None:
+        if self.gradients is None:
+            super()._copy_model_grads_to_main_grads()
+            self.gradients = [(param, param.grad) for param in self.get_parameters()]
+        for param, grad in self.gradients:
             param.grad = grad
 
-    def write_parameters() -> None:
-        if not copies:
-            copies.extend(_views_and_sources(optimizer))
-        if copies:
-            views, sources = zip(*copies)
-            foreach_copy(views, sources)
+    def _copy_main_params_to_model_params(self) -> None:
+        if self.copies is None:
+            sources = itertools.chain(*self.shard_fp32_from_float16_groups, *self.shard_fp32_groups)
+            params = itertools.chain(*self.model_float16_groups, *self.model_fp32_groups)
+            self.copies = [[self._view(param) for param in params], list(sources)]
+        if self.copies[0]:
+            foreach_copy(*self.copies)
 
-    optimizer._copy_model_grads_to_main_grads = give_gradients
-    optimizer._copy_main_params_to_model_params = write_parameters
-
-
-def _views_and_sources(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the part of each parameter that this rank updates, as a view of the parameter's buffer, and its source."""
-    sources = optimizer.shard_fp32_from_float16_groups + optimizer.shard_fp32_groups
-    params = optimizer.model_float16_groups + optimizer.model_fp32_groups
-    for param, source in zip(itertools.chain(*params), itertools.chain(*sources), strict=True):
-        buffer, _, bucket = optimizer.model_param_gbuf_map[param]
-        place = optimizer._get_model_param_range_map(param)["gbuf_world_in_bucket"]
-        yield optimizer.buffers[buffer].buckets[bucket].param_data.view(-1)[place.start : place.end], source
+    def _view(self, param: torch.Tensor) -> torch.Tensor:
+        """Return the part of a parameter that this rank updates, as a view of the parameter's buffer."""
+        buffer, _, bucket = self.model_param_gbuf_map[param]
+        place = self._get_model_param_range_map(param)["gbuf_world_in_bucket"]
+        return self.buffers[buffer].buckets[bucket].param_data.view(-1)[place.start : place.end]
 
 
 def replace_readers(planner: type, make_reader: Callable[[Any], object]) -> None:
