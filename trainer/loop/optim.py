@@ -57,12 +57,13 @@ class PiecewiseAdam(torch.optim.AdamW):
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
             group["step"] = int(group.get("step", 0)) + 1
+            count = torch.tensor(float(group["step"]))  # megatron-core reads it on a CPU
             held = [param for param in group["params"] if param.grad is not None]
             for param in held:
                 state = self.state[param]
                 for name in MOMENTS:
                     state.setdefault(name, torch.zeros_like(param, dtype=self.moments))
-                state["step"] = torch.tensor(float(group["step"]))  # megatron-core reads it on a CPU
+                state["step"] = count
             for pieces in _bounded(held):
                 self._update(group, pieces)
 
