@@ -298,6 +298,6 @@ def _norms(params: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for param in params:
         if param_is_not_shared(param) and param_is_not_tensor_parallel_duplicate(param):
-            by_dtype.setdefault(param.dtype, []).append(param.detach())
+            by_dtype.setdefault(param.dtype, []).append(param)
     norms = [torch.stack(foreach_norm(params)) for params in by_dtype.values()]
     return torch.cat(norms) if norms else torch.zeros(0, device=device)
