@@ -59,7 +59,7 @@ class _Ended:
 
 @dataclass(slots=True)
 class _Host:
-    """What the host knows of the steps between two lines.
+    """The part of a line that the host knows: sums and times of the steps between two lines.
 
     Attributes:
         totals: sums over micro batches.
