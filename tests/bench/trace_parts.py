@@ -94,24 +94,22 @@ def read_parts(path: Path) -> Parts:
     if not ends or len(begins) != len(ends):
         raise ValueError(f"{path}: {len(begins)} steps begin and {len(ends)} end")
     activities = list(_of_device(events, marks)) or list(_of_host(events, marks))
-    return divide(activities, list(zip(begins, ends)))
+    return divide(activities, begins[0], ends[-1], len(begins))
 
 
-def divide(activities: Iterable[Activity], windows: Sequence[tuple[float, float]]) -> Parts:
-    """Return the seconds per step, as the mean over the windows (us)."""
-    parts = Parts()
-    activities = [activity for activity in activities if activity.stop > activity.start]
-    for begin, end in windows:
-        inside = [a for a in activities if a.stop > begin and a.start < end]
-        _sweep(inside, begin, end, parts)
-        parts.seconds += end - begin
-        for activity in inside:
-            seconds = activity.stop - activity.start
-            if activity.label == COMMUNICATION:
-                parts.collectives[_collective(activity.name)] += seconds
-            elif activity.label in COMPUTED:
-                parts.kinds[activity.label, kind_of(activity.name)] += seconds
-    scale = 1 / (1e6 * len(windows))
+def divide(activities: Iterable[Activity], begin: float, end: float, steps: int) -> Parts:
+    """Return the seconds per step, as the mean over the steps between two times (us). The host launches a step before
+    the device has done the step before, so only the beginning of the first and the end of the last are known."""
+    parts = Parts(seconds=end - begin)
+    inside = [a for a in activities if a.stop > max(begin, a.start) and a.start < end]
+    _sweep(inside, begin, end, parts)
+    for activity in inside:
+        seconds = activity.stop - activity.start
+        if activity.label == COMMUNICATION:
+            parts.collectives[_collective(activity.name)] += seconds
+        elif activity.label in COMPUTED:
+            parts.kinds[activity.label, kind_of(activity.name)] += seconds
+    scale = 1 / (1e6 * steps)
     parts.seconds *= scale
     parts.hidden *= scale
     for sums in (parts.shares, parts.collectives, parts.kinds):

@@ -4,8 +4,8 @@
 
 Steps FIRST (from 1) to FIRST + COUNT - 1 are traced on the ranks of the comma-separated list, into trace-<rank>.json
 beside run.json; the step before runs under the profiler uncounted. Until then nothing differs from `-m trainer`: what
-marks the parts of a step in the trace is put in when the profiler starts. All of it without a host synchronisation but
-those at the ends of a traced step.
+marks the parts of a step in the trace is put in when the profiler starts. The host waits for the device only before the
+first traced step and after the last.
 """
 
 import os
@@ -45,11 +45,13 @@ class TracedSteps:
             self._start()
         if self._profiler is None or self._step >= self._stop:
             return self._train_step(*args, **kwargs)
-        torch.cuda.synchronize()
+        if self._step == self._first:
+            torch.cuda.synchronize()
         mark(STEP_BEGINS)
         mark("optimizer")  # gradients are set to zero
         result = self._train_step(*args, **kwargs)
-        torch.cuda.synchronize()
+        if self._step == self._stop - 1:
+            torch.cuda.synchronize()
         mark(STEP_ENDS)
         self._profiler.step()
         return result

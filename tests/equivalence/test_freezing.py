@@ -11,7 +11,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from dataset_builders.errors import InputError
 from tests.helpers.reference import random_hf_dir
-from tests.helpers.run_dir import SEQ_LEN, changed, make_bins, metrics_of, write_job
+from tests.helpers.run_dir import SEQ_LEN, make_bins, metrics_of, write_job
 from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiers import full
 from tests.helpers.world import run_world
@@ -23,8 +23,6 @@ from trainer.contract.run import PartConfig, RunConfig, TrainConfig
 from trainer.data.geometry import geometry_of
 from trainer.data.micro_batch import make_micro_batch
 from trainer.families.qwen3_vl.family import part_of
-from trainer.loop import step
-from trainer.loop.optim import grad_norms_by_part
 from trainer.loop.train import train
 from trainer.parallel.runtime import cpu_runtime
 
@@ -175,16 +173,6 @@ def assert_rows_alike(two: RunConfig, one: RunConfig) -> None:
         for field in ("loss", "param_norm", "grad_norm", *(f"{part}_grad_norm" for part in PARTS)):
             expected = getattr(theirs, field)
             assert getattr(ours, field) == (expected and pytest.approx(expected, rel=1e-6)), (ours.step, field)
-
-
-def test_norms_by_part_are_taken_for_steps_that_get_a_line(mesh, tmp_path, monkeypatch):
-    taken = []
-    monkeypatch.setattr(step, "grad_norms_by_part", lambda *given: taken.append(1) or grad_norms_by_part(*given))
-    run = changed(job(tmp_path, {}), log_interval=4)
-    train(run, mesh)
-    assert [row.step for row in metrics_of(run)] == [4, 6]
-    assert all(row.language_grad_norm > 0 for row in metrics_of(run))
-    assert len(taken) == 2
 
 
 def test_frozen_vision_keeps_no_graph(mesh):

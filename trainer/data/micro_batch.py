@@ -4,7 +4,7 @@ Padding, positions, label shift and slices are computed here, once, by the data 
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -14,6 +14,7 @@ import torch
 
 from dataset_builders.contracts.tokenized import TokenizedSample
 from trainer.data.mrope import mrope_positions
+from trainer.data.one_copy import OneCopy
 from trainer.data.packed_chunks import PackedChunks
 from trainer.data.patch_grid import patch_coordinates
 from trainer.data.slices import NO_IMAGES, WHOLE, ImageShare, RankSlice, joined_ranges, share_images, zigzag_order
@@ -22,6 +23,7 @@ from trainer.data.slices import NO_IMAGES, WHOLE, ImageShare, RankSlice, joined_
 Positions = Callable[[int, Sequence[int], Sequence[Sequence[int]]], np.ndarray]
 # indices of images in the bin -> (tokens, (1 + L) * D) their concatenated features
 Features = Callable[[Sequence[int]], torch.Tensor]
+LARGE = ("patches", "features")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,7 @@ class MicroBatch:
         features: (encoded_rows + arriving_rows, (1 + L) * D) image tokens, each with its features of L deepstack
             levels, if they are already encoded; None if the model encodes the patches.
         are_features_read: whether the features were encoded before the training and are read.
+        small: the memory of all tensors but the large ones, if they share it; None after the copy to a device.
         num_loss_tokens: number of loss tokens of the bin, over all ranks.
         num_slots: T.
         next_ids: (1, t) int64 the next token of the same sample; a sample's last token has its own id. This field and
@@ -130,24 +133,43 @@ class MicroBatch:
     second_labels: torch.Tensor
     features: torch.Tensor | None = None
     are_features_read: bool = False
+    small: OneCopy | None = None
 
     @property
     def num_tokens(self) -> int:
         return sum(self.sample_lengths)
 
-    def tensors(self) -> dict[str, torch.Tensor | PackedChunks]:
-        """Return the fields that are copied to a device, by name."""
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the fields that are copied to a device, by name; of `chunks` the table."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {name: value for name, value in fields.items() if isinstance(value, torch.Tensor | PackedChunks)}
+        tables = {} if self.chunks is None else {"chunks": self.chunks.table}
+        return {name: value for name, value in fields.items() if isinstance(value, torch.Tensor)} | tables
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Return the same batch on `device`, copied asynchronously if pinned."""
-        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in self.tensors().items()}
-        return dataclasses.replace(self, **moved)
+        small = {} if self.small is None else self.small.to(device).views()
+        others = {name: tensor for name, tensor in self.tensors().items() if name not in small}
+        return self._with(small | {name: tensor.to(device, non_blocking=True) for name, tensor in others.items()})
 
-    def pin_memory(self) -> "MicroBatch":
-        """Return the same batch in page-locked memory."""
-        return dataclasses.replace(self, **{name: tensor.pin_memory() for name, tensor in self.tensors().items()})
+    def packed(self, *, pin: bool) -> "MicroBatch":
+        """Return the same batch with all tensors but the large ones in one piece of memory, so that three copies bring
+        it to a device in place of twenty.
+
+        The large ones are not needed until the backward pass, so they have memory of their own.
+
+        Args:
+            pin: use page-locked memory, which a GPU reads directly.
+        """
+        tensors = self.tensors()
+        large = {name: tensors.pop(name) for name in LARGE if name in tensors}
+        small = OneCopy.of(tensors, pin=pin)
+        large = {name: tensor.pin_memory() if pin else tensor for name, tensor in large.items()}
+        return self._with(small.views() | large, small)
+
+    def _with(self, tensors: Mapping[str, torch.Tensor], small: OneCopy | None = None) -> "MicroBatch":
+        """Return the batch with other tensors."""
+        chunks = None if self.chunks is None else self.chunks.with_table(tensors["chunks"])
+        return dataclasses.replace(self, **{**tensors, "chunks": chunks, "small": small})
 
 
 def make_micro_batch(

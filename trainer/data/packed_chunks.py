@@ -65,10 +65,10 @@ class PackedChunks:
         """Return the number of tokens of each segment, in the bin's order."""
         return [b - a for a, b in zip(self.bounds, self.bounds[1:])]
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> "PackedChunks":
+    def to(self, device: torch.device | str) -> "PackedChunks":
         """Return the same chunks on `device`, with a single copy."""
-        return self._with(self.table.to(device, non_blocking=non_blocking), self.bounds, self.chunks)
+        return self.with_table(self.table.to(device))
 
-    def pin_memory(self) -> "PackedChunks":
-        """Return the same chunks in page-locked memory."""
-        return self._with(self.table.pin_memory(), self.bounds, self.chunks)
+    def with_table(self, table: torch.Tensor) -> "PackedChunks":
+        """Return the same chunks in a copy of the table."""
+        return self._with(table, self.bounds, self.chunks)

@@ -99,7 +99,7 @@ def prefetch(
         if stopping.is_set():
             return None
         batch = reader.read(number)
-        return batch.pin_memory() if pin else batch
+        return batch.packed(pin=True) if pin else batch
 
     with ThreadPoolExecutor(max_workers=num_workers, thread_name_prefix="bins") as pool:
         queue: deque[Future] = deque()

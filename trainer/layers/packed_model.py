@@ -7,6 +7,8 @@ t = tokens of this context-parallel rank, s = t / tp with sequence parallel, els
 D = hidden size.
 """
 
+from collections.abc import Sequence
+
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor
 from megatron.core.enums import ModelType
@@ -143,9 +145,14 @@ class PackedModel(MegatronModule):
             if layer.routes_tokens:
                 layer.mlp.prepare_training(train, layer.layer_number - 1, self.reports)
 
-    def reported_metrics(self) -> dict[str, float]:
-        """Return the metrics of the layers' reports since the last call; a collective if some layers route tokens."""
-        reported = self.reports.read() if self.shape.language.routes_tokens else {}
+    def reported_metrics(self, numbers: Sequence[float]) -> dict[str, float]:
+        """Return the metrics of the layers' reports; a collective of hosts if some layers route tokens.
+
+        Args:
+            numbers: the sums of `reports`, read on the host.
+        """
+        routes = self.shape.language.routes_tokens
+        reported = self.reports.metrics(numbers, self.mesh.hosts) if routes else {}
         return {f"{LAYERS}{name}": value for name, value in reported.items()}
 
     def prepare_pixels(self, patch_format: PatchFormat) -> None:

@@ -4,7 +4,7 @@ T = tokens (or patches) of the bin, h = heads, d = head dim, n = segments.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import torch
@@ -16,8 +16,10 @@ from trainer.layers.chosen_rows import RoutedTokens
 from trainer.model.shape import DecoderShape
 
 
+@cache
 def inverse_frequencies(theta: float, dim: int, device: torch.device) -> torch.Tensor:
-    """Return (dim / 2,) float32: radians per position for each pair of the `dim` rotated components."""
+    """Return (dim / 2,) float32: radians per position for each pair of the `dim` rotated components. Computed once; do
+    not change it."""
     return 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim))
 
 

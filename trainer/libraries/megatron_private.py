@@ -1,14 +1,15 @@
 """The private parts of megatron-core that the trainer calls or replaces, as they are in megatron-core 0.16.1.
 
     on a CPU            functions of torch.cuda that megatron-core calls, and those of its RNG tracker
-    the optimizer       state_dict and the states of a parameter, for torch's Adam; the states in a checkpoint
-    gradient clipping   the two functions that need Transformer Engine or apex to be fast
+    the optimizer       state_dict and the states of a parameter, for torch's Adam; the states in a checkpoint; the
+                        copies of gradients and parameters
     checkpoints         the reader, the planner and the writer of files, and a step of saving
     linear layers       the product of a layer, without bias and communication
 
 `tests/trainer/libraries/test_megatron_private.py` compares them with the installed megatron-core.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,12 +19,11 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
-from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import random as tensor_parallel_random
 
 from dataset_builders.known_version import check_version
-from trainer.libraries.torch_private import foreach_copy, foreach_multiply
+from trainer.libraries.torch_private import foreach_copy
 
 KNOWN = "==0.16.1"
 check_version("megatron-core", KNOWN, __name__, "gradients and checkpoints may be wrong", refuses=True)
@@ -90,23 +90,36 @@ def held_tensors(optimizer: DistributedOptimizer, param: torch.Tensor) -> dict[s
     return optimizer._get_main_param_and_optimizer_states(param)
 
 
-def patch_clipping() -> None:
-    """Make megatron-core clip gradients without waiting, until the process ends. This is for a GPU without Transformer
-    Engine and apex, where its gradient norm waits for the GPU once per tensor, and its scaling copies each gradient."""
-    clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = _norm, _scale
+def shorten_copies(optimizer: DistributedOptimizer) -> None:
+    """Let an optimizer make its views of the gradients and of the parameters once, not for each update, and write all
+    parameters by one operation. float8 parameters, which are written in another way, must not be among them."""
+    optimizer.__class__ = _ShortCopies
 
 
-def _norm(chunk_size: int, flag: torch.Tensor, lists: list, per_tensor: bool) -> tuple[torch.Tensor, None]:
-    """Return the norm of all tensors of the first list, (1,) float32."""
-    return torch.nn.utils.get_total_norm(lists[0]).float().view(1), None
+class _ShortCopies(DistributedOptimizer):
+    gradients: list[tuple[torch.Tensor, torch.Tensor]] | None = None  # (parameter of the update, view of its gradient)
+    copies: list[list[torch.Tensor]] | None = None  # views of the model's parameters, and their sources
 
+    def _copy_model_grads_to_main_grads(self) -> None:
+        if self.gradients is None:
+            super()._copy_model_grads_to_main_grads()
+            self.gradients = [(param, param.grad) for param in self.get_parameters()]
+        for param, grad in self.gradients:
+            param.grad = grad
 
-def _scale(chunk_size: int, flag: torch.Tensor, lists: list, scale: float | torch.Tensor) -> None:
-    """Set the second list to the first list * scale; megatron-core passes the same list twice."""
-    source, target = lists
-    if source is not target:
-        foreach_copy(target, source)
-    foreach_multiply(target, scale)
+    def _copy_main_params_to_model_params(self) -> None:
+        if self.copies is None:
+            sources = itertools.chain(*self.shard_fp32_from_float16_groups, *self.shard_fp32_groups)
+            params = itertools.chain(*self.model_float16_groups, *self.model_fp32_groups)
+            self.copies = [[self._view(param) for param in params], list(sources)]
+        if self.copies[0]:
+            foreach_copy(*self.copies)
+
+    def _view(self, param: torch.Tensor) -> torch.Tensor:
+        """Return the part of a parameter that this rank updates, as a view of the parameter's buffer."""
+        buffer, _, bucket = self.model_param_gbuf_map[param]
+        place = self._get_model_param_range_map(param)["gbuf_world_in_bucket"]
+        return self.buffers[buffer].buckets[bucket].param_data.view(-1)[place.start : place.end]
 
 
 def replace_readers(planner: type, make_reader: Callable[[Any], object]) -> None:

@@ -24,7 +24,7 @@ KNOWN = "<2.14,>=2.11"
 check_version("torch", KNOWN, __name__, "a call may fail in the middle of a training", refuses=False)
 
 foreach_add, foreach_copy, foreach_multiply = torch._foreach_add_, torch._foreach_copy_, torch._foreach_mul_
-foreach_zero = torch._foreach_zero_
+foreach_norm, foreach_zero = torch._foreach_norm, torch._foreach_zero_
 flash_attention = torch.ops.aten._flash_attention_forward
 efficient_attention = torch.ops.aten._efficient_attention_forward
 flatten_together, views_of_flat = _flatten_dense_tensors, _unflatten_dense_tensors

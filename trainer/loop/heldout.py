@@ -40,11 +40,11 @@ def heldout_loss(
         )
     clock = chunks[0].module.clock
     clock.switch(None)
-    clock.read()
+    clock.take()
     rows = _by_sample(reader, numbers, reports, mesh)
     if mesh.is_main:
         write_text(run.output_dir / name, "".join(row.model_dump_json() + "\n" for row in rows))
-    loss_sum, loss_tokens = totals.over_ranks(mesh).loss_and_tokens.tolist()
+    loss_sum, loss_tokens = totals.over_ranks(mesh)[:2].tolist()
     return loss_sum / max(1, loss_tokens)
 
 

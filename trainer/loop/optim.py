@@ -1,6 +1,7 @@
 """The optimizer, the learning rate and the gradient norms. AdamW; each part of the model has its own rate and decay."""
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, ParamKey, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
@@ -18,8 +20,8 @@ from torch.optim.adamw import adamw
 
 from trainer.checkpoint.hf_read import is_of_experts
 from trainer.contract.run import OptimConfig, TrainConfig
-from trainer.libraries.megatron_private import patch_clipping, patch_torch_adam
-from trainer.libraries.torch_private import foreach_copy
+from trainer.libraries.megatron_private import patch_torch_adam, shorten_copies
+from trainer.libraries.torch_private import foreach_copy, foreach_multiply, foreach_norm
 from trainer.model.family import Family
 from trainer.parallel.fsdp import FullyShardedModel
 from trainer.parallel.mesh import Mesh
@@ -55,12 +57,13 @@ class PiecewiseAdam(torch.optim.AdamW):
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
             group["step"] = int(group.get("step", 0)) + 1
+            count = torch.tensor(float(group["step"]))  # megatron-core reads it on a CPU
             held = [param for param in group["params"] if param.grad is not None]
             for param in held:
                 state = self.state[param]
                 for name in MOMENTS:
                     state.setdefault(name, torch.zeros_like(param, dtype=self.moments))
-                state["step"] = torch.tensor(float(group["step"]))  # megatron-core reads it on a CPU
+                state["step"] = count
             for pieces in _bounded(held):
                 self._update(group, pieces)
 
@@ -165,13 +168,14 @@ def build_optimizer(
         config_overrides=_groups(config, family, dtype),
     )
     is_cuda = torch.cuda.is_available()
-    if is_cuda and not HAVE_TE:
-        patch_clipping()
     if optim.moments == "bfloat16" or (is_cuda and not HAVE_TE):
         if is_cuda:  # on a CPU the runtime shim has already done it
             patch_torch_adam()
         for inner in optimizer.chained_optimizers:
             inner.optimizer = PiecewiseAdam(inner.optimizer.param_groups, getattr(torch, optim.moments))
+    for inner in optimizer.chained_optimizers:
+        if isinstance(inner, DistributedOptimizer) and not inner.is_stub_optimizer:
+            shorten_copies(inner)
     return optimizer
 
 
@@ -206,45 +210,94 @@ def _belongs(param: torch.nn.Parameter, name: str, *, part: str, part_of: Callab
     return part_of(name.removeprefix("module.")) == part and decays is not is_norm_or_bias
 
 
-@torch.no_grad()
-def grad_norms_by_part(optimizer: ChainedOptimizer, device: torch.device) -> dict[str, float]:
-    """Return the gradient norm of each trained part over all ranks; a collective of one reduction.
+def trained_parts(optimizer: ChainedOptimizer) -> list[str]:
+    """Return the names of the trained parts, equal on all ranks: groups may be empty."""
+    return sorted({group[PART_KEY] for group in optimizer.param_groups})
 
-    Call it when the gradients are final (reduced, divided by the loss tokens) and before `optimizer.step()`, which
-    scales them in place if it clips. The optimizer's own norm uses the same gradients, so the squares of the parts'
-    norms add up to the square of the whole norm.
+
+@torch.no_grad()
+def squared_grad_norms(optimizer: ChainedOptimizer, device: torch.device) -> torch.Tensor:
+    """Return the squared norm of all gradients over all ranks, then that of each of the `trained_parts`: (1 + parts,)
+    float64. A collective that waits for nothing.
+
+    Call it when the gradients are final (reduced, divided by the loss tokens) and before they are clipped. Gradients
+    are read once for all norms, so the squares of the parts add up to that of the whole.
     """
-    optimizer.prepare_grads()  # step() calls it again: without a loss scaler it only takes views of the gradient buffer
-    names = sorted({group[PART_KEY] for group in optimizer.param_groups})  # equal on all ranks: groups may be empty
-    grads: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+    grads, parts = [], []
     for inner in optimizer.chained_optimizers:
         part_of_grad = {id(p.grad): group[PART_KEY] for group in inner.param_groups for p in group["params"]}
         # Leave out gradients that another rank counts: tensor-parallel duplicates, a tied embedding's second copy.
-        for grad in inner.get_main_grads_for_grad_norm():
-            grads[part_of_grad[id(grad)]].append(grad)
-    norms = [torch.nn.utils.get_total_norm(grads[name]).to(device, torch.float64) for name in names]
-    squares = torch.stack(norms).square()
-    dist.all_reduce(squares, group=optimizer.get_grad_stats_parallel_group())
-    return dict(zip(names, squares.sqrt().tolist(), strict=True))
+        held = inner.get_main_grads_for_grad_norm()
+        grads += held
+        parts += [part_of_grad[id(grad)] for grad in held]
+    norms = torch.stack(foreach_norm(grads)) if grads else torch.zeros(0, device=device)
+    whole = torch.linalg.vector_norm(norms).square()
+    runs = [(part, len(list(run))) for part, run in itertools.groupby(parts)]
+    pieces = norms.split([length for _, length in runs])
+    squares = []
+    for name in trained_parts(optimizer):
+        own = [piece for (part, _), piece in zip(runs, pieces) if part == name]
+        squares.append(torch.linalg.vector_norm(torch.cat(own or [norms[:0]])).double().square())
+    squares, group = torch.stack(squares), optimizer.get_grad_stats_parallel_group()
+    if group.size() > 1:
+        dist.all_reduce(whole, group=group)
+        dist.all_reduce(squares, group=group)
+    return torch.cat([whole.double().view(1), squares])
 
 
 @torch.no_grad()
-def squared_param_norm(
-    chunks: Sequence[DistributedDataParallel | FullyShardedModel], optimizer: ChainedOptimizer, mesh: Mesh
-) -> torch.Tensor:
-    """Return the squared norm of all parameters over all ranks, (1,) float64 on the device. Trained and frozen
-    parameters count once each; a float8 base is left out. A collective that does not wait for the device."""
-    device = mesh.device
-    counted = [p for inner in optimizer.chained_optimizers for p in inner.get_parameters()]  # divided over the ranks
-    if isinstance(chunks[0], FullyShardedModel):
-        counted += [piece for piece in chunks[0].slices.values() if not piece.requires_grad]
-    else:
-        frozen = (p for chunk in chunks for p in chunk.module.parameters() if not p.requires_grad)
-        for param in (p for p in frozen if p.is_floating_point()):
-            copies = mesh.groups.expt_dp if is_of_experts(param) else mesh.groups.dp_cp
-            counted += [param] * (copies.rank() == 0)
-    # Leave out the copies that tensor-parallel ranks hold, and a tied embedding's second copy, as for gradients.
-    counted = [p for p in counted if param_is_not_shared(p) and param_is_not_tensor_parallel_duplicate(p)]
-    square = torch.nn.utils.get_total_norm(counted).to(device, torch.float64).square().view(1)
-    dist.all_reduce(square)
-    return square
+def clip_and_update(optimizer: ChainedOptimizer, device: torch.device) -> torch.Tensor:
+    """Clip the gradients, update the parameters and return `squared_grad_norms`, without waiting for the device.
+
+    megatron-core's `step` reads the norm on the host before it clips. Here the factor stays on the device, and is 1 if
+    the norm is no larger than `clip_grad_norm`.
+    """
+    optimizer.prepare_grads()
+    squares = squared_grad_norms(optimizer, device)
+    factor = optimizer.config.clip_grad / (squares[0].sqrt() + 1e-6)
+    factor = torch.where(factor < 1, factor, 1.0).float()
+    grads = [param.grad for inner in optimizer.chained_optimizers for param in inner.get_parameters()]
+    grads = [grad for grad in grads if grad is not None]
+    if grads:
+        foreach_multiply(grads, factor)
+    optimizer.step_with_ready_grads()
+    return squares
+
+
+class ParamNorm:
+    """The norm of all parameters of the chunks. Norms of frozen parameters are computed once."""
+
+    def __init__(
+        self, chunks: Sequence[DistributedDataParallel | FullyShardedModel], optimizer: ChainedOptimizer, mesh: Mesh
+    ) -> None:
+        self._optimizer, self._mesh, groups = optimizer, mesh, mesh.groups
+        if isinstance(chunks[0], FullyShardedModel):
+            frozen = [piece for piece in chunks[0].slices.values() if not piece.requires_grad]
+        else:
+            held = [p for chunk in chunks for p in chunk.module.parameters() if not p.requires_grad]
+            first = {True: groups.expt_dp.rank() == 0, False: groups.dp_cp.rank() == 0}
+            frozen = [p for p in held if p.is_floating_point() and first[is_of_experts(p)]]
+        self._frozen = _norms(frozen, mesh.device)
+
+    @torch.no_grad()
+    def squared(self) -> torch.Tensor:
+        """Return the squared norm over all ranks, (1,) float64 on the device. Trained and frozen parameters count once
+        each; a float8 base is left out. A collective that waits for nothing."""
+        trained = [p for inner in self._optimizer.chained_optimizers for p in inner.get_parameters()]
+        norms = torch.cat([_norms(trained, self._mesh.device), self._frozen])  # trained ones are divided over the ranks
+        square = torch.linalg.vector_norm(norms).double().square().view(1)
+        if self._mesh.world_size > 1:
+            dist.all_reduce(square)
+        return square
+
+
+@torch.no_grad()
+def _norms(params: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return the norms of parameters, (n,), without the copies that tensor-parallel ranks hold and without a tied
+    embedding's second copy."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for param in params:
+        if param_is_not_shared(param) and param_is_not_tensor_parallel_duplicate(param):
+            by_dtype.setdefault(param.dtype, []).append(param)
+    norms = [torch.stack(foreach_norm(params)) for params in by_dtype.values()]
+    return torch.cat(norms) if norms else torch.zeros(0, device=device)

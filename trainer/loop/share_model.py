@@ -79,6 +79,9 @@ def _data_parallel(models: list[MegatronModule]) -> list[DistributedDataParallel
     ]
     for chunk in wrapped:
         chunk.broadcast_params()
+        for groups in (chunk.bucket_groups, chunk.expert_parallel_bucket_groups):
+            # A rank alone has the sum of its gradients and all weights; collectives with itself cost the host 1 ms.
+            groups[:] = [group for group in groups if group.intra_distributed_optimizer_instance_size > 1]
     return wrapped
 
 

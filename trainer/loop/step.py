@@ -14,7 +14,7 @@ from trainer.data.flops import model_flops
 from trainer.data.micro_batch import MicroBatch
 from trainer.layers.measures.part_clock import PartClock
 from trainer.libraries.torch_private import flatten_together, views_of_flat
-from trainer.loop.optim import grad_norms_by_part
+from trainer.loop.optim import clip_and_update
 from trainer.objectives.sft import loss_of
 from trainer.objectives.totals import Totals
 from trainer.parallel.mesh import Mesh
@@ -75,12 +75,21 @@ def run_micro_batches(
     return reports
 
 
-def finalize_gradients(chunks: list[DistributedDataParallel], *args: object, **kwargs: object) -> None:
+def finalize_gradients(
+    chunks: list[DistributedDataParallel], num_tokens: torch.Tensor | None = None, **kwargs: object
+) -> None:
     """Run megatron-core's `finalize_model_grads`. Before it, finish the image exchange's part of the backward pass,
-    which the schedule does not know. After it, sum the partial gradients over tensor-parallel ranks."""
+    which the schedule does not know. After it, divide by the loss tokens of the global batch, and sum the partial
+    gradients over tensor-parallel ranks.
+
+    Args:
+        num_tokens: () loss tokens of this rank on the last pipeline rank.
+    """
     if chunks[0].module.exchange:
         chunks[0].module.exchange.finish_backward()
-    finalize_model_grads(chunks, *args, **kwargs)
+    finalize_model_grads(chunks, None, **kwargs)
+    if num_tokens is not None:
+        _divide_gradients(chunks, num_tokens)
     for chunk in chunks:
         grads = [param.main_grad for param in chunk.module.partial_gradients()]
         if grads:
@@ -90,17 +99,28 @@ def finalize_gradients(chunks: list[DistributedDataParallel], *args: object, **k
                 grad.copy_(total)
 
 
+def _divide_gradients(chunks: list[DistributedDataParallel], num_tokens: torch.Tensor) -> None:
+    """Divide the gradients by the loss tokens, as megatron-core does, which first waits until it knows that there are
+    any."""
+    pp, dp_cp = chunks[0].module.groups.pp, chunks[0].module.groups.dp_cp
+    if pp.size() > 1:
+        dist.broadcast(num_tokens, dist.get_global_rank(pp, pp.size() - 1), group=pp)
+    if dp_cp.size() > 1:
+        dist.all_reduce(num_tokens, group=dp_cp)
+    factor = torch.where(num_tokens > 0, 1.0 / num_tokens, 1.0)
+    for chunk in chunks:
+        chunk.scale_gradients(factor)
+
+
 def train_step(
     chunks: Sequence[DistributedDataParallel],
     optimizer: ChainedOptimizer,
     accumulate: Callable[[], object],
-    *,
-    by_part: bool,
-) -> tuple[float, dict[str, float]]:
+) -> torch.Tensor:
     """Run one update; `accumulate()` runs the micro batches.
 
     Returns:
-        The gradient norm before clipping, and the norm of each trained part (empty unless `by_part`).
+        The squared gradient norms before clipping on the device, see `squared_grad_norms`.
     """
     for chunk in chunks:
         chunk.zero_grad_buffer()
@@ -108,7 +128,6 @@ def train_step(
     accumulate()
     clock: PartClock = chunks[0].module.clock
     clock.switch("optimizer")
-    norms = grad_norms_by_part(optimizer, next(chunks[0].parameters()).device) if by_part else {}
-    _, grad_norm, _ = optimizer.step()
+    squares = clip_and_update(optimizer, next(chunks[0].parameters()).device)
     clock.switch(None)
-    return float(grad_norm), norms
+    return squares

@@ -62,6 +62,8 @@ class StepTrace:
         if self._steps and step == self._start:
             self._profile = self._begin()
         if self._profile is not None:
+            if step == self._steps.start and torch.cuda.is_available():
+                torch.cuda.synchronize()  # the host is ahead of the device; the trace begins with this step
             self._step, self._range = step, record_function(f"step {step}")
             self._range.__enter__()
 

@@ -15,7 +15,7 @@ from trainer.data.micro_batch import MicroBatch
 from trainer.data.reader import PREFETCH_DEPTH, prefetch
 from trainer.loop.garbage import collect_after, collected_by_steps
 from trainer.loop.heldout import heldout_loss
-from trainer.loop.interval import Interval, NotFinite, is_logged
+from trainer.loop.interval import Interval, NotFinite, is_heldout_step, is_logged
 from trainer.loop.metrics import MetricsWriter
 from trainer.loop.set_up import SharedBase, Trainer, set_up
 from trainer.loop.share_model import release
@@ -87,28 +87,25 @@ def _steps(
 ) -> TrainResult:
     run, mesh = trainer.run, trainer.mesh
     per_step = run.num_micro_batches(mesh.dp)
-    interval = Interval(trainer)
+    interval = Interval(trainer, writer.write if writer else lambda row: None)
     trace = _trace(trainer)
     while trainer.step < run.train.num_steps:
         if trace:
             trace.before(trainer.step + 1)
         try:
             interval.add_step(batches, per_step)
+            step, is_last = trainer.step, trainer.step == run.train.num_steps
+            stop, is_writing = mesh.any(trainer.is_told_to_stop(), saver.is_writing)
+            saves = is_last or stop or step % run.execution.checkpoint.save_interval == 0
+            collect_after(step)
+            interval.end_step(is_logged=stop or is_logged(trainer, step), waits=saves or is_heldout_step(trainer, step))
         except NotFinite:
             saver.finish()
             raise
-        is_last = trainer.step == run.train.num_steps
-        stop, is_writing = mesh.any(trainer.is_told_to_stop(), saver.is_writing)
-        if stop or is_logged(trainer, trainer.step):
-            row = interval.close()
-            if writer:
-                writer.write(row)
-        collect_after(trainer.step)
-        interval.pause()
         if trace:
             trace.after(is_last or stop)
-        if is_last or stop or trainer.step % run.execution.checkpoint.save_interval == 0:
-            saver.save(trainer.step)
+        if saves:
+            saver.save(step)
         elif not is_writing:
             saver.finish()
         if is_last or stop:

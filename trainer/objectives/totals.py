@@ -41,14 +41,15 @@ class Totals:
         self.slots += batch.num_slots
         self.flops.update(flops)
 
-    def over_ranks(self, mesh: Mesh) -> "Totals":
-        """Return the sums over all data-parallel ranks; a collective that waits for the device."""
-        counts = torch.tensor([self.tokens, self.slots, *self.flops.values()], dtype=torch.float64, device=mesh.device)
+    def over_ranks(self, mesh: Mesh) -> torch.Tensor:
+        """Return the sums over all data-parallel ranks, float64 on the device: `loss_and_tokens`, tokens, slots, and
+        the FLOPs in their order. A collective that waits for nothing."""
+        is_cuda, counts = mesh.device.type == "cuda", [self.tokens, self.slots, *self.flops.values()]
+        counted = torch.tensor(counts, dtype=torch.float64, pin_memory=is_cuda).to(mesh.device, non_blocking=True)
         loss_and_tokens = self.loss_and_tokens.clone()
         if mesh.world_size > 1:
             # Context-parallel ranks share a bin: each has some of the losses, but each has counted the whole bin.
             dist.all_reduce(loss_and_tokens, group=mesh.groups.dp_cp)
-            dist.all_reduce(counts, group=mesh.groups.dp)
+            dist.all_reduce(counted, group=mesh.groups.dp)
             dist.broadcast(loss_and_tokens, mesh.world_size - 1)  # only the last pipeline rank has a loss
-        tokens, slots, *flops = counts.tolist()
-        return Totals(loss_and_tokens, int(tokens), int(slots), Counter(dict(zip(self.flops, flops))))
+        return torch.cat([loss_and_tokens, counted])

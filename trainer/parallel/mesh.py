@@ -31,6 +31,8 @@ class Mesh:
 
     Attributes:
         alone: the process group of only this rank.
+        hosts: all ranks, in a group whose messages do not pass through the devices and so do not wait for them; None:
+            the world is such a group.
         vision_world: connects the language model's ranks with those that only encode images; None without such ranks.
     """
 
@@ -42,6 +44,7 @@ class Mesh:
     groups: ProcessGroupCollection
     alone: dist.ProcessGroup
     vision_world: VisionWorld | None = None
+    hosts: dist.ProcessGroup | None = None
 
     def slice_of_bin(self, parallel: ParallelConfig, *, has_vision: bool = True) -> RankSlice:
         """Return the part of every bin that this rank works on.
@@ -79,11 +82,11 @@ class Mesh:
         return self.vision_world is not None and self.vision_world.is_vision
 
     def any(self, *flags: bool) -> list[bool]:
-        """Return for each flag whether it is set on any rank; one collective."""
+        """Return for each flag whether it is set on any rank; one collective of hosts."""
         if self.world_size == 1:
             return list(flags)
-        tensor = torch.tensor(flags, dtype=torch.int, device=self.device)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        tensor = torch.tensor(flags, dtype=torch.int)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.hosts)
         return [bool(flag) for flag in tensor.tolist()]
 
     def gather(self, value: T) -> list[T]:
@@ -155,11 +158,12 @@ def rank_mesh(parallel: ParallelConfig, seed: int, on_lost: Callable[[str], None
             seed_rank(seed)
             groups = ProcessGroupCollection.use_mpu_process_groups()
             alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+            hosts = dist.new_group(backend="gloo", timeout=TIMEOUT) if cuda and dist.get_world_size() > 1 else None
             dp = groups.dp
             if vision_world is not None and not vision_world.is_vision:
                 vision_world.publish_index(dp.rank(), groups.tp_cp.rank() if groups.pp.rank() == 0 else None)
             yield Mesh(
-                dist.get_rank(), dist.get_world_size(), dp.rank(), dp.size(), device, groups, alone, vision_world
+                dist.get_rank(), dist.get_world_size(), dp.rank(), dp.size(), device, groups, alone, vision_world, hosts
             )
     finally:
         parallel_state.destroy_model_parallel()

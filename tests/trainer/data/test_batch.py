@@ -3,6 +3,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dataset_builders.contracts.tokenized import TokenizedSample
 from tests.helpers.bins import MIXED, TEXT_ONLY, make_samples
@@ -111,10 +112,39 @@ def test_every_tensor_is_moved(kinds):
             assert after == before, field.name
 
 
+@pytest.mark.parametrize("in_chunks", [False, True])
+def test_a_packed_batch_is_the_same_and_needs_two_copies(in_chunks):
+    geometry = dataclasses.replace(GEOMETRY, in_chunks=in_chunks)
+    batch = make_micro_batch(make_samples(MIXED, geometry, range(20, 90)), geometry, 96)
+    packed = batch.packed(pin=False)
+    for name, tensor in batch.tensors().items():
+        same = packed.tensors()[name]
+        assert same.dtype == tensor.dtype and torch.equal(same, tensor), name
+        own = same.untyped_storage().data_ptr() != packed.small.memory.untyped_storage().data_ptr()
+        assert own == (name == "patches")
+    with Copies() as copies:
+        moved = packed.to(torch.device("meta"))
+    assert copies.number == 2 and moved.small is None
+    assert {name: t.shape for name, t in moved.tensors().items()} == {n: t.shape for n, t in batch.tensors().items()}
+    assert all(tensor.is_meta for tensor in moved.tensors().values())
+    if in_chunks:
+        assert torch.equal(packed.chunks.spans, batch.chunks.spans) and moved.chunks.spans.is_meta
+
+
+class Copies(TorchDispatchMode):
+    """A mode that counts copies from one device to another."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += func is torch.ops.aten._to_copy.default
+        return func(*args, **(kwargs or {}))
+
+
 @requires_gpus(1)
 def test_pinned_and_moved():
     batch = make_micro_batch(make_samples(MIXED, GEOMETRY, range(20, 90)), GEOMETRY, 96)
-    pinned = batch.pin_memory()
+    pinned = batch.packed(pin=True)
     moved = pinned.to(torch.device("cuda"))
     for name, tensor in batch.tensors().items():
         assert pinned.tensors()[name].is_pinned() and moved.tensors()[name].is_cuda, name

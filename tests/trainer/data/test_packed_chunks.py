@@ -87,7 +87,7 @@ def test_a_training_step_makes_none(monkeypatch):
 @requires_gpus(1)
 def test_one_copy_from_pinned_memory():
     batch = bin_of(RankSlice())
-    pinned = batch.pin_memory()
+    pinned = batch.packed(pin=True)
     moved = pinned.to(torch.device("cuda")).chunks
     assert pinned.chunks.table.is_pinned() and pinned.chunks.spans.is_pinned()
     for name in TENSORS:

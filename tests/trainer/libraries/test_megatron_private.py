@@ -14,12 +14,12 @@ RECORDED = {
     f"{ADAM}._set_main_param_and_optimizer_states": ["self", "model_param", "tensors"],
     f"{ADAM}._get_main_param_and_optimizer_states": ["self", "model_param"],
     f"{ADAM}._get_model_param_range_map": ["self", "param"],
+    f"{ADAM}._copy_model_grads_to_main_grads": ["self"],
+    f"{ADAM}._copy_main_params_to_model_params": ["self"],
     f"{ADAM}.state_dict": ["self"],
     f"{ADAM}.sharded_param_state_fully_reshardable": [
         *("self", "model_sharded_state_dict", "is_loading=False", "metadata=None"),
     ],
-    "megatron.core.optimizer.clip_grads:l2_norm_impl": None,  # another function where Transformer Engine is installed
-    "megatron.core.optimizer.clip_grads:multi_tensor_scale_impl": None,
     f"{FILES}:_get_filesystem_reader": ["checkpoint_dir", "cache_metadata=False"],
     f"{FILES}:MCoreLoadPlanner": [
         *("*args", "shapes_validation_sharded_tensors=()", "allow_shape_mismatch_sharded_tensors=None", "**kwargs"),
@@ -43,17 +43,17 @@ def changes() -> Iterator[str]:
     yield from changed(RECORDED)
     # Each replaced name has an effect only while its callers look it up where we replace it.
     from megatron.core.dist_checkpointing.strategies import torch as files
-    from megatron.core.optimizer import clip_grads
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
     callers = {
         "_get_filesystem_reader": files.TorchDistLoadShardedStrategy.load,
         "MCoreLoadPlanner": files.TorchDistLoadShardedStrategy.load,
         "FileSystemWriterAsync": files.TorchDistSaveShardedStrategy.async_save,
         "_get_save_and_finalize_callbacks": files.TorchDistSaveShardedStrategy.async_save,
-        "l2_norm_impl": clip_grads.get_grad_norm_fp32,
-        "multi_tensor_scale_impl": clip_grads.clip_grad_by_total_norm_fp32,
         "sharded_param_state_fully_reshardable": DistributedOptimizer.sharded_state_dict,
+        "_copy_model_grads_to_main_grads": MixedPrecisionOptimizer.prepare_grads.__wrapped__,
+        "_copy_main_params_to_model_params": MixedPrecisionOptimizer.step_with_ready_grads.__wrapped__,
     }
     for name, caller in callers.items():
         yield from unmentioned(caller, name)

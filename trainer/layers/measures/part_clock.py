@@ -2,15 +2,18 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
 
 import torch
+
+Span: TypeAlias = tuple[str, object, object]  # name, and the marks of its start and its end
 
 
 class PartClock:
     """A clock that splits a step's time into consecutive parts: data, vision, language, optimizer.
 
-    On CUDA the marks are events on the stream, read once per log interval, so that timing costs no synchronisation.
+    On CUDA the marks are events on the stream, so that timing waits for nothing.
 
     Attributes:
         on_switch: called on any thread with each part when it begins, or with None if no part begins.
@@ -20,12 +23,12 @@ class PartClock:
         self._cuda = torch.cuda.is_available()
         self._part: str | None = None
         self._mark: object = None
-        self._spans: list[tuple[str, object, object]] = []
+        self._spans: list[Span] = []
         self.on_switch: Callable[[str | None], None] | None = None
 
     def switch(self, part: str | None) -> None:
         """End the running part and begin `part`, or no part if None."""
-        now = self._now()
+        now = self.now()
         if self._part is not None:
             self._spans.append((self._part, self._mark, now))
         self._part, self._mark = part, now
@@ -37,17 +40,22 @@ class PartClock:
         if tensor.requires_grad:
             tensor.register_hook(lambda _: self.switch(part))
 
-    def read(self) -> dict[str, float]:
-        """Return the seconds of each part since the last read."""
-        if self._cuda:
-            torch.cuda.synchronize()
+    def take(self) -> list[Span]:
+        """Return the parts since the last call. The device may not have reached them."""
+        spans, self._spans = self._spans, []
+        return spans
+
+    def seconds(self, spans: Iterable[Span]) -> dict[str, float]:
+        """Return the sum of the seconds of each name; wait until the device has passed the spans."""
         seconds: dict[str, float] = defaultdict(float)
-        for part, start, stop in self._spans:
-            seconds[part] += start.elapsed_time(stop) / 1e3 if self._cuda else stop - start
-        self._spans.clear()
+        for name, start, stop in spans:
+            if self._cuda:
+                stop.synchronize()
+            seconds[name] += start.elapsed_time(stop) / 1e3 if self._cuda else stop - start
         return seconds
 
-    def _now(self) -> object:
+    def now(self) -> object:
+        """Return a mark of this moment, on CUDA of the moment when the device has done everything up to it."""
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)

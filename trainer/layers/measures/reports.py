@@ -1,18 +1,20 @@
 """Numbers that modules report during training steps, summed until a line of metrics.jsonl takes them."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from trainer.libraries.torch_private import foreach_zero
 from trainer.model.late_import import load
 
 T = TypeVar("T")
 
 
 class Reports:
-    """The reported sums of a rank's chunks. They stay on the device until `read`.
+    """The reported sums of a rank's chunks, on the device.
 
     A sum keeps its tensor, because CUDA graphs add to it at a fixed address. If all its numbers are zero, it was not
     reported.
@@ -42,18 +44,30 @@ class Reports:
 
     def forget(self) -> None:
         """Set all sums to zero."""
-        for values in self._sums.values():
-            values.zero_()
+        if self._sums:
+            foreach_zero(list(self._sums.values()))
 
-    def read(self) -> dict[str, float]:
-        """Return the metrics of all ranks' reports, and forget the reports; a collective that waits for the device."""
-        sums_of = {key: values.tolist() for key, values in self._sums.items()}
-        mine = {key: values for key, values in sums_of.items() if any(values)}
-        self.forget()
+    def sums(self) -> list[torch.Tensor]:
+        """Return the sums, float64 vectors on the device."""
+        return list(self._sums.values())
+
+    def metrics(self, numbers: Sequence[float], group: dist.ProcessGroup | None = None) -> dict[str, float]:
+        """Return the metrics of all ranks' reports; a collective of hosts.
+
+        Args:
+            numbers: this rank's `sums`, one after the other.
+            group: all ranks, whose hosts communicate; None: the world.
+        """
+        mine, start = {}, 0
+        for key, values in self._sums.items():
+            stop = start + len(values)
+            if any(numbers[start:stop]):
+                mine[key] = list(numbers[start:stop])
+            start = stop
         everybody: list[dict[tuple[str, int], list[float]]] = [mine]
         if dist.get_world_size() > 1:
             everybody = [{} for _ in range(dist.get_world_size())]
-            dist.all_gather_object(everybody, mine)
+            dist.all_gather_object(everybody, mine, group=group)
         sums: dict[str, dict[int, list[float]]] = defaultdict(dict)
         for (reduce, layer), values in (item for ranks in everybody for item in sorted(ranks.items())):
             before = sums[reduce].get(layer, [0.0] * len(values))
