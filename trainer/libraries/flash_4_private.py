@@ -8,6 +8,8 @@ Its public function would keep padded queries, keys, values and outputs for the 
 h = query heads, g = key-value heads, d = head dim.
 """
 
+import warnings
+
 import torch
 import torch.nn.functional as F
 from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
@@ -18,6 +20,8 @@ from dataset_builders.known_version import check_version
 KNOWN = "==4.0.0b36"
 check_version("flash-attn-4", KNOWN, __name__, "attention may be wrong", refuses=True)
 
+# Its compiler warns of one of its own arguments when it first compiles a kernel.
+warnings.filterwarnings("ignore", message="Argument .* cannot be converted to a JitArgument")
 # Head dims are padded to a multiple of this: with heads of 72 the gradient of the queries is wrong by its own size.
 _WIDTH = 32
 

@@ -127,7 +127,7 @@ def build_chunks(
     """
     build, rules, parallel = load(family.model), family.weight_rules(shape), run.execution.parallel
     check_precision(run.train.precision, run.execution.modules, host_of(mesh.device))
-    modules = choose_modules(run.execution.modules, mesh.device)
+    modules = choose_modules(run.execution.modules, mesh.device, run.execution.parallel.cp)
     stages = range(parallel.vpp) if parallel.vpp > 1 else [None]
     pieces = pieces_of(run, shape) if parallel.pp > 1 else ()
     chunks, has_float8 = [], run.train.has_float8_base
@@ -257,7 +257,7 @@ def set_up_vision_rank(run: RunConfig, mesh: Mesh) -> Serving:
     owners = [places[replica, part.vision_rank] for replica in assignment.replicas]
     # This encoder divides matrices over its tensor-parallel ranks, whatever the language model's ranks share.
     own = parallel.model_copy(update={"tp": parallel.vision.tp, "vision_split": "tensor_parallel"})
-    modules = choose_modules(run.execution.modules, mesh.device)
+    modules = choose_modules(run.execution.modules, mesh.device, run.execution.parallel.cp)
     encoder = load(family.encoder)(shape.vision, own, weights_dtype(run), modules, mesh)
     mark_tensor_parallel(encoder)
     patch_format = readers[0].patch_format

@@ -33,10 +33,13 @@ def host_of(device: torch.device) -> Host:
     )
 
 
-def choose_modules(wanted: Wanted, device: torch.device) -> BackendSpecProvider:
+def choose_modules(wanted: Wanted, device: torch.device, cp: int = 1) -> BackendSpecProvider:
     """Return the modules of a job on a device, and log the choice.
 
     Also set whether our kernels run in this process from now on: they do not with the portable modules.
+
+    Args:
+        cp: ranks that divide the tokens of a segment.
 
     Raises:
         InputError: the requested modules are not available.
@@ -48,4 +51,4 @@ def choose_modules(wanted: Wanted, device: torch.device) -> BackendSpecProvider:
     if modules == "exact":
         return TorchModules()
     fast_attention = FlashAttention4 if modules != "portable" and host.has_flash else None
-    return FusedModules(fast_attention) if modules == "engine" else PlainModules(fast_attention)
+    return FusedModules(fast_attention, cp) if modules == "engine" else PlainModules(fast_attention)

@@ -200,12 +200,14 @@ class FusedModules(TESpecProvider):
     """megatron-core's set of Transformer Engine modules, with some replaced by ours.
 
     Args:
-        fast_attention: the class of attention cores where it is faster than cuDNN.
+        fast_attention: the class of attention cores in place of Transformer Engine's.
+        cp: ranks that divide the tokens of a segment. They keep Transformer Engine's attention, which passes keys and
+            values from rank to rank; ours would keep those of all ranks.
     """
 
-    def __init__(self, fast_attention: type | None = None) -> None:
+    def __init__(self, fast_attention: type | None = None, cp: int = 1) -> None:
         super().__init__()
-        self._fast_attention = fast_attention
+        self._fast_attention, self._cp = fast_attention, cp
 
     def column_parallel_layer_norm_linear(self) -> type:
         return NormColumnLinear
@@ -214,7 +216,8 @@ class FusedModules(TESpecProvider):
         return RowLinear
 
     def core_attention(self, head_dim: int = 0, *, causal: bool = True) -> type:
-        if self._fast_attention and (not causal or head_dim > CUDNN_HEAD_DIM):
+        passes_keys = causal and self._cp > 1 and head_dim <= CUDNN_HEAD_DIM
+        if self._fast_attention and not passes_keys:
             return self._fast_attention
         return PackedAttention if head_dim <= CUDNN_HEAD_DIM else FlashAttention
 
