@@ -1,4 +1,5 @@
-"""Set up the environment for an NVIDIA GPU (`make gpu`): the packages of constraints-gpu.txt with Transformer Engine.
+"""Set up the environment for an NVIDIA GPU (`make gpu`): the packages of constraints-gpu.txt, with Transformer Engine
+and FlashAttention 4.
 
     python infra/gpu_environment.py                      checks this machine, prints the cost, installs into .venv
     python infra/gpu_environment.py --dry-run            checks this machine, prints the cost and the commands
@@ -112,11 +113,11 @@ def build_environment(site: Path) -> dict[str, str]:
 
 
 def commands(venv: Path, image: bool) -> list[list[str]]:
-    """Return the three commands: install torch and the build's packages, install Transformer Engine (with athanor), and
-    check that it can be imported."""
+    """Return the three commands: install torch and the build's packages; install Transformer Engine and FlashAttention
+    4 (with athanor); check that the first can be imported, because the other needs a GPU for that."""
     python = str(venv / "bin" / "python")
     pip = [python, "-m", "pip", "install", "-c", str(venv / "constraints.txt")]
-    what = ["transformer-engine[pytorch]"] if image else ["-e", ".[gpu]"]
+    what = ["transformer-engine[pytorch]", "flash-attn-4[cu13]"] if image else ["-e", ".[gpu]"]
     return [
         [*pip, *CUDA_PACKAGES, *BUILD_PACKAGES],
         [*pip, "--no-build-isolation", *what],
@@ -154,7 +155,8 @@ def cost(gpus: list[tuple[str, str]], venv: Path, jobs: str) -> str:
     pins = merged_pins()
     return f"""\
 {gpus[0][0] if gpus else "no GPU here"}; Python {sys.version.split()[0]}; into {venv}:
-  {pins["torch"]}, {pins["triton"]}, {pins["transformers"]}, {pins["megatron-core"]}, {pins["transformer-engine"]}
+  {pins["torch"]}, {pins["triton"]}, {pins["transformers"]}, {pins["megatron-core"]}, {pins["transformer-engine"]},
+  {pins["flash-attn-4"]}
   disk: {DISK_GB} GB
   Transformer Engine: {MINUTES} minutes of one core to compile; {jobs} processes (MAX_JOBS) of up to {JOB_GB:g} GB"""
 

@@ -46,16 +46,19 @@ def test_an_engine_that_is_not_there_is_refused(host):
 
 def test_the_line_names_the_modules_and_what_the_engine_would_gain():
     assert describe("auto", CPU) == "plain torch, on a CPU"
-    assert describe("auto", WITH_ENGINE) == "Transformer Engine 2.11.0, on NVIDIA H200"
     all_there = replace(WITH_ENGINE, flash="4.0.0b36")
     assert describe("auto", all_there) == "Transformer Engine 2.11.0, FlashAttention 4.0.0b36, on NVIDIA H200"
     assert describe("plain", all_there).startswith("plain torch, FlashAttention 4.0.0b36 and our kernels, on NVIDIA")
     assert "Flash" not in describe("portable", all_there) + describe("auto", replace(OLD_WITH_ENGINE, flash="4.0.0b36"))
-    missing = r"Transformer Engine is not installed \(make gpu installs it; it trains about 1\.\d+ times as fast\)$"
-    assert re.match(rf"plain torch and our kernels, on NVIDIA H200; {missing}", describe("auto", H200))
+    missing, no_flash = (
+        rf"{library} is not installed \(make gpu installs it; it trains about 1\.\d+ times as fast\)"
+        for library in ("Transformer Engine", "FlashAttention 4")
+    )
+    assert re.fullmatch(rf"Transformer Engine 2.11.0, on NVIDIA H200; {no_flash}", describe("auto", WITH_ENGINE))
+    assert re.fullmatch(rf"plain torch and our kernels, on NVIDIA H200; {missing}; {no_flash}", describe("auto", H200))
     old = r"they need compute capability 9\.0, and it has 8\.0"
-    assert re.match(rf"plain torch without our kernels, on NVIDIA A100; {old}; {missing}", describe("auto", A100))
-    assert describe("plain", WITH_ENGINE).endswith("on NVIDIA H200; execution.modules=plain")
+    assert re.match(rf"plain torch without our kernels, on NVIDIA A100; {old}; {missing}$", describe("auto", A100))
+    assert describe("plain", all_there).endswith("on NVIDIA H200; execution.modules=plain")
     assert describe("portable", WITH_ENGINE).startswith("plain torch without our kernels, on NVIDIA H200; execution.")
     assert re.match(rf"Transformer Engine 2.11.0, without our kernels \({old}\)", describe("auto", OLD_WITH_ENGINE))
 
