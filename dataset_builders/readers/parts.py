@@ -1,6 +1,7 @@
 """The interface of a builder: it cuts a source into parts, for parallel reading, and yields a part's samples."""
 
 import dataclasses
+import json
 import re
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,8 @@ from typing import Any
 
 from dataset_builders.contracts.sample import Sample, Split
 from dataset_builders.contracts.strict import StrictModel
-from dataset_builders.errors import InputError
+from dataset_builders.errors import InputError, shown
+from dataset_builders.readers.heldout_names import heldout_globs
 from dataset_builders.storage.store import StorePath
 
 
@@ -102,18 +104,22 @@ class Builder:
 
 
 def parts_of(
-    builder: Builder, source: StorePath, subsets: Sequence[str], options: Any, heldout_files: Sequence[str] = ()
+    builder: Builder, source: StorePath, subsets: Sequence[str], options: Any, heldout_files: Sequence[str] | None = ()
 ) -> list[Part]:
     """Return the parts of a source, in order.
 
     Args:
         heldout_files: globs of the names of files, relative to the source, whose rows are held out; all other rows are
-            then train. Empty: the builder decides.
+            then train. Empty: the builder decides. None: the same, if no file is named like a held-out split.
 
     Raises:
-        InputError: see `Builder.list_parts`; a glob fits no file; or the builder itself holds out rows.
+        InputError: see `Builder.list_parts`; a glob fits no file; the builder itself holds out rows; or nobody said
+            whether files that are named like a held-out split are held out.
     """
     parts = builder.list_parts(source, subsets, options)
+    if heldout_files is None:
+        _check_names(parts, source)
+        return parts
     for glob in heldout_files:
         if not any(fnmatchcase(part.name, glob) for part in parts):
             raise InputError(
@@ -128,6 +134,17 @@ def parts_of(
         )
     held = [any(fnmatchcase(part.name, glob) for glob in heldout_files) for part in parts]
     return [dataclasses.replace(part, split="heldout" if is_held else "train") for part, is_held in zip(parts, held)]
+
+
+def _check_names(parts: Sequence[Part], source: StorePath) -> None:
+    names = [part.name for part in parts]
+    if any(part.split is not None or part.files for part in parts) or not (globs := heldout_globs(names)):
+        return
+    name = next(name for name in names if fnmatchcase(name, globs[0]))
+    raise InputError(
+        f"{shown(name)} in {source} is named like held-out data, and its rows would be trained on; beside builder, set "
+        f"heldout_files: {json.dumps(globs)} to hold them out, or heldout_files: [] to treat all files alike"
+    )
 
 
 def natural_order(text: str) -> list[tuple[int, int | str]]:

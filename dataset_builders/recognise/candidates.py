@@ -1,18 +1,16 @@
 """The candidate readings of a source, from the names of its files and the beginnings of some files."""
 
-import glob
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 from typing import Any
 
 from dataset_builders.errors import InputError
 from dataset_builders.readers.file_patterns import SourceFile, list_files
+from dataset_builders.readers.heldout_names import HELDOUT, TRAIN, heldout_globs, words_of
 from dataset_builders.readers.image_refs import IMAGE_SUFFIXES
 from dataset_builders.readers.row_files import subset_files
-from dataset_builders.recognise.columns import CLASSIFY, DESCRIBE, HELDOUT, TRAIN, find_columns, split_names
+from dataset_builders.recognise.columns import CLASSIFY, DESCRIBE, find_columns, split_names
 from dataset_builders.recognise.members import tar_options
 from dataset_builders.recognise.peek import ROW_SUFFIXES, TAR_SUFFIX, peek_classes, peek_groups, peek_rows
 from dataset_builders.recognise.reading import Reading
@@ -68,28 +66,6 @@ def survey(source: StorePath) -> Survey:
     near = {name for name in rows if name.count("/") <= 1}
     found.others.extend(file.name for file in files if file.name not in {*read, *near})
     return found
-
-
-def heldout_globs(names: Sequence[str]) -> tuple[str, ...]:
-    """Return globs of the files that are named like a held-out split; none if all files are, or none is.
-
-    A running number is `*` in a glob: data/test-*-of-*.parquet.
-    """
-    is_held = {name: _is_held(name) for name in names}
-    if len(set(is_held.values())) < 2:
-        return ()
-    escaped = {glob.escape(name): re.sub(r"\d+", "*", glob.escape(name)) for name in names if is_held[name]}
-    is_wide = any(fnmatchcase(name, pattern) for name in names if not is_held[name] for pattern in escaped.values())
-    return tuple(dict.fromkeys(escaped if is_wide else escaped.values()))
-
-
-def _is_held(name: str) -> bool:
-    words = _words(name.rpartition(".")[0])
-    return not words.isdisjoint(HELDOUT) and words.isdisjoint(TRAIN)
-
-
-def _words(name: str) -> set[str]:
-    return set(re.split("[^a-z]+", name.lower())) - {""}
 
 
 def _row_readings(source: StorePath, files: Sequence[SourceFile], problems: list[str]) -> Iterator[Reading]:
@@ -181,7 +157,7 @@ def _image_readings(images: Sequence[str], texts: Sequence[str]) -> Iterator[Rea
             why = f"{paired} of {len(images)} images have a .{suffix} file of the same name beside them"
             yield Reading(builder="image_folder", options=options, why=why, tier=2)
     folders = {PurePosixPath(name).parent.name for name in images}
-    if len(folders - {""}) >= 2 and not all(_words(folder) <= _NO_CLASSES for folder in folders):
+    if len(folders - {""}) >= 2 and not all(words_of(folder) <= _NO_CLASSES for folder in folders):
         options = {"answer": "folder_name", "question": CLASSIFY, **splits}
         why = f"images in {len(folders)} folders, whose names are taken as answers"
         yield Reading(builder="image_folder", options=options, why=why, tier=3)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from dataset_builders.readers.heldout_names import HELDOUT, TRAIN
 from dataset_builders.readers.image_refs import IMAGE_SUFFIXES
 
 DESCRIBE = "Describe the image."
@@ -20,7 +21,6 @@ _TRANSCRIPTS = ("transcription", "transcript", "ocr", "latex", "formula", "latex
 _LABELS = ("label", "class", "category", "class_name", "species", "tag")
 _SYSTEMS = ("system", "system_prompt")
 _SPLITS = ("split", "subset", "partition", "part", "set")
-TRAIN, HELDOUT = ("train", "training"), ("validation", "valid", "val", "test", "testing", "dev", "eval")
 _NO_ANSWERS = ("id", "key", "index", "url", "source", "license", "width", "height")
 _MAX_RUNS = 8  # most runs of equal values that a split column may have in the first rows
 

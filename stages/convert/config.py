@@ -33,11 +33,12 @@ class SourceReading(StrictModel):
         default=(), max_length=10_000, description="names of the subsets to read; none means all that the source holds"
     )
     options: dict[str, Any] = Field(default={}, description="the builder's own settings; see its file")
-    heldout_files: tuple[str, ...] = Field(
-        default=(),
+    heldout_files: tuple[str, ...] | None = Field(
+        default=None,
         max_length=10_000,
         description="globs of files, relative to the source, whose rows are held out while all others are trained on; "
-        "none: by heldout_fraction, or as the builder's options say",
+        "[]: by heldout_fraction, or as the builder's options say; null: the same, but files that are named test, val "
+        "or the like beside others are refused",
     )
 
     @field_validator("subsets")

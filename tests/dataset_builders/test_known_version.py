@@ -32,7 +32,8 @@ def test_another_version_is_one_line(caplog):
 def test_what_the_project_installs_is_known():
     """A module may not be stricter than pyproject.toml, and must know the versions of both constraints files."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    texts = [*project["dependencies"], *project["optional-dependencies"]["gpu"]]
+    extras = project["optional-dependencies"]
+    texts = [*project["dependencies"], *extras["gpu"], *extras["flash"]]
     wanted = {requirement.name: requirement.specifier for requirement in map(Requirement, texts)}
     pins = re.findall(r"^([\w.-]+)==(\S+)", "".join(path.read_text() for path in ROOT.glob("constraints*.txt")), re.M)
     known = {}
@@ -43,4 +44,4 @@ def test_what_the_project_installs_is_known():
     assert [
         version for name, version in pins if not known.get(canonicalize_name(name), SpecifierSet()).contains(version)
     ] == []
-    assert known.keys() == {"prefect", "mlflow", "torch", "megatron-core", "transformer-engine"}
+    assert known.keys() == {"prefect", "mlflow", "torch", "megatron-core", "transformer-engine", "flash-attn-4"}

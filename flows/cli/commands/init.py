@@ -7,7 +7,7 @@ from pathlib import Path
 from dataset_builders.contracts.sample import Sample
 from dataset_builders.errors import InputError
 from dataset_builders.pictures.images import PILLOW_PIXEL_LIMIT, ImageLimits, preview_png
-from dataset_builders.recognise.candidates import heldout_globs
+from dataset_builders.readers.heldout_names import heldout_globs
 from dataset_builders.recognise.layouts import nearest_layout
 from dataset_builders.recognise.peek import ROW_SUFFIXES, TAR_SUFFIX
 from dataset_builders.recognise.recognise import recognise

@@ -35,3 +35,14 @@ def test_the_splits_of_the_builder_are_not_contradicted(tmp_path):
     options = folder.options(question="What?", answer="text_file")
     with pytest.raises(InputError, match=r"set options\.heldout_splits, and leave out heldout_files"):
         parts_of(folder, tmp_path, (), options, ["val/*"])
+
+
+def test_files_named_like_a_held_out_split_are_no_train_data_unless_the_recipe_says_so(tmp_path):
+    for name in ("train", "test-00"):
+        csv_paths(tmp_path / name, draw_rows(1, 3))
+    table = get_builder("table")
+    with pytest.raises(InputError, match=r"test-00/data.csv'? in .* set heldout_files: \[\"test-\*/data.csv\"\] to hold"):
+        parts_of(table, tmp_path, (), table.options(**MAP), None)
+    assert [part.split for part in parts_of(table, tmp_path, (), table.options(**MAP), [])] == [None, None]
+    for name in ("train", "test-00"):
+        assert len(parts_of(table, tmp_path / name, (), table.options(**MAP), None)) == 1
