@@ -41,7 +41,9 @@ def test_files_named_like_a_held_out_split_are_no_train_data_unless_the_recipe_s
     for name in ("train", "test-00"):
         csv_paths(tmp_path / name, draw_rows(1, 3))
     table = get_builder("table")
-    with pytest.raises(InputError, match=r"test-00/data.csv'? in .* set heldout_files: \[\"test-\*/data.csv\"\] to hold"):
+    with pytest.raises(
+        InputError, match=r"test-00/data.csv'? in .* set heldout_files: \[\"test-\*/data.csv\"\] to hold"
+    ):
         parts_of(table, tmp_path, (), table.options(**MAP), None)
     assert [part.split for part in parts_of(table, tmp_path, (), table.options(**MAP), [])] == [None, None]
     for name in ("train", "test-00"):
