@@ -112,6 +112,19 @@ def test_our_kernels_run_from_their_capability_on(capability, ours, hopper, monk
     assert not kernels_run(GPU) and not hopper_kernels_run(GPU)
 
 
+def test_attention_is_flash_attention_4s_where_it_runs(monkeypatch):
+    monkeypatch.setattr(choice, "load", lambda name: name)
+    for wanted, capability, version, kind in (
+        ("plain", (9, 0), "4.0.0b36", choice._FAST_ATTENTION),
+        ("plain", (9, 0), "", FlashAttention),
+        ("plain", (10, 0), "4.0.0b36", FlashAttention),
+        ("portable", (9, 0), "4.0.0b36", FlashAttention),
+    ):
+        host = Host("NVIDIA X", capability, flash=version)
+        monkeypatch.setattr(choice, "host_of", lambda device, host=host: host)
+        assert choice.choose_modules(wanted, GPU).core_attention(64, causal=False) == kind
+
+
 def test_the_choice_lets_kernels_run_or_not_and_says_so(monkeypatch, caplog):
     monkeypatch.setattr(permission, "_allowed", True)
     monkeypatch.setattr(permission, "_capability", lambda device: (9, 0))

@@ -8,17 +8,17 @@ from megatron.core.models.backends import BackendSpecProvider
 
 from dataset_builders.known_version import installed_version
 from trainer.contract.machine.modules import Host, Wanted, describe, modules_of
-from trainer.layers.kernels.permission import allow_kernels, can_import
+from trainer.layers.kernels.permission import allow_kernels
 from trainer.layers.module_set import TorchModules
 from trainer.layers.modules.plain import PlainModules
+from trainer.model.late_import import load
 
-_FLASH = installed_version("flash-attn-4") if can_import() else ""
 if HAVE_TE:
     from trainer.layers.modules.engine import FusedModules
-if _FLASH:
-    from trainer.layers.modules.flash_4 import FlashAttention4
 
 log = logging.getLogger("athanor.trainer")
+
+_FAST_ATTENTION = "trainer.layers.modules.flash_4:FlashAttention4"  # imported only if it is used: this takes seconds
 
 
 def host_of(device: torch.device) -> Host:
@@ -29,7 +29,7 @@ def host_of(device: torch.device) -> Host:
         gpu=torch.cuda.get_device_name(device),
         capability=torch.cuda.get_device_capability(device),
         engine=installed_version("transformer-engine") if HAVE_TE else "",
-        flash=_FLASH,
+        flash=installed_version("flash-attn-4"),
     )
 
 
@@ -50,5 +50,5 @@ def choose_modules(wanted: Wanted, device: torch.device, cp: int = 1) -> Backend
     allow_kernels(modules != "portable")
     if modules == "exact":
         return TorchModules()
-    fast_attention = FlashAttention4 if modules != "portable" and host.has_flash else None
+    fast_attention = load(_FAST_ATTENTION) if modules != "portable" and host.has_flash else None
     return FusedModules(fast_attention, cp) if modules == "engine" else PlainModules(fast_attention)
