@@ -54,6 +54,9 @@ def find_columns(rows: Sequence[Mapping[str, Any]]) -> Columns | str:
     images = [name for name in names if _is_image(values[name])]
     texts = [name for name in names if name not in images and _is_text(values[name])]
     image = _first_of(_IMAGES, images) or (images[0] if images else None)
+    for name in names:
+        if (fault := _several_turns(name, values[name])) is not None:
+            return fault
     answer, question = _answer_and_question(texts, values)
     extra = _first_of(("input",), texts) if question and _normalized(question) == "instruction" else None
     if answer is None:
@@ -78,6 +81,22 @@ def find_columns(rows: Sequence[Mapping[str, Any]]) -> Columns | str:
     image_text = f"column {image!r} is the image" if image else "there is no image"
     why = f"{image_text}, {question_text}, column {answer!r} is the answer"
     return Columns(options, why, tuple(name for name in names if name not in used))
+
+
+def _several_turns(name: str, values: Sequence[Any]) -> str | None:
+    """Return why no map of columns reads this one: each row has a list of questions, alone or with their answers."""
+    lists = [value for value in values if isinstance(value, list) and value]
+    way_out = 'write a column "messages" in its place, as docs/data-formats.md shows for openai_messages'
+    if any(isinstance(value[0], dict) and _holds_a_pair(value[0]) for value in lists):
+        fields = ", ".join(lists[0][0])
+        return f"column {name!r} holds lists of objects ({fields}), which no map of columns reads; {way_out}"
+    if lists and _normalized(name).removesuffix("s") in _QUESTIONS and all(isinstance(v[0], str) for v in lists):
+        return f"column {name!r} holds a list of questions in each row, which no map of columns reads; {way_out}"
+    return None
+
+
+def _holds_a_pair(fields: Iterable[str]) -> bool:
+    return _first_of(_QUESTIONS, fields) is not None and _first_of(_ANSWERS, fields) is not None
 
 
 def _answer_and_question(texts: Sequence[str], values: Mapping[str, list[Any]]) -> tuple[str | None, str | None]:

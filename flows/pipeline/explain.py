@@ -10,6 +10,20 @@ from pydantic import BaseModel, ValidationError
 from dataset_builders.errors import shown, without_middle
 from flows.pipeline.config import EMBEDDED, RECEIPTS, SOURCE, SOURCES
 
+# pydantic's words for a value of a wrong kind -> plain ones
+_PLAIN = (
+    (r"(String|Tuple|List|Dictionary) should have at least 1 \w+.*", "should not be empty"),
+    (r"String should match pattern", "should match the pattern"),
+    (r"String should have", "should have"),
+    (r"a valid (tuple|list|set|frozenset)\b", "a list, such as [a, b]"),
+    (r"a valid string", "a text"),
+    (r"a valid dictionary( or instance of \w+)?", "a mapping of settings"),
+    (r", unable to parse string as an? (integer|number|boolean)|, unable to interpret input", ""),
+    (r"a valid boolean", "true or false"),
+    (r"Input tag '\w+' found using .*", "should be a text or a mapping of settings"),
+    (r"\bNone\b", "null"),
+)
+
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
     """Return the first error of a validation in one line: the dotted field, the value, the bound or the nearest key."""
@@ -26,7 +40,8 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
     if first["type"] == "missing":
         return f"{dotted} is missing{_description(path, model)}{more}"
     message = first["msg"].removeprefix("Value error, ").replace("Input should", "should")
-    message = re.sub(r"a valid dictionary or instance of \w+", "a mapping of settings", message)
+    for words, plain in _PLAIN if first["type"] != "value_error" else ():
+        message = re.sub(words, plain, message)
     if not path or isinstance(first["input"], dict):
         return (f"{dotted}: " if dotted else "") + message + more
     return f"{dotted}={shown(first['input'])} {message}{_description(path, model)}{more}"

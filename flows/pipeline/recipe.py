@@ -232,11 +232,14 @@ def _validate(raw: dict[str, Any], what: str) -> PipelineConfig:
     return config
 
 
-def _check_numbers(raw: Mapping[str, Any], config: BaseModel, what: str, prefix: str = "") -> None:
+def _check_numbers(value: Any, taken: Any, what: str, dotted: str = "") -> None:
     """Raise InputError for true or false in place of a number; pydantic reads them as 1 and 0."""
-    for name, value in raw.items():
-        taken = getattr(config, name, value)
-        if isinstance(value, bool) and not isinstance(taken, bool):
-            raise InputError(f"{what}: {prefix}{name}={str(value).lower()} should be a number")
-        if isinstance(value, dict) and isinstance(taken, BaseModel):
-            _check_numbers(value, taken, what, f"{prefix}{name}.")
+    if isinstance(value, bool) and not isinstance(taken, bool):
+        raise InputError(f"{what}: {dotted}={str(value).lower()} should be a number")
+    if isinstance(value, list) and isinstance(taken, list | tuple):
+        for number, (item, taken_item) in enumerate(zip(value, taken)):
+            _check_numbers(item, taken_item, what, f"{dotted}.{number}")
+    if isinstance(value, dict):
+        fields = taken if isinstance(taken, dict) else dict(taken) if isinstance(taken, BaseModel) else {}
+        for name, item in value.items():
+            _check_numbers(item, fields.get(name, item), what, f"{dotted}.{name}" if dotted else str(name))

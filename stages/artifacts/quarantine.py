@@ -13,7 +13,7 @@ from stages.pages.report import Table
 
 QUARANTINE = "quarantine.jsonl"
 _SHOWN = 200
-_MIN_LOST = 3  # rows; the limit on the share does not apply below this number of lost rows
+MIN_LOST = 3  # rows; the limit on the share does not apply below this number of lost rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def check_lost(
         InputError: at least 3 samples and more than the allowed share are lost, or all samples are lost.
     """
     num_lost, (field, fraction) = sum(skips.values()), limit
-    if num_lost < num_samples and (num_lost < _MIN_LOST or num_lost <= fraction * num_samples):
+    if num_lost < num_samples and (num_lost < MIN_LOST or num_lost <= fraction * num_samples):
         return
     worst = max(skips, key=skips.__getitem__, default="")
     meaning = f"{worst}: {SKIP_REASONS[worst]}; " if worst else ""

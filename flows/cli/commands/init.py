@@ -59,10 +59,10 @@ def init_command(args: argparse.Namespace) -> int:
     if hub_names:
         names = f"of the hub's {len(hub_names):,} files of rows only {hub_names[0]}"
         print(f"look at: {names} was downloaded and looked at")
-    for line in anomalies(found.survey, trial):
-        print(f"look at: {line}")
     write_text(out, recipe_text(data_name(args.data), data, trial, choice))
-    load_recipe(str(out))
+    config = load_recipe(str(out)).config
+    for line in anomalies(found.survey, trial, config.convert.max_skip_fraction):
+        print(f"look at: {line}")
     print(f"\nModel: {choice.words}")
     print(f"Wrote {out}. Next:\n  athanor plan {out}\n  athanor run {out}")
     return 0

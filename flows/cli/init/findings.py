@@ -13,6 +13,7 @@ from dataset_builders.recognise.candidates import Survey
 from dataset_builders.recognise.columns import HELDOUT
 from dataset_builders.recognise.recognise import Recognised
 from dataset_builders.recognise.trial import Trial
+from stages.artifacts.quarantine import MIN_LOST
 
 SHOWN = 3
 _CHARS = 300  # longest text that is shown
@@ -48,10 +49,20 @@ def sample_lines(sample: Sample, is_terminal: bool) -> Iterator[str]:
         yield f"  {message.role}: {text if len(text) <= _CHARS else text[:_CHARS] + ' ...'}"
 
 
-def anomalies(found: Survey, trial: Trial) -> Iterator[str]:
-    """Yield one line for each thing that a user should check before a run."""
+def anomalies(found: Survey, trial: Trial, limit: float) -> Iterator[str]:
+    """Yield one line for each thing that a user should check before a run.
+
+    Args:
+        limit: the recipe's convert.max_skip_fraction.
+    """
     for reason, number in trial.reasons.most_common():
         yield f"{number} of {trial.tried} rows are left out as {reason}; the first: {trial.details[reason]}"
+    lost = trial.tried - len(trial.samples)
+    if lost > limit * trial.tried and lost >= MIN_LOST:
+        yield (
+            f"{lost} of {trial.tried} rows cannot be used, and a run stops above convert.max_skip_fraction={limit}; "
+            "mend the data, or raise the limit in the recipe"
+        )
     if trial.duplicates:
         yield f"{trial.duplicates} of {len(trial.samples)} samples repeat one before them, and will be left out"
     if trial.reading.unused:

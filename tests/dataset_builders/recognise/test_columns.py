@@ -37,6 +37,15 @@ def test_several_answers_are_references_and_a_null_image_may_be_absent():
     assert options["references"] == options["answer"] == "answers" and options["null_image"] == "absent"
 
 
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [("qa_pairs", [{"question": "a?", "answer": "b"}, {"question": "c?", "answer": "d"}]), ("questions", ["a?", "c?"])],
+)
+def test_several_questions_in_a_row_are_refused_and_no_other_column_is_taken_for_the_answer(column, value):
+    row = {"image": "1.png", column: value, "tags": ["x", "y"]}
+    assert f"column {column!r} holds" in find_columns([row]) and "openai_messages" in find_columns([row])
+
+
 def test_the_input_of_an_instruction_belongs_to_the_question():
     rows = [{"instruction": "Add.", "input": "1 + 2", "output": "3"}, {"instruction": "Greet.", "output": "Hi."}]
     columns = find_columns(rows)
