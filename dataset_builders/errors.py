@@ -1,10 +1,28 @@
 """Errors whose text is meant for the user, and functions that shorten the text of any error."""
 
+import re
 from pathlib import PurePath
 
 MANIFEST = "manifest.json"  # written in the directory of every finished artifact
 
 LONGEST_LINE = 1500  # most characters of an error's text, which may end in a command to paste
+
+# pydantic's words for a value of a wrong kind -> plain ones
+_PLAIN = (
+    (r"^Input should", "should"),
+    (r"^Field required", "is missing"),
+    (r"^Extra inputs are not permitted", "is no known field"),
+    (r"(String|Tuple|List|Dictionary) should have at least 1 \w+.*", "should not be empty"),
+    (r"String should match pattern", "should match the pattern"),
+    (r"String should have", "should have"),
+    (r"a valid (tuple|list|set|frozenset)\b", "a list, such as [a, b]"),
+    (r"a valid string", "a text"),
+    (r"a valid dictionary( or instance of \w+)?", "a mapping of names to values"),
+    (r", unable to parse string as an? (integer|number|boolean)|, unable to interpret input", ""),
+    (r"a valid boolean", "true or false"),
+    (r"Input tag '\w+' found using .*", "should be a text or a mapping of names to values"),
+    (r"\bNone\b", "null"),
+)
 
 
 class InputError(ValueError):
@@ -62,3 +80,16 @@ def in_ascii(text: object, limit: int = 100) -> str:
 def first_line(error: Exception) -> str:
     """Return the first line of an error's text, its middle cut if it is long; the class name if there is no text."""
     return without_middle((str(error).strip() or type(error).__name__).splitlines()[0], LONGEST_LINE)
+
+
+def plain_message(kind: str, text: str) -> str:
+    """Return the text of one of pydantic's errors in plain words, to follow the name of the field.
+
+    Args:
+        kind: pydantic's type of the error; `value_error` is a text of ours.
+    """
+    if kind == "value_error":
+        return text.removeprefix("Value error, ")
+    for words, plain in _PLAIN:
+        text = re.sub(words, plain, text)
+    return text

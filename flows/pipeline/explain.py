@@ -1,28 +1,13 @@
 """One-line explanations of a wrong recipe: the field, its value, its bounds or the nearest known field."""
 
 import difflib
-import re
 import typing
 from collections.abc import Sequence
 
 from pydantic import BaseModel, ValidationError
 
-from dataset_builders.errors import shown, without_middle
+from dataset_builders.errors import plain_message, shown, without_middle
 from flows.pipeline.config import EMBEDDED, RECEIPTS, SOURCE, SOURCES
-
-# pydantic's words for a value of a wrong kind -> plain ones
-_PLAIN = (
-    (r"(String|Tuple|List|Dictionary) should have at least 1 \w+.*", "should not be empty"),
-    (r"String should match pattern", "should match the pattern"),
-    (r"String should have", "should have"),
-    (r"a valid (tuple|list|set|frozenset)\b", "a list, such as [a, b]"),
-    (r"a valid string", "a text"),
-    (r"a valid dictionary( or instance of \w+)?", "a mapping of settings"),
-    (r", unable to parse string as an? (integer|number|boolean)|, unable to interpret input", ""),
-    (r"a valid boolean", "true or false"),
-    (r"Input tag '\w+' found using .*", "should be a text or a mapping of settings"),
-    (r"\bNone\b", "null"),
-)
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
@@ -39,9 +24,7 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
         return f"unknown key {dotted}{_nearest(path, model)}{more}"
     if first["type"] == "missing":
         return f"{dotted} is missing{_description(path, model)}{more}"
-    message = first["msg"].removeprefix("Value error, ").replace("Input should", "should")
-    for words, plain in _PLAIN if first["type"] != "value_error" else ():
-        message = re.sub(words, plain, message)
+    message = plain_message(first["type"], first["msg"])
     if not path or isinstance(first["input"], dict):
         return (f"{dotted}: " if dotted else "") + message + more
     return f"{dotted}={shown(first['input'])} {message}{_description(path, model)}{more}"

@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
-from dataset_builders.errors import shown, without_middle
+from dataset_builders.errors import plain_message, shown, without_middle
 
 _LONGEST = 500
 
@@ -58,7 +58,7 @@ def of_validation(error: ValidationError) -> ApiError:
         return field_error(field, "this server does not know the field; leave it out", "unknown_parameter")
     if first["type"] == "missing":
         return field_error(field, "the field is required", "missing_required_parameter")
-    message = f"{first['msg'].removeprefix('Value error, ')}, got {shown(first['input'])}"
+    message = f"{plain_message(first['type'], first['msg'])}, got {shown(first['input'])}"
     return field_error(field, message) if field else ApiError(400, f"the body: {message}")
 
 

@@ -86,8 +86,8 @@ class ChatRequest(_Checked):
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
     max_tokens: Annotated[int, Field(gt=0, strict=True)] | None = None
     max_completion_tokens: Annotated[int, Field(gt=0, strict=True)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    temperature: Annotated[float, Field(ge=0, le=2, strict=True)] = 0.0
+    top_p: Annotated[float, Field(gt=0, le=1, strict=True)] = 1.0
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63, strict=True)] | None = None
     stop: Annotated[list[Annotated[str, Field(min_length=1, max_length=200)]], Field(max_length=4)] | None = None
     stream: bool = False

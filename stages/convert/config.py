@@ -11,7 +11,7 @@ from pydantic import (
 )
 
 from dataset_builders.contracts.strict import StrictModel
-from dataset_builders.errors import shown
+from dataset_builders.errors import plain_message, shown
 from dataset_builders.pictures.images import PILLOW_PIXEL_LIMIT
 from dataset_builders.sources.registry import get_builder
 
@@ -64,7 +64,9 @@ class SourceReading(StrictModel):
             first = error.errors()[0]
             field = ".".join(["options", *map(str, first["loc"])])
             known = ", ".join(model.model_fields) or "none"
-            raise ValueError(f"{field} of builder {self.builder}: {first['msg']}; its options: {known}") from error
+            raise ValueError(
+                f"{field} of builder {self.builder}: {plain_message(first['type'], first['msg'])}; its options: {known}"
+            ) from error
         object.__setattr__(self, "options", whole)
         return self
 

@@ -206,7 +206,8 @@ FAULTS = {
     ),
     "more broken images than a run allows": (
         _after(
-            LAYOUTS["class_folders"][0], lambda d: [f.write_bytes(b"") for f in sorted(d.rglob("*.*"))[:5] if f.is_file()]
+            LAYOUTS["class_folders"][0],
+            lambda d: [f.write_bytes(b"") for f in sorted(d.rglob("*.*"))[:5] if f.is_file()],
         ),
         "5 of 40 rows cannot be used, and a run stops above convert.max_skip_fraction=0.05",
     ),

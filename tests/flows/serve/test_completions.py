@@ -199,9 +199,9 @@ def test_many_at_once_get_the_answers_of_one_alone(client, alone, monkeypatch):
 
 WRONG = [
     ({"model": "other"}, 404, "model", "is not served here; tiny"),
-    ({"messages": []}, 400, "messages", "at least 1"),
+    ({"messages": []}, 400, "messages", "should not be empty"),
     ({"messages": None}, 400, "messages", "required"),
-    ({"messages": "?"}, 400, "messages", "valid list"),
+    ({"messages": "?"}, 400, "messages", "should be a list"),
     ({"messages": [{"role": "user"}]}, 400, "messages[0].content", "required"),
     ({"messages": [{"role": "robot", "content": "?"}]}, 400, "messages[0].role", "got 'robot'"),
     ({"messages": [{"role": "assistant", "content": "4"}]}, 400, "messages[0].role", "last message"),
@@ -219,9 +219,11 @@ WRONG = [
     ({"max_tokens": 0}, 400, "max_tokens", "got 0"),
     ({"max_tokens": "5"}, 400, "max_tokens", "got '5'"),
     ({"temperature": -1}, 400, "temperature", "got -1"),
+    ({"temperature": True}, 400, "temperature", "should be a valid number, got True"),
+    ({"top_p": "1"}, 400, "top_p", "got '1'"),
     ({"n": 2}, 400, "n", "got 2"),
     ({"tools": []}, 400, "tools", "does not know the field"),
-    ({"stop": [""]}, 400, "stop[0]", "at least 1"),
+    ({"stop": [""]}, 400, "stop[0]", "should not be empty"),
     ({"\ud800": 1}, 400, None, "unicode"),
 ]
 
@@ -269,7 +271,7 @@ def test_an_image_that_is_none_is_named_and_no_address_is_fetched(client, url, t
 def test_a_body_that_is_no_json_or_too_long(client):
     refused(client, "{", 400, None, "not JSON")
     refused(client, "[" * 100_000, 400, None, "not JSON")
-    refused(client, "[]", 400, None, "dictionary")
+    refused(client, "[]", 400, None, "mapping of names")
     refused(client, "x" * (MOST_BYTES + 1), 413, None, "longer than 20 MiB")
 
 
