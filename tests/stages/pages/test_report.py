@@ -61,8 +61,9 @@ def test_a_page_is_rendered_again_from_its_json(tmp_path):
     assert render("page.html.j2", **read_report(tmp_path)) == page
     (tmp_path / "report.json").write_text('{"title": "of an older format", "summary": {}, "sections": []}')
     assert read_report(tmp_path) is None and read_report(tmp_path / "nothing") is None
-    (tmp_path / "report.json").write_text('{"title": "cut')
-    assert read_report(tmp_path) is None
+    for damaged in ('{"title": "cut', "", "[]", "[" * 100_000):
+        (tmp_path / "report.json").write_text(damaged)
+        assert read_report(tmp_path) is None
 
 
 def test_same_content_same_bytes(tmp_path):
