@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from dataset_builders.errors import InputError, one_line
 from dataset_builders.storage.local_cache import cache_dir, path_beside
 from dataset_builders.storage.store import StorePath, is_local, publish
@@ -44,6 +46,20 @@ def write_text(path: StorePath, text: str) -> None:
 def write_json(path: StorePath, value: object) -> None:
     """Write `value` as indented JSON with sorted keys, atomically; the same value gives the same bytes."""
     write_text(path, json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
+
+
+def write_sealed(path: StorePath, text: str) -> None:
+    """Write `text` atomically below a line with its digest, for `read_sealed`."""
+    write_text(path, f"{xxhash.xxh3_64_hexdigest(text.encode())}\n{text}")
+
+
+def read_sealed(path: StorePath) -> str | None:
+    """Return the text that `write_sealed` wrote; None if there is no such file or it was changed, so that a rerun makes
+    it again."""
+    if not path.is_file():
+        return None
+    seal, _, text = path.read_bytes().partition(b"\n")
+    return text.decode() if seal == xxhash.xxh3_64_hexdigest(text).encode() else None
 
 
 def read_object(path: StorePath, way_out: str) -> dict[str, Any]:

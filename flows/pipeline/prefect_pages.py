@@ -75,9 +75,9 @@ def _linked(run: StageRun, root: str) -> str:
 
 def _figures(run: StageRun, root: str) -> list[tuple[str, str, str]]:
     directory = location(run["dir"])
-    report = read_report(directory)
-    if report is None and (directory / REPORT_JSON).exists():
-        _log.warning("%s: %s cannot be read; delete %s to make it again", run["stage"], directory / REPORT_JSON, directory)
+    report, path = read_report(directory), directory / REPORT_JSON
+    if report is None and path.exists():
+        _log.warning("%s: %s cannot be read; delete %s to make it again", run["stage"], path, directory)
     summary = report["summary"] if report is not None else {}
     name = _linked(run, root)
     if name == run["stage"]:  # no server serves the report

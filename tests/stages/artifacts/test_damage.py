@@ -27,6 +27,7 @@ from stages.plan_bins.stage import STAGE as PLAN_BINS
 from tests.helpers.data_stages import run_all, run_convert, run_plan_bins, run_tokenize
 from tests.helpers.raw_rows import plain_rows, write_source
 from tests.helpers.tiny_model import tiny_hf_dir
+from tests.helpers.trees import tree_digest
 from trainer.data.geometry import geometry_of
 from trainer.data.reader import BinReader
 from trainer.data.slices import RankSlice
@@ -214,6 +215,33 @@ def test_a_damaged_record_is_not_trained_on(root, name, part):
 def test_whole_records_are_read(root):
     reader = reader_of(root, RankSlice())
     assert sum(len(reader.read(number).keys) for number in range(len(reader.bins))) > 30
+
+
+@pytest.mark.parametrize("damage", [lambda text: "", lambda text: text[:-9], lambda text: text.replace("1", "2", 1)])
+@pytest.mark.parametrize(
+    ("stage", "last", "mark"),
+    [
+        ("convert", "write_convert_report", f"{SHARD}.json"),
+        ("tokenize", "_collect_notes", f"{SHARD}.json"),
+        ("tokenize", "_collect_notes", f"{SHARD}.notes.json"),
+        ("plan_bins", "write_bins", "bins/00000.json"),
+    ],
+)
+def test_work_with_a_damaged_mark_is_done_again(whole, stage, last, mark, damage, tmp_path, monkeypatch):
+    """The stage is stopped before its last step, so that the marks of its finished parts are still there."""
+
+    def stop(*_):
+        raise RuntimeError("stopped")
+
+    root, source = tmp_path / "root", whole.parent / "raw"
+    monkeypatch.setattr(f"stages.{stage}.stage.{last}", stop)
+    with pytest.raises(RuntimeError, match="stopped"):
+        run_all(source, tiny_hf_dir(), root)
+    monkeypatch.undo()
+    (path,) = root.glob(f"scratch/{stage}-*/{mark}")
+    path.write_text(damage(path.read_text()))
+    run_all(source, tiny_hf_dir(), root)
+    assert tree_digest(artifact(root, stage)) == tree_digest(artifact(whole, stage))
 
 
 @pytest.mark.parametrize("name", list(OF_FILES)[:5])
