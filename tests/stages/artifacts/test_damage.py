@@ -264,6 +264,23 @@ def test_sizes_are_compared_when_an_artifact_is_used_again(root, name):
     line_of(error, samples, str(samples / SHARD))
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("convert/quarantine.jsonl", "convert/pictures.parquet", "tokenize/quarantine.jsonl"),
+        *("tokenize/shortened.jsonl", "plan_bins/quarantine.jsonl"),
+    ],
+)
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_text("?")], ids=["removed", "changed"])
+def test_a_damaged_list_of_samples_is_noticed(root, name, damage):
+    stage, _, file = name.partition("/")
+    path = artifact(root, stage) / file
+    damage(path)
+    with pytest.raises(InputError) as error:
+        run_all(root.parent / "raw", tiny_hf_dir(), root)
+    line_of(error, path.parent, str(path))
+
+
 @pytest.mark.parametrize("stage", ["convert", "tokenize"])
 def test_a_manifest_that_counts_other_samples_is_noticed(root, stage, tmp_path):
     directory = artifact(root, stage)
