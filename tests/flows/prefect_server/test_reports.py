@@ -55,7 +55,7 @@ def test_a_damaged_report_does_not_end_the_run_that_shows_it(text, tmp_path, mon
     whole, damaged, pages = tmp_path / "convert" / "a", tmp_path / "tokenize" / "b", {}
     for directory in (whole, damaged):
         directory.mkdir(parents=True)
-        write_report(directory, "A page", {"samples": 31}, [])
+        write_report(directory, title="A page", summary={"samples": 31}, sections=[])
     (damaged / "report.json").write_text(text)
     monkeypatch.setattr(
         prefect_pages, "create_markdown_artifact", lambda key, markdown, **_: pages.update({key: markdown})
