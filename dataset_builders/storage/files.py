@@ -72,6 +72,8 @@ def read_object(path: StorePath, way_out: str) -> dict[str, Any]:
         InputError: the file cannot be read, or its text is not a JSON object that Python can hold.
     """
     try:
+        if path.exists() and not path.is_file():
+            raise OSError("it is not a file")  # the reading of a pipe would never end
         value = json.loads(path.read_text(encoding="utf-8"))
     except RecursionError as error:
         raise InputError(f"{path} cannot be read as JSON (nested too deeply); {way_out}") from error
