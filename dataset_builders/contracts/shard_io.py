@@ -5,7 +5,6 @@ A shard is written under a temporary name, renamed when it is complete, and then
 """
 
 import hashlib
-import json
 import os
 import tarfile
 from collections.abc import Container, Iterator, Mapping
@@ -18,7 +17,7 @@ import xxhash
 from dataset_builders.contracts.manifest import ShardEntry
 from dataset_builders.contracts.sample import Split
 from dataset_builders.errors import MANIFEST, DamagedFile, damaged
-from dataset_builders.storage.files import temporary_path, write_json
+from dataset_builders.storage.files import read_sealed, temporary_path, write_sealed
 from dataset_builders.storage.store import StorePath, local_copy, make_dir, publish, read_range
 
 
@@ -81,7 +80,7 @@ class ShardWriter:
             sha256=self._sha256.hexdigest(),
             skips=dict(skips or {}),
         )
-        write_json(_entry_path(self.directory, self.name), entry.model_dump(mode="json"))
+        write_sealed(_entry_path(self.directory, self.name), entry.model_dump_json())
         return entry
 
     def _append(self, block: bytes) -> None:
@@ -120,11 +119,12 @@ _HEADER[148:156] = b" " * 8
 
 
 def finished_shard(directory: StorePath, name: str) -> ShardEntry | None:
-    """Return the entry of a shard that an interrupted run committed in this directory; None if there is none."""
-    path = _entry_path(directory, name)
-    if not path.is_file():
+    """Return the entry of a shard that an interrupted run committed in this directory; None if there is no whole
+    one."""
+    text = read_sealed(_entry_path(directory, name))
+    if text is None:
         return None
-    entry = ShardEntry.model_validate(json.loads(path.read_text()))
+    entry = ShardEntry.model_validate_json(text)
     shard = directory / name
     return entry if shard.is_file() and shard.stat().st_size == entry.size_bytes else None
 

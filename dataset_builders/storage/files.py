@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from dataset_builders.errors import InputError, one_line
 from dataset_builders.storage.local_cache import cache_dir, path_beside
 from dataset_builders.storage.store import StorePath, is_local, publish
@@ -46,6 +48,20 @@ def write_json(path: StorePath, value: object) -> None:
     write_text(path, json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
 
 
+def write_sealed(path: StorePath, text: str) -> None:
+    """Write `text` atomically below a line with its digest, for `read_sealed`."""
+    write_text(path, f"{xxhash.xxh3_64_hexdigest(text.encode())}\n{text}")
+
+
+def read_sealed(path: StorePath) -> str | None:
+    """Return the text that `write_sealed` wrote; None if there is no such file or it was changed, so that a rerun makes
+    it again."""
+    if not path.is_file():
+        return None
+    seal, _, text = path.read_bytes().partition(b"\n")
+    return text.decode() if seal == xxhash.xxh3_64_hexdigest(text).encode() else None
+
+
 def read_object(path: StorePath, way_out: str) -> dict[str, Any]:
     """Read the object of a JSON file that may be foreign or damaged.
 
@@ -56,6 +72,8 @@ def read_object(path: StorePath, way_out: str) -> dict[str, Any]:
         InputError: the file cannot be read, or its text is not a JSON object that Python can hold.
     """
     try:
+        if path.exists() and not path.is_file():
+            raise OSError("it is not a file")  # the reading of a pipe would never end
         value = json.loads(path.read_text(encoding="utf-8"))
     except RecursionError as error:
         raise InputError(f"{path} cannot be read as JSON (nested too deeply); {way_out}") from error

@@ -1,6 +1,6 @@
 """The Prefect artifacts of a run: the table of stages, the figures of the reports, the scores, the link to MLflow."""
 
-import json
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,8 +10,10 @@ from dataset_builders.storage.store import location
 from flows.pipeline.tasks import StageRun
 from flows.prefect_server.reports import page_url
 from flows.tracking.notes import markdown_table, score_text
-from stages.pages.report import REPORT_HTML, REPORT_JSON
+from stages.pages.report import REPORT_HTML, REPORT_JSON, read_report
 from stages.scoring.names import OVERALL
+
+_log = logging.getLogger("athanor.pipeline")
 
 
 def publish_stages(runs: Sequence[StageRun], root: str) -> None:
@@ -72,8 +74,11 @@ def _linked(run: StageRun, root: str) -> str:
 
 
 def _figures(run: StageRun, root: str) -> list[tuple[str, str, str]]:
-    path = location(run["dir"]) / REPORT_JSON
-    summary = json.loads(path.read_text(encoding="utf-8"))["summary"] if path.is_file() else {}
+    directory = location(run["dir"])
+    report, path = read_report(directory), directory / REPORT_JSON
+    if report is None and path.exists():
+        _log.warning("%s: %s cannot be read; delete %s to make it again", run["stage"], path, directory)
+    summary = report["summary"] if report is not None else {}
     name = _linked(run, root)
     if name == run["stage"]:  # no server serves the report
         name = f"{name}: `{location(run['dir']) / REPORT_HTML}`"

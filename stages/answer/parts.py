@@ -24,12 +24,12 @@ from pydantic import Field
 from dataset_builders.contracts.sample_record import from_fields
 from dataset_builders.contracts.shard_io import read_record
 from dataset_builders.contracts.strict import StrictModel
-from dataset_builders.storage.files import write_json, write_text
+from dataset_builders.storage.files import read_sealed, write_sealed
 from dataset_builders.storage.store import Location, local_copy
 from stages.answer.config import AnswerConfig
 from stages.answer.engine import Engine, EngineSettings, Prepared, Request, make_engine
 from stages.answer.plan import PLAN_JSONL, Question, cut_groups, cut_parts, read_plan
-from stages.answer.records import GeneratedAnswer, Line, SkippedSample, iter_jsonl, line_of
+from stages.answer.records import GeneratedAnswer, Line, SkippedSample, line_of, rows_of
 from stages.encode.prompt import PromptFormat
 
 PARTS = "parts"
@@ -55,9 +55,16 @@ def part_path(work_dir: Path, number: int) -> Path:
     return work_dir / PARTS / f"{number:05d}.jsonl"
 
 
+def remove_damaged(work_dir: Path, num_parts: int) -> None:
+    """Remove the parts of an earlier run that are not as they were written, so that they are answered again."""
+    for path in (part_path(work_dir, number) for number in range(num_parts)):
+        if any(read_sealed(file) is None for file in (path, path.with_suffix(".json"))):
+            path.unlink(missing_ok=True)
+
+
 def read_part(path: Path) -> Iterator[tuple[int, Line]]:
     """Return an iterator over (number of the question, line), in the order of the numbers."""
-    return ((row.pop("number"), line_of(row)) for row in iter_jsonl(path))
+    return ((row.pop("number"), line_of(row)) for row in rows_of(read_sealed(path)))
 
 
 def answer_parts(
@@ -163,6 +170,7 @@ def _answer(
 def _write_part(path: Path, lines: Sequence[tuple[int, Line]], seconds: float) -> None:
     answers = [line for _, line in lines if isinstance(line, GeneratedAnswer)]
     tokens = sum(answer.num_tokens for answer in answers)
-    write_json(path.with_suffix(".json"), {"seconds": seconds, "num_answers": len(answers), "num_tokens": tokens})
+    cost = {"seconds": seconds, "num_answers": len(answers), "num_tokens": tokens}
+    write_sealed(path.with_suffix(".json"), json.dumps(cost))
     rows = (json.dumps({"number": number, **asdict(line)}, ensure_ascii=False) + "\n" for number, line in lines)
-    write_text(path, "".join(rows))
+    write_sealed(path, "".join(rows))

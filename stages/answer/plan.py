@@ -20,8 +20,8 @@ from dataset_builders.contracts.shard_io import iter_located
 from dataset_builders.contracts.tokenized import PixelConfig
 from dataset_builders.pictures.images import image_size
 from dataset_builders.pictures.pixels import image_grid
-from dataset_builders.storage.files import write_text
-from stages.answer.records import iter_jsonl
+from dataset_builders.storage.files import read_sealed, write_sealed
+from stages.answer.records import rows_of
 from stages.artifacts.artifact import Artifact
 from stages.encode.chat import ChatEncoder
 
@@ -108,12 +108,13 @@ def plan_questions(
 
 def write_plan(path: Path, questions: Sequence[Question]) -> None:
     """Write the plan's file atomically."""
-    write_text(path, "".join(json.dumps(asdict(question), ensure_ascii=False) + "\n" for question in questions))
+    write_sealed(path, "".join(json.dumps(asdict(question), ensure_ascii=False) + "\n" for question in questions))
 
 
-def read_plan(path: Path) -> list[Question]:
-    """Return the questions in a plan's file."""
-    return [Question(**row) for row in iter_jsonl(path)]
+def read_plan(path: Path) -> list[Question] | None:
+    """Return the questions in a plan's file; None if there is no whole plan."""
+    text = read_sealed(path)
+    return None if text is None else [Question(**row) for row in rows_of(text)]
 
 
 def cut_parts(questions: Sequence[Question], part_size: int) -> list[list[int]]:

@@ -61,8 +61,13 @@ def to_line(line: Line) -> str:
 
 def iter_jsonl(path: StorePath) -> Iterator[dict]:
     """Return an iterator over the objects of a JSON Lines file."""
+    return rows_of(path.read_text(encoding="utf-8"))
+
+
+def rows_of(text: str) -> Iterator[dict]:
+    """Return an iterator over the objects of JSON lines."""
     # Not splitlines(), which also splits at U+2028 and other characters that an answer may hold.
-    return (json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line)
+    return (json.loads(line) for line in text.split("\n") if line)
 
 
 def line_of(row: dict) -> Line:

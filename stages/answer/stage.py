@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from dataset_builders.errors import InputError
-from dataset_builders.storage.files import write_json, write_text
+from dataset_builders.storage.files import read_sealed, write_json, write_text
 from dataset_builders.storage.store import absolute
 from stages.answer.config import AnswerConfig
 from stages.answer.engine import check_engine
 from stages.answer.job import run_workers
-from stages.answer.parts import PARTS, AnswerJob, answer_parts, part_path, read_part
+from stages.answer.parts import PARTS, AnswerJob, answer_parts, part_path, read_part, remove_damaged
 from stages.answer.plan import PLAN_JSONL, Question, cut_parts, plan_questions, read_plan, write_plan
 from stages.answer.records import (
     ANSWERS_JSONL,
@@ -99,10 +99,11 @@ def _plan(job: AnswerJob, samples: Artifact) -> list[Question]:
         InputError: there are no held-out samples.
     """
     path = job.work_dir / PLAN_JSONL
-    if not path.is_file():
-        chat = ChatEncoder(job.hf_dir, system_prompt=job.prompt.system_prompt)
-        write_plan(path, list(plan_questions(samples, chat, job.prompt.pixels, job.config.max_samples_per_subset)))
     questions = read_plan(path)
+    if questions is None:
+        chat = ChatEncoder(job.hf_dir, system_prompt=job.prompt.system_prompt)
+        questions = list(plan_questions(samples, chat, job.prompt.pixels, job.config.max_samples_per_subset))
+        write_plan(path, questions)
     if not questions:
         raise InputError(f"{samples.dir} has no held-out samples to evaluate on; raise convert.heldout_fraction")
     return questions
@@ -112,6 +113,7 @@ def _generate(job: AnswerJob, questions: Sequence[Question], resources: StageRes
     """Answer every missing part, in this process or in worker processes."""
     parts = cut_parts(questions, job.config.part_size)
     (job.work_dir / PARTS).mkdir(exist_ok=True)
+    remove_damaged(job.work_dir, len(parts))
 
     def look(answered: int = 0) -> None:
         """Report the questions of the parts on disk, and those answered in the part that is being answered."""
@@ -142,7 +144,7 @@ def _gather(job: AnswerJob, questions: Sequence[Question], work: Path) -> None:
     if not any(isinstance(line, GeneratedAnswer) for line in lines):
         reasons = dict(Counter(line.skip for line in lines))
         raise InputError(f"{job.samples_dir}: none of {len(lines)} held-out samples can be asked ({reasons})")
-    costs = [json.loads(path.with_suffix(".json").read_text(encoding="utf-8")) for path in paths]
+    costs = [json.loads(read_sealed(path.with_suffix(".json"))) for path in paths]
     write_json(work / SPEED_JSON, {name: sum(cost[name] for cost in costs) for name in costs[0]})
     write_text(work / ANSWERS_JSONL, "".join(map(to_line, lines)))
 

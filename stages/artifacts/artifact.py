@@ -78,7 +78,8 @@ class Stage:
         on_disk: whether `work_dir` must be a local directory, because other programs write there. If False, `run`
             writes only atomically (`atomic_path`, `ShardWriter`), which also works in an object store.
         dataset: the artifact's role as a dataset in a run, for example "training"; None: it is not a dataset.
-        digested: globs of the files, other than shards, that other stages read: the manifest has their SHA-256.
+        digested: globs of the files, other than shards, that other stages read or that list samples: the manifest has
+            their SHA-256.
         check: a function that checks files that the manifest does not list, before an artifact on a disk is reused. It
             raises DamagedFile; the stage is then run again, starting from the files of the damaged artifact. None: only
             the manifest's files are checked, and a damaged artifact is an error.

@@ -30,7 +30,7 @@ from dataset_builders.contracts.fingerprint import describe_drift, fingerprint
 from dataset_builders.contracts.manifest import MANIFEST, Manifest, Parent, load_manifest
 from dataset_builders.contracts.shard_io import remove_entries
 from dataset_builders.errors import DamagedFile, InputError, damaged
-from dataset_builders.storage.files import write_text
+from dataset_builders.storage.files import read_object, write_text
 from dataset_builders.storage.store import StorePath, is_local, make_dir, modified, side_dir, upload_dir
 from stages.artifacts.artifact import (
     Artifact,
@@ -231,7 +231,9 @@ def _locked(work: StorePath, name: Path, *, waits: bool = True) -> Iterator[None
     except filelock.Timeout:
         if not waits:
             raise
-        who = json.loads(owner.read_text()) if owner.is_file() else {}
+        who = {}
+        with contextlib.suppress(InputError):  # the owner may be writing it, or was killed while it wrote it
+            who = read_object(owner, "")
         pid, host = who.get("pid", "?"), who.get("host", "?")
         log.warning("%s is being made by process %s on %s; waiting for it to end", work, pid, host)
         lock.acquire(poll_interval=LOCK_POLL_SECONDS)

@@ -133,4 +133,11 @@ def _write_reports(
     return stats
 
 
-STAGE = Stage("convert", VERSION, _run, dataset="samples", preview="stages.preview.render:stage_preview")
+STAGE = Stage(
+    "convert",
+    VERSION,
+    _run,
+    dataset="samples",
+    digested=(PICTURES, QUARANTINE),
+    preview="stages.preview.render:stage_preview",
+)

@@ -7,7 +7,6 @@ the source that rows may name, but no images elsewhere.
 
 import contextlib
 import hashlib
-import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +27,7 @@ from dataset_builders.readers.image_refs import IMAGE_PATTERNS, IMAGE_SUFFIXES
 from dataset_builders.readers.parts import natural_order
 from dataset_builders.sources.hub_subsets import check_hub_subsets
 from dataset_builders.sources.registry import get_builder
-from dataset_builders.storage.files import sha256_file, write_json
+from dataset_builders.storage.files import read_object, sha256_file, write_json
 from dataset_builders.storage.store import StorePath, check_reachable, is_local, location
 from stages.artifacts.artifact import External
 
@@ -69,7 +68,7 @@ def content_digest(source: Path, patterns: Sequence[str], memo: Path | None = No
     if source.is_file() and set(IMAGE_PATTERNS) <= set(patterns):
         files += list_files(source.parent, IMAGE_PATTERNS)
     stamps = [_stamp(file.path) for file in files]
-    digests = json.loads(memo.read_text(encoding="utf-8")) if memo is not None and memo.is_file() else {}
+    digests = {} if memo is None else _remembered(memo)
     to_read = {stamp: file.path for stamp, file in zip(stamps, files) if stamp not in digests}
     with ThreadPoolExecutor(_HASHERS) as pool:
         digests |= zip(to_read, pool.map(_sha256, to_read.values()))
@@ -95,10 +94,19 @@ def _digest(files: Iterable[tuple[str, str]]) -> str:
     return total.hexdigest()[:16]
 
 
+def _remembered(memo: Path) -> dict[str, str]:
+    """Return stamp -> SHA-256 of a memo; empty if it is missing or damaged, so that every file is read again."""
+    with contextlib.suppress(InputError):
+        digests = read_object(memo, "") if memo.is_file() else {}
+        return {stamp: digest for stamp, digest in digests.items() if isinstance(digest, str)}
+    return {}
+
+
 def _stamp(path: Path) -> str:
-    """Return a text that changes when the file changes, without reading the file."""
+    """Return a text that changes when the file changes, without reading the file. No program can set the time of change
+    back, as `cp -p` and `touch -r` set the time of modification."""
     stat = path.stat()
-    return f"{os.path.abspath(path)}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ino}"
+    return f"{os.path.abspath(path)}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ctime_ns}|{stat.st_ino}"
 
 
 def _sha256(path: Path) -> str:

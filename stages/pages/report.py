@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from dataset_builders.storage.files import write_text
+from dataset_builders.errors import InputError
+from dataset_builders.storage.files import read_object, write_text
 from dataset_builders.storage.store import StorePath
 from stages.pages.histogram import Histogram, histogram_data
 from stages.pages.page import render
@@ -76,8 +77,8 @@ def read_report(directory: StorePath) -> dict[str, Any] | None:
     """Read report.json: `title`, `summary` and `sections` for templates. None if there is no valid report, or only one
     of an older format, which lacks images."""
     try:
-        data = json.loads((directory / REPORT_JSON).read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+        data = read_object(directory / REPORT_JSON, "")
+    except InputError:
         return None
     return data if data.get("format_version") == _FORMAT_VERSION else None
 

@@ -1,6 +1,5 @@
 """One partition of the index: its rows, and its bins in every epoch. It is one task of plan_bins and fits in memory."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,7 +13,7 @@ from dataset_builders.contracts.permutation import KeyedPermutation
 from dataset_builders.contracts.sample import Split
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.contracts.tokenized import SIZES, read_partition
-from dataset_builders.storage.files import write_json
+from dataset_builders.storage.files import read_sealed, write_sealed
 from dataset_builders.storage.store import StorePath
 from stages.artifacts.quarantine import LeftOut
 from stages.plan_bins.config import BinLimits
@@ -141,8 +140,8 @@ def entry_path(directory: StorePath, number: int) -> StorePath:
 def plan_partition(task: PlanTask) -> PartitionPlan:
     """Plan every epoch of a partition, unless an earlier, interrupted run did."""
     entry = entry_path(task.directory, task.number)
-    if entry.is_file():
-        return PartitionPlan.model_validate(json.loads(entry.read_text()))
+    if (text := read_sealed(entry)) is not None:
+        return PartitionPlan.model_validate_json(text)
     rows = _Rows(read_partition(task.path), task.limits)
     partitions, epochs = [], []
     for split, epoch in [*(("train", epoch) for epoch in range(task.epochs)), ("heldout", 0)]:
@@ -159,7 +158,7 @@ def plan_partition(task: PlanTask) -> PartitionPlan:
             EpochPart(split=split, epoch=epoch, num_bins=int(bins.max()) + 1, subsets=subsets, together=together)
         )
     plan = PartitionPlan(partitions=partitions, epochs=epochs)
-    write_json(entry, plan.model_dump(mode="json"))
+    write_sealed(entry, plan.model_dump_json())
     return plan
 
 

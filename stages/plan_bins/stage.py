@@ -171,6 +171,6 @@ STAGE = Stage(
     VERSION,
     _run,
     dataset="training",
-    digested=(BINS, "bins/*.arrow"),
+    digested=(BINS, "bins/*.arrow", QUARANTINE),
     preview="stages.preview.render:stage_preview",
 )

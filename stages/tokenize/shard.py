@@ -20,7 +20,7 @@ from dataset_builders.contracts.tokenized import PixelStore, TokenizedSample
 from dataset_builders.pictures.images import read_rgb
 from dataset_builders.pictures.pixel_codecs import decode_sample, encode_sample
 from dataset_builders.pictures.pixels import count_patches, encode_rgb, image_grid
-from dataset_builders.storage.files import write_json
+from dataset_builders.storage.files import read_sealed, write_sealed
 from dataset_builders.storage.store import StorePath, local_dir
 from stages.artifacts.quarantine import LeftOut, count_reasons
 from stages.encode.chat import ChatEncoder, TokenizedText, learnt_answers, split_turns
@@ -93,7 +93,7 @@ class ShardNotes(StrictModel):
 def tokenize_shard(task: ShardTask) -> None:
     """Write the tokenized shard and, just before its commit, its notes; do nothing if both exist."""
     notes_file = notes_path(task.directory, task.shard.name)
-    if finished_shard(task.directory, task.shard.name) is not None and notes_file.is_file():
+    if finished_shard(task.directory, task.shard.name) is not None and read_sealed(notes_file) is not None:
         return
     config = task.config
     chat = _encoder(task.hf_dir, task.processor_digest, config.learn, config.system_prompt)
@@ -132,7 +132,7 @@ def tokenize_shard(task: ShardTask) -> None:
             num_checked=-(-len(rows) // _CHECK_EVERY),
             pixels_against=reference.pixels_against,
         )
-        write_json(notes_file, notes.model_dump())
+        write_sealed(notes_file, notes.model_dump_json())
         writer.commit(task.shard.split, count_reasons(left_out))
 
 
@@ -232,7 +232,7 @@ def _count_reasoned(sample: Sample, chat: ChatEncoder) -> int:
 
 def read_notes(directory: StorePath, name: str) -> ShardNotes:
     """Return the notes of a finished shard."""
-    return ShardNotes.model_validate_json(notes_path(directory, name).read_bytes())
+    return ShardNotes.model_validate_json(read_sealed(notes_path(directory, name)))
 
 
 def notes_path(directory: StorePath, name: str) -> StorePath:

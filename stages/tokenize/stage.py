@@ -167,6 +167,6 @@ STAGE = Stage(
     VERSION,
     _run,
     dataset="training",
-    digested=(f"{INDEX}/*.parquet",),
+    digested=(f"{INDEX}/*.parquet", QUARANTINE, SHORTENED),
     preview="stages.preview.render:stage_preview",
 )

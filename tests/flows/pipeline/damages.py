@@ -18,12 +18,13 @@ KINDS = ("bit", "cut", "longer", "removed", "swapped", "manifest of another")
 
 
 def files_of(directory: Path) -> list[Path]:
-    """Return the files of an artifact that a stage or a user's model reads: all except pages, reports and logs."""
+    """Return the files of an artifact that hold something and that a stage or a user's model reads: all except pages,
+    reports and logs."""
     manifest = load_manifest(directory)
     names = ["manifest.json", *(entry.name for entry in (*manifest.files, *manifest.shards))]
     if manifest.stage == "train":
         names += [str(path.relative_to(directory)) for path in (directory / manifest.stats["checkpoint"]).iterdir()]
-    return [directory / name for name in names]
+    return [path for path in (directory / name for name in names) if path.stat().st_size]
 
 
 def damage(rng: random.Random, kind: str, path: Path, directory: Path) -> Path:

@@ -4,8 +4,11 @@ import pytest
 from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
+from flows.pipeline import prefect_pages
+from flows.pipeline.tasks import StageRun
 from flows.prefect_server import reports
 from flows.prefect_server.reports import page_url, with_reports
+from stages.pages.report import write_report
 
 PLACE = "convert/0123456789abcdef"
 
@@ -45,3 +48,19 @@ def test_a_link_needs_a_service(tmp_path, monkeypatch):
     monkeypatch.setattr(reports, "read_record", lambda root: type("Record", (), {"mlflow": "http://h:5"}))
     assert page_url(tmp_path, page) == f"http://h:5/reports/{PLACE}/report.html"
     assert page_url(tmp_path, tmp_path / "elsewhere.html") is None
+
+
+@pytest.mark.parametrize("text", ["", '{"summary": {"samples"', "[]"])
+def test_a_damaged_report_does_not_end_the_run_that_shows_it(text, tmp_path, monkeypatch, caplog):
+    whole, damaged, pages = tmp_path / "convert" / "a", tmp_path / "tokenize" / "b", {}
+    for directory in (whole, damaged):
+        directory.mkdir(parents=True)
+        write_report(directory, title="A page", summary={"samples": 31}, sections=[])
+    (damaged / "report.json").write_text(text)
+    monkeypatch.setattr(
+        prefect_pages, "create_markdown_artifact", lambda key, markdown, **_: pages.update({key: markdown})
+    )
+    runs = [StageRun(stage=d.parent.name, dir=str(d), reused=True, seconds=0.0) for d in (whole, damaged)]
+    prefect_pages.publish_stages(runs, str(tmp_path))
+    assert "31" in pages["reports"] and "tokenize" in pages["stages"] and "tokenize" not in pages["reports"]
+    assert f"{damaged / 'report.json'} cannot be read; delete {damaged} to make it again" in caplog.text

@@ -281,6 +281,25 @@ def test_a_rerun_keeps_the_parts_that_are_there_and_counts_them(made, tmp_path, 
     assert _bytes(again) == _bytes(made[1])
 
 
+def _without_a_line(path):
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+
+
+@pytest.mark.parametrize("name", [PLAN_JSONL, "parts/00001.jsonl", "parts/00001.json"])
+@pytest.mark.parametrize("damage", [_without_a_line, lambda path: path.write_text("")], ids=["a line less", "empty"])
+def test_a_rerun_does_not_lose_answers_of_a_damaged_part(made, tmp_path, monkeypatch, name, damage):
+    def stop(*_):
+        raise RuntimeError("stop here")
+
+    monkeypatch.setattr("stages.answer.stage._gather", stop)
+    with pytest.raises(RuntimeError, match="stop here"):
+        answered(CONFIG, made[0], tmp_path)
+    monkeypatch.undo()
+    (path,) = tmp_path.glob(f"scratch/*/{name}")
+    damage(path)
+    assert _bytes(answered(CONFIG, made[0], tmp_path)) == _bytes(made[1])
+
+
 def test_max_samples_per_subset_takes_the_first_of_each(made, tmp_path):
     config = AnswerConfig(max_new_tokens=1, max_samples_per_subset=2)
     lines = read_answers(answered(config, made[0], tmp_path).dir / ANSWERS_JSONL)

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import filelock
 import fsspec
 import pytest
 from pydantic import BaseModel
@@ -18,7 +19,7 @@ from dataset_builders.contracts.shard_io import ShardWriter, finished_shard
 from dataset_builders.errors import InputError
 from dataset_builders.storage.files import write_text
 from dataset_builders.storage.store import StorePath, location, side_dir, walk_files
-from stages.artifacts.artifact import Artifact, External, Stage, StageOutput, stage_identity
+from stages.artifacts.artifact import Artifact, External, Stage, StageOutput, artifact_dir, stage_identity
 from stages.artifacts.run_stage import run_stage, why_rebuild
 
 
@@ -155,6 +156,23 @@ def test_the_second_of_two_waits_and_says_for_whom(tmp_path, caplog, monkeypatch
         holder.kill()
         holder.wait()
         assert len(waits.result(30).artifact.manifest.shards) == 3 and not waits.result().reused
+
+
+@pytest.mark.parametrize("text", ["", '{"pid": 1', "[]"])
+def test_a_second_run_waits_for_an_owner_that_cannot_be_read(text, tmp_path, caplog, monkeypatch):
+    """The owner may be writing its name, or may have been killed while it wrote it."""
+    monkeypatch.setattr("stages.artifacts.run_stage.LOCK_POLL_SECONDS", 0.02)
+    fingerprint = artifact_dir(tmp_path, stage(), stage_identity(stage(), Config(), {})).name
+    beside = tmp_path / "scratch" / f"shards-{fingerprint}"
+    beside.parent.mkdir()
+    beside.with_name(f"{beside.name}.owner.json").write_text(text)
+    with ThreadPoolExecutor(1) as pool:
+        with filelock.FileLock(f"{beside}.lock"):
+            waits = pool.submit(run_stage, stage(), Config(), {}, tmp_path)
+            while not caplog.records:
+                assert not waits.done(), waits.result()
+        assert len(waits.result(30).artifact.manifest.shards) == 3
+    assert "is being made by process ? on ?" in caplog.text
 
 
 def test_what_the_first_has_made_the_second_uses(tmp_path, monkeypatch):

@@ -27,6 +27,7 @@ from stages.plan_bins.stage import STAGE as PLAN_BINS
 from tests.helpers.data_stages import run_all, run_convert, run_plan_bins, run_tokenize
 from tests.helpers.raw_rows import plain_rows, write_source
 from tests.helpers.tiny_model import tiny_hf_dir
+from tests.helpers.trees import tree_digest
 from trainer.data.geometry import geometry_of
 from trainer.data.reader import BinReader
 from trainer.data.slices import RankSlice
@@ -216,6 +217,33 @@ def test_whole_records_are_read(root):
     assert sum(len(reader.read(number).keys) for number in range(len(reader.bins))) > 30
 
 
+@pytest.mark.parametrize("damage", [lambda text: "", lambda text: text[:-9], lambda text: text.replace("1", "2", 1)])
+@pytest.mark.parametrize(
+    ("stage", "last", "mark"),
+    [
+        ("convert", "write_convert_report", f"{SHARD}.json"),
+        ("tokenize", "_collect_notes", f"{SHARD}.json"),
+        ("tokenize", "_collect_notes", f"{SHARD}.notes.json"),
+        ("plan_bins", "write_bins", "bins/00000.json"),
+    ],
+)
+def test_work_with_a_damaged_mark_is_done_again(whole, stage, last, mark, damage, tmp_path, monkeypatch):
+    """The stage is stopped before its last step, so that the marks of its finished parts are still there."""
+
+    def stop(*_):
+        raise RuntimeError("stopped")
+
+    root, source = tmp_path / "root", whole.parent / "raw"
+    monkeypatch.setattr(f"stages.{stage}.stage.{last}", stop)
+    with pytest.raises(RuntimeError, match="stopped"):
+        run_all(source, tiny_hf_dir(), root)
+    monkeypatch.undo()
+    (path,) = root.glob(f"scratch/{stage}-*/{mark}")
+    path.write_text(damage(path.read_text()))
+    run_all(source, tiny_hf_dir(), root)
+    assert tree_digest(artifact(root, stage)) == tree_digest(artifact(whole, stage))
+
+
 @pytest.mark.parametrize("name", list(OF_FILES)[:5])
 def test_sizes_are_compared_before_a_stage_begins(root, name, tmp_path, monkeypatch):
     tokenized = artifact(root, "tokenize")
@@ -234,6 +262,23 @@ def test_sizes_are_compared_when_an_artifact_is_used_again(root, name):
     with pytest.raises(InputError) as error:
         run_convert(source, root)
     line_of(error, samples, str(samples / SHARD))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("convert/quarantine.jsonl", "convert/pictures.parquet", "tokenize/quarantine.jsonl"),
+        *("tokenize/shortened.jsonl", "plan_bins/quarantine.jsonl"),
+    ],
+)
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_text("?")], ids=["removed", "changed"])
+def test_a_damaged_list_of_samples_is_noticed(root, name, damage):
+    stage, _, file = name.partition("/")
+    path = artifact(root, stage) / file
+    damage(path)
+    with pytest.raises(InputError) as error:
+        run_all(root.parent / "raw", tiny_hf_dir(), root)
+    line_of(error, path.parent, str(path))
 
 
 @pytest.mark.parametrize("stage", ["convert", "tokenize"])
@@ -413,4 +458,5 @@ def test_a_stages_inputs_are_read_in_each_process_whatever_was_kept(root, settle
     monkeypatch.setattr(unchanged.digest_once, "__defaults__", (lambda p: found.append(p) or sha256_file(p),))
     for _ in range(2):
         check_inputs({"tokenized": Artifact.load(artifact(root, "tokenize"))})
-    assert found == [index]
+    tokenized = artifact(root, "tokenize")
+    assert sorted(found) == [index, tokenized / "quarantine.jsonl", tokenized / "shortened.jsonl"]

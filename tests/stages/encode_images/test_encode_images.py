@@ -9,7 +9,7 @@ import torch
 
 from dataset_builders.contracts.bins import read_bins
 from dataset_builders.contracts.features import FeatureShards, image_digest, index_name, shard_name
-from dataset_builders.storage.files import write_json
+from dataset_builders.storage.files import write_sealed
 from flows.pipeline.recipe import load_recipe
 from stages.artifacts.artifact import Artifact
 from stages.artifacts.run_stage import run_stage
@@ -79,7 +79,7 @@ def test_a_killed_try_goes_on_with_its_finished_shards(job, made, tmp_path):
     for name in (shard_name(1), index_name(1)):
         (scratch / name).parent.mkdir(parents=True)
         shutil.copyfile(made.dir / name, scratch / name)
-    write_json(scratch / f"{shard_name(1)}.json", entry.model_dump(mode="json"))
+    write_sealed(scratch / f"{shard_name(1)}.json", entry.model_dump_json())
     (scratch / "features" / "00002.tar.tmp").write_bytes(b"cut")
     inode = os.stat(scratch / shard_name(1)).st_ino
     again = encoded(job.hf_dir, job.tokenized_dir, tmp_path)

@@ -152,6 +152,25 @@ def test_memo_spares_the_second_reading_and_notices_a_change(tmp_path, monkeypat
     assert content_digest(source, ALL, memo) not in (first, None)
 
 
+def test_memo_notices_a_change_whose_size_and_time_were_restored(tmp_path):
+    source, memo = write_source(tmp_path / "raw", {"a": plain_rows(2)}), tmp_path / "digests.json"
+    path = source / "a" / "train-0.parquet"
+    first, before = content_digest(source, ALL, memo), path.stat()
+    with path.open("r+b") as file:
+        file.write(b"?")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert content_digest(source, ALL, memo) == content_digest(source, ALL) != first
+
+
+@pytest.mark.parametrize("damaged", [b"", b'{"a', b"[]", b"\xff", b"[" * 100_000])
+def test_a_damaged_memo_is_written_anew(damaged, tmp_path):
+    source, memo = write_source(tmp_path / "raw", {"a": plain_rows(2)}), tmp_path / "digests.json"
+    first = content_digest(source, ALL, memo)
+    whole = memo.read_bytes()
+    memo.write_bytes(damaged)
+    assert content_digest(source, ALL, memo) == first and memo.read_bytes() == whole
+
+
 def test_a_hub_dataset_is_downloaded_subset_by_subset(tmp_path, monkeypatch):
     source = write_source(tmp_path / "snapshot", {"ai2d": plain_rows(2)})
     asked = {}

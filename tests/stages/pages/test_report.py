@@ -1,6 +1,7 @@
 """report.json and report.html: complete, escaped, self-contained, and the same bytes every time."""
 
 import json
+import os
 import re
 
 import numpy as np
@@ -61,7 +62,11 @@ def test_a_page_is_rendered_again_from_its_json(tmp_path):
     assert render("page.html.j2", **read_report(tmp_path)) == page
     (tmp_path / "report.json").write_text('{"title": "of an older format", "summary": {}, "sections": []}')
     assert read_report(tmp_path) is None and read_report(tmp_path / "nothing") is None
-    (tmp_path / "report.json").write_text('{"title": "cut')
+    for damaged in ('{"title": "cut', "", "[]", "[" * 100_000):
+        (tmp_path / "report.json").write_text(damaged)
+        assert read_report(tmp_path) is None
+    (tmp_path / "report.json").unlink()
+    os.mkfifo(tmp_path / "report.json")
     assert read_report(tmp_path) is None
 
 
