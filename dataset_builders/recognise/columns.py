@@ -87,8 +87,9 @@ def _several_turns(name: str, values: Sequence[Any]) -> str | None:
     """Return why no map of columns reads this one: each row has a list of questions, alone or with their answers."""
     lists = [value for value in values if isinstance(value, list) and value]
     way_out = 'write a column "messages" in its place, as docs/data-formats.md shows for openai_messages'
-    if any(isinstance(value[0], dict) and _holds_a_pair(value[0]) for value in lists):
-        fields = ", ".join(lists[0][0])
+    pair = next((value[0] for value in lists if isinstance(value[0], dict) and _holds_a_pair(value[0])), None)
+    if pair is not None:
+        fields = ", ".join(pair)
         return f"column {name!r} holds lists of objects ({fields}), which no map of columns reads; {way_out}"
     if lists and _normalized(name).removesuffix("s") in _QUESTIONS and all(isinstance(v[0], str) for v in lists):
         return f"column {name!r} holds a list of questions in each row, which no map of columns reads; {way_out}"

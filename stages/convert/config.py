@@ -64,9 +64,9 @@ class SourceReading(StrictModel):
             first = error.errors()[0]
             field = ".".join(["options", *map(str, first["loc"])])
             known = ", ".join(model.model_fields) or "none"
-            raise ValueError(
-                f"{field} of builder {self.builder}: {plain_message(first['type'], first['msg'])}; its options: {known}"
-            ) from error
+            message = plain_message(first["type"], first["msg"])
+            gap = ": " if first["type"] == "value_error" else " "
+            raise ValueError(f"{field} of builder {self.builder}{gap}{message}; its options: {known}") from error
         object.__setattr__(self, "options", whole)
         return self
 

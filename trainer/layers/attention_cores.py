@@ -57,10 +57,11 @@ class TorchVarlenAttention(torch.nn.Module):
 class FlashAttention(TorchVarlenAttention):
     """Core attention by torch's flash kernels.
 
-    The plain modules use it, and so do heads that Transformer Engine gets wrong: cuDNN's backward pass for a head dim
-    above 128 reads a workspace that it has not written (9.19 on Hopper, Transformer Engine issue 2186). Where that
-    memory held NaN, gradients are NaN. Flash kernels do not support float32, so float32 uses torch's memory-efficient
-    kernels. A head dim that is not a multiple of 8 uses `TorchVarlenAttention`.
+    Where FlashAttention 4 is not installed, the plain modules use it, and so do heads that Transformer Engine gets
+    wrong: cuDNN's backward pass for a head dim above 128 reads a workspace that it has not written (9.19 on Hopper,
+    Transformer Engine issue 2186). Where that memory held NaN, gradients are NaN. Flash kernels do not support float32,
+    so float32 uses torch's memory-efficient kernels. A head dim that is not a multiple of 8 uses
+    `TorchVarlenAttention`.
 
     With context parallelism every rank gathers the keys and values of all ranks. A rank holds two runs of each segment,
     in Transformer Engine's zigzag order, and computes each run against the keys up to the end of the run.

@@ -486,7 +486,7 @@ def test_several_sources_are_inputs_of_convert_and_their_shares_are_the_bins():
         (
             [{**OTHER, "options": {"turn": 1}}],
             NO_BUILDER,
-            "data.0: options.turns of builder the_cauldron: is missing",
+            "data.0: options.turns of builder the_cauldron is missing",
         ),
         ([{**ONE, "source": "s3://me:secret@host/x"}], NO_BUILDER, "the source of data a"),
         ("/a", NO_BUILDER, "convert.builder is missing"),

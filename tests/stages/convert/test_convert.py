@@ -282,7 +282,7 @@ def test_unknown_builder_unknown_key_and_bounds():
             ConvertConfig(**CONFIG | {name: value})
     with pytest.raises(ValidationError, match=r"unknown dataset builder 'x'; known: .*the_cauldron"):
         ConvertConfig(**CONFIG | {"builder": "x"})
-    with pytest.raises(ValidationError, match=r"options.turn of builder the_cauldron: .*; its options: turns"):
+    with pytest.raises(ValidationError, match=r"options.turn of builder the_cauldron is no known field; its opt"):
         ConvertConfig(**CONFIG | {"options": {"turns": "chat", "turn": "chat"}})
 
 
