@@ -5,7 +5,7 @@ Its public function would keep padded queries, keys, values and outputs for the 
 
 `tests/trainer/layers/test_attention_gpu.py` compares them with float32.
 
-h = query heads, g = key-value heads, d = head dim.
+h = query heads, g = key-value heads, d = head dim, e = d, or `padded(d)` with zeros after the first d components.
 """
 
 import warnings
@@ -28,8 +28,7 @@ _WIDTH = 32
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, bounds, longest, causal, scale):
-        width = query.size(-1)
+    def forward(ctx, query, key, value, bounds, longest, causal, scale, width):
         call = {
             "cu_seqlens_q": bounds[0],
             "cu_seqlens_k": bounds[1],
@@ -49,12 +48,16 @@ class _Attend(torch.autograd.Function):
     def backward(ctx, grad):
         query, key, value, out, lse = ctx.saved_tensors
         grads = _flash_attn_bwd(*_padded(query, key, value, out, grad), lse, **ctx.call)
-        return *(x[..., : query.size(-1)] for x in grads), *(None,) * 4
+        return *(x[..., : query.size(-1)] for x in grads), *(None,) * 5
+
+
+def padded(head_dim: int) -> int:
+    """Return the width to which heads are padded."""
+    return head_dim + -head_dim % _WIDTH
 
 
 def _padded(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    missing = -tensors[0].size(-1) % _WIDTH
-    return [F.pad(x, (0, missing)) if missing else x for x in tensors]
+    return [F.pad(x, (0, missing)) if (missing := -x.size(-1) % _WIDTH) else x for x in tensors]
 
 
 def attend_in_segments(
@@ -66,15 +69,17 @@ def attend_in_segments(
     *,
     causal: bool,
     scale: float | None,
+    head_dim: int,
 ) -> torch.Tensor:
     """Return softmax(scale q k^T) v of each segment: (queries, h, d) bfloat16.
 
     Args:
-        query: (queries, h, d) bfloat16.
-        key, value: (keys, g, d) bfloat16.
+        query: (queries, h, e) bfloat16.
+        key, value: (keys, g, e) bfloat16.
         bounds: (segments + 1,) int32 cumulative numbers of queries, and of keys.
         longest: queries of the longest segment, and keys.
         causal: whether the last query of a segment sees all its keys, the query before it one key fewer, and so on.
         scale: None for 1 / sqrt(d).
+        head_dim: d.
     """
-    return _Attend.apply(query, key, value, bounds, longest, causal, scale)
+    return _Attend.apply(query, key, value, bounds, longest, causal, scale, head_dim)

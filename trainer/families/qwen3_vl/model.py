@@ -35,7 +35,8 @@ def build_encoder(
     tp = mesh.alone if by_images else mesh.groups.tp
     groups = ProcessGroupCollection(tp=tp, cp=mesh.alone, pp=mesh.alone)
     config = vision_config(shape, parallel, dtype)
-    encoder = VisionEncoder(config, shape, modules, groups, recompute=parallel.recompute_vision)
+    sharded = parallel.sharding == "fsdp"
+    encoder = VisionEncoder(config, shape, modules, groups, recompute=parallel.recompute_vision, sharded=sharded)
     if by_images:
         # The encoder is whole on every tensor-parallel rank, so the gradient norm must count it only once.
         for param in encoder.parameters():

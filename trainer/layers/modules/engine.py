@@ -5,16 +5,14 @@ Private parts, as they are in Transformer Engine 2.11.0:
 - `FusedAttnFunc`, whose 32 arguments have no names, and `attn_forward_func_with_cp` with the same attention over ranks
 - `_attention_backends`, in which the attention module notes its choice
 - `swiglu` and `dswiglu` of the C++ extension
-- attributes of its modules, among them `gemm_bias_unfused_add` and `bias_gelu_nvfusion`; `trainer/layers/lora/` uses
+- `general_gemm`, with a GELU as its epilogue
+- attributes of its modules, among them `gemm_bias_unfused_add`; `trainer/layers/lora/` uses
   `return_layernorm_output` and `te_return_bias`
 
 `tests/trainer/layers/test_engine_private_gpu.py` compares them with the installed Transformer Engine.
 """
 
-from functools import partial
-
 import torch
-import torch.nn.functional as F
 import transformer_engine_torch as tex
 from megatron.core.extensions.transformer_engine import (
     TEDotProductAttention,
@@ -23,17 +21,15 @@ from megatron.core.extensions.transformer_engine import (
 )
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.mlp import MLP
-from transformer_engine.pytorch import LayerNormMLP
 from transformer_engine.pytorch.attention.dot_product_attention import dot_product_attention
 from transformer_engine.pytorch.attention.dot_product_attention.backends import FusedAttnFunc
 from transformer_engine.pytorch.attention.dot_product_attention.context_parallel import attn_forward_func_with_cp
 from transformer_engine.pytorch.cpp_extensions.fused_attn import FusedAttnBackend
+from transformer_engine.pytorch.cpp_extensions.gemm import general_gemm
 
 from dataset_builders.known_version import check_version
 from trainer.layers.attention_cores import CUDNN_HEAD_DIM, FlashAttention
 from trainer.layers.segments import PackedSegments
-from trainer.libraries.torch_private import parameters_of
 
 KNOWN = "==2.11.0"
 check_version("transformer-engine", KNOWN, __name__, "attention may be wrong", refuses=True)
@@ -142,58 +138,41 @@ class Swiglu:
         return _Swiglu.apply(gate_up)
 
 
-class JointMLP:
-    """An MLP that computes norm, matrix products and GELU in one Transformer Engine module, with the GELU fused.
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return x weight^T + bias: (N, D) and (O, D) to (N, O)."""
+    return general_gemm(weight, x, out_dtype=x.dtype, bias=bias)[0]
 
-    The original MLP keeps the weights, and loads, saves and reduces them. So this class is not a torch module:
-    otherwise the model would have the weights twice.
+
+def product_gradient(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of `product` with respect to x: (N, O) and (O, D) to (N, D)."""
+    return general_gemm(weight, grad, out_dtype=grad.dtype, layout="NN", grad=True)[0]
+
+
+def gelu_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return gelu(x weight^T + bias) and the GELU's input, both (N, O), by the product's own epilogue.
+
+    The GELU is the tanh approximation. Rows must be a multiple of 16 bytes long.
+    """
+    out, _, before, _ = general_gemm(weight, x, out_dtype=x.dtype, bias=bias, gelu=True)
+    return out, before
+
+
+def gelu_product_gradient(grad: torch.Tensor, weight: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of GELU's input `before` (N, D), given that of gelu(before) weight^T (N, O)."""
+    return general_gemm(weight, grad, out_dtype=grad.dtype, layout="NN", grad=True, gelu=True, gelu_in=before)[0]
+
+
+def weight_gradient(
+    grad: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the gradients of `product` with respect to its weight (O, D) and, if it is given, its bias (O,).
 
     Args:
-        mlp: an MLP with the layers `NormColumnLinear` and `RowLinear`.
+        out: a float32 buffer to which the weight's gradient is added.
     """
-
-    def __init__(self, mlp: MLP) -> None:
-        self._fc1, self._fc2 = mlp.linear_fc1, mlp.linear_fc2
-        config = mlp.config
-        self._module = LayerNormMLP(
-            config.hidden_size,
-            config.ffn_hidden_size,
-            eps=config.layernorm_epsilon,
-            activation="gelu",
-            params_dtype=config.params_dtype,
-            zero_centered_gamma=config.layernorm_zero_centered_gamma,
-            device="meta",
-        )
-        self._module.bias_gelu_nvfusion = False  # else the module prefers a separate kernel between the products
-
-    def __call__(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Map (T, 1, D) before the norm to (T, 1, D), and None, as no bias remains to be added."""
-        module, fc1, fc2 = self._module, self._fc1, self._fc2
-        module.fuse_wgrad_accumulation = fc1.fuse_wgrad_accumulation
-        parameters_of(module).update(  # in every call, because the MLP's parameters may be replaced between calls
-            layer_norm_weight=fc1.layer_norm_weight,
-            layer_norm_bias=fc1.layer_norm_bias,
-            fc1_weight=fc1.weight,
-            fc1_bias=fc1.bias,
-            fc2_weight=fc2.weight,
-            fc2_bias=fc2.bias,
-        )
-        return module(hidden), None
-
-
-def can_join(mlp: MLP) -> bool:
-    """Whether `JointMLP` can compute an MLP.
-
-    cuBLAS's GELU is the tanh approximation, and needs rows of a multiple of 16 bytes. Only bfloat16 is joined: float32
-    is for exact comparisons and stays unfused. Several ranks are excluded, because they must sum before the second bias
-    is added.
-    """
-    config, gelu = mlp.config, mlp.activation_func
-    ours = type(mlp.linear_fc1) is NormColumnLinear and type(mlp.linear_fc2) is RowLinear
-    by_tanh = isinstance(gelu, partial) and gelu.func is F.gelu and gelu.keywords == {"approximate": "tanh"}
-    plain = config.normalization == "LayerNorm" and config.add_bias_linear and not config.gated_linear_unit
-    fits = config.params_dtype is torch.bfloat16 and config.ffn_hidden_size % 8 == 0
-    return ours and by_tanh and plain and fits and mlp.linear_fc1.tp_size == 1
+    dtype = grad.dtype if out is None else out.dtype
+    added = {"accumulate": out is not None, "out": out, "bias": bias}
+    return general_gemm(x, grad, out_dtype=dtype, layout="NT", grad=True, **added)[:2]
 
 
 class FusedModules(TESpecProvider):

@@ -3,11 +3,19 @@
 import torch
 
 from trainer.layers.attention_cores import FlashAttention
-from trainer.libraries.flash_4_private import attend_in_segments
+from trainer.libraries.flash_4_private import attend_in_segments, padded
 
 
 class FlashAttention4(FlashAttention):
-    """Core attention by the kernels of FlashAttention 4, which are compiled when they are first called."""
+    """Core attention by the kernels of FlashAttention 4, which are compiled when they are first called.
+
+    Attributes:
+        head_width: the width that the kernels need; heads of this width, with zeros at their end, are not copied.
+    """
+
+    def __init__(self, *, config, **kwargs: object) -> None:
+        super().__init__(config=config, **kwargs)
+        self.head_dim, self.head_width = config.kv_channels, padded(config.kv_channels)
 
     def _attend(self, query, key, value, query_bounds, key_bounds, most_queries: int, most_keys: int) -> torch.Tensor:
         if query.dtype is torch.float32 or not len(query):
@@ -16,4 +24,5 @@ class FlashAttention4(FlashAttention):
             *(query, key, value, (query_bounds, key_bounds), (most_queries, most_keys)),
             causal=self.causal,
             scale=self.scale,
+            head_dim=self.head_dim,
         )

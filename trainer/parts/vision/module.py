@@ -4,7 +4,8 @@ P = patches, V = image tokens = P / merge^2, C = bytes of a patch (3 * patch_siz
 L = deepstack levels.
 """
 
-from functools import partial
+from collections.abc import Iterator
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from trainer.layers.segments import PackedSegments, Rotation, inverse_frequencie
 from trainer.model.shape import VisionShape
 from trainer.parts.attention.module import attention_spec
 from trainer.parts.mlp.module import mlp_spec
+from trainer.parts.vision.spans import can_join, joined_layer, joined_layers
 
 
 def vision_config(shape: VisionShape, parallel: ParallelConfig, dtype: torch.dtype) -> TransformerConfig:
@@ -143,6 +145,10 @@ class VisionEncoder(MegatronModule):
     """The vision encoder: patches -> transformer with full attention inside each image -> merged image tokens.
 
     It encodes only the images of its rank; the model gathers the image tokens of all ranks.
+
+    Args:
+        recompute: whether layers keep only their inputs for the backward pass.
+        sharded: whether a layer's weights are gathered when the layer is called (FSDP2).
     """
 
     is_random = False  # whether a layer draws random numbers: adapters with dropout
@@ -155,9 +161,10 @@ class VisionEncoder(MegatronModule):
         groups: ProcessGroupCollection,
         *,
         recompute: bool = False,
+        sharded: bool = False,
     ) -> None:
         super().__init__(config)
-        self.shape, self.recompute = shape, recompute
+        self.shape, self.recompute, self.sharded = shape, recompute, sharded
         self.patch_embed = PatchEmbedding(config, shape)
         self.pos_embed = torch.nn.Parameter(
             torch.empty(shape.num_positions, shape.hidden_size, dtype=config.params_dtype)
@@ -204,13 +211,28 @@ class VisionEncoder(MegatronModule):
         taps, weights = position_taps(batch.patch_coordinates, batch.patch_frames, side)
         weights = weights.to(self.pos_embed.dtype)
         positions = F.embedding_bag(taps, self.pos_embed, per_sample_weights=weights, mode="sum")
-        hidden = (self.patch_embed(batch.patches) + positions)[:, None]
+        embedded = (self.patch_embed(batch.patches) + positions)[:, None]
         rotation = Rotation.of(vision_angles(batch.patch_coordinates, self.shape))
         segments = PackedSegments.of(batch.vision_cu_seqlens, batch.vision_max_seqlen)
         tapped = []
-        for number, layer in enumerate(self.blocks.layers):
-            call = partial(recomputed, layer, is_random=self.is_random) if self.recompute else layer
-            hidden = call(hidden, rotation, segments)
+        for number, hidden in enumerate(self._outputs(embedded, rotation, segments)):
             if number in self.shape.deepstack_layers:
                 tapped.append(hidden)
         return [*tapped, hidden]
+
+    @cached_property
+    def _is_joined(self) -> bool:
+        # Decided at the first call: if the linear layers have adapters by then, the layers cannot be joined.
+        return not self.sharded and can_join(self.blocks.layers)
+
+    def _outputs(self, hidden: torch.Tensor, rotation: Rotation, segments: PackedSegments) -> Iterator[torch.Tensor]:
+        """Yield the output of each layer, (P, 1, hidden)."""
+        layers = self.blocks.layers
+        if self._is_joined and not self.recompute:
+            yield from joined_layers(layers, hidden, rotation, segments)
+            return
+        for layer in layers:
+            call = partial(joined_layer, layer) if self._is_joined else layer
+            call = partial(recomputed, call, is_random=self.is_random) if self.recompute else call
+            hidden = call(hidden, rotation, segments)
+            yield hidden

@@ -1,0 +1,190 @@
+"""The encoder's layers as spans: all that lies between two attentions is one function with a backward pass of its own.
+
+Autograd would compute the sum of a residual's gradients and the gradient of each bias in passes of their own. Here the
+kernel that ends a half's gradient computes both: it already holds the numbers.
+
+P = patches, D = hidden size, F = inner size of the MLP, h = heads, d = head dim, E = d or more (`Heads`).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from torch.autograd.function import once_differentiable
+
+from trainer.layers.kernels.permission import can_import, kernels_run
+from trainer.layers.packed_layer import PackedLayer
+from trainer.layers.segments import PackedSegments, Rotation
+
+if can_import():
+    from trainer.parts.attention.qkv_kernel import Heads, split_forward, split_gradients
+    from trainer.parts.vision.norm_kernel import add_norm, add_norm_gradients
+if HAVE_TE:
+    from trainer.layers.modules.engine import (
+        NormColumnLinear,
+        RowLinear,
+        gelu_product,
+        gelu_product_gradient,
+        product,
+        product_gradient,
+        weight_gradient,
+    )
+
+
+def can_join(layers: Sequence[PackedLayer]) -> bool:
+    """Whether spans compute these layers: in bfloat16 on a GPU of our kernels, with Transformer Engine's products.
+
+    Excluded are adapters, and layers that several ranks share. cuBLAS's GELU is the tanh approximation, and needs rows
+    of a multiple of 16 bytes.
+    """
+    config, weight = layers[0].config, layers[0].self_attention.linear_qkv.weight
+    gelu = config.activation_func
+    by_tanh = isinstance(gelu, partial) and gelu.func is F.gelu and gelu.keywords == {"approximate": "tanh"}
+    fits = config.params_dtype is torch.bfloat16 and config.ffn_hidden_size % 8 == 0
+    return HAVE_TE and by_tanh and fits and kernels_run(weight.device) and all(_is_ours(layer) for layer in layers)
+
+
+def _is_ours(layer: PackedLayer) -> bool:
+    columns = layer.self_attention.linear_qkv, layer.mlp.linear_fc1
+    rows = layer.self_attention.linear_proj, layer.mlp.linear_fc2
+    kinds = {type(x) for x in columns} == {NormColumnLinear} and {type(x) for x in rows} == {RowLinear}
+    return kinds and columns[0].tp_size == 1
+
+
+def joined_layers(
+    layers: Sequence[PackedLayer], hidden: torch.Tensor, rotation: Rotation, segments: PackedSegments
+) -> Iterator[torch.Tensor]:
+    """Yield the output of each layer, (P, 1, D), given the first one's input (P, 1, D)."""
+    hidden, *qkv = _run(Span(None, layers[0]), hidden[:, 0], rotation)
+    for layer, following in zip(layers, [*layers[1:], None]):
+        attended = layer.attend(*qkv, segments)
+        hidden, *qkv = _run(Span(layer, following), hidden, rotation, attended[:, 0])
+        yield hidden[:, None]
+
+
+def joined_layer(
+    layer: PackedLayer, hidden: torch.Tensor, rotation: Rotation, segments: PackedSegments
+) -> torch.Tensor:
+    """Return a single layer's output, (P, 1, D)."""
+    return next(joined_layers([layer], hidden, rotation, segments))
+
+
+@dataclass
+class Span:
+    """What lies between two attentions: the end of a layer, the beginning of the next one, or both."""
+
+    after: PackedLayer | None
+    before: PackedLayer | None
+
+    @property
+    def heads(self) -> "Heads":
+        """The heads of the next attention, as wide as its core takes them."""
+        attention = self.before.self_attention
+        groups, head_dim = attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
+        per_group = attention.num_attention_heads_per_partition // groups
+        return Heads(groups, per_group, head_dim, getattr(attention.core_attention, "head_width", head_dim))
+
+    @property
+    def linears(self) -> list[torch.nn.Module]:
+        """The linear layers, in the order of their use."""
+        linears = []
+        if self.after:
+            linears += [self.after.self_attention.linear_proj, self.after.mlp.linear_fc1, self.after.mlp.linear_fc2]
+        return [*linears, self.before.self_attention.linear_qkv] if self.before else linears
+
+    @property
+    def eps(self) -> float:
+        """That of the norms' variances."""
+        return (self.after or self.before).config.layernorm_epsilon
+
+
+def _run(span: Span, hidden: torch.Tensor, rotation: Rotation, *attended: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Map (P, D) and the previous attention's output (P, h * d) to (P, D) and the next attention's q, k, v."""
+    names = ("layer_norm_weight", "layer_norm_bias", "weight", "bias")
+    params = [getattr(linear, name) for linear in span.linears for name in names if hasattr(linear, name)]
+    return _Span.apply(span, hidden, *(attended or (None,)), *rotation, *params)
+
+
+class _Span(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, span, hidden, attended, cos, sin, *params):
+        kept, ctx.span, eps = [], span, span.eps
+        norm, norm_bias, *_ = params[-4:]  # those of the next attention, if there is one
+        statistics = None
+        if span.after:
+            proj, proj_bias, mlp_norm, mlp_norm_bias, fc1, fc1_bias, fc2, fc2_bias = params[:8]
+            middle, normed, mlp_statistics = add_norm(
+                *(hidden, product(attended, proj), proj_bias, mlp_norm, mlp_norm_bias, eps)
+            )
+            inner, before_gelu = gelu_product(normed, fc1, fc1_bias)
+            kept = [attended, middle, normed, mlp_statistics, before_gelu, inner]
+            if span.before:
+                hidden, normed, statistics = add_norm(*(middle, product(inner, fc2), fc2_bias, norm, norm_bias, eps))
+            else:
+                hidden = product(inner, fc2, fc2_bias).add_(middle)
+        elif span.before:
+            hidden, normed, statistics = add_norm(hidden, None, None, norm, norm_bias, eps)
+        qkv = ()
+        if span.before:
+            kept += [cos, sin, hidden, normed, statistics]
+            qkv = split_forward(product(normed, *params[-2:]), cos, sin, span.heads)
+        ctx.save_for_backward(*kept, *params)
+        ctx.num_kept = len(kept)
+        return hidden, *qkv
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_hidden, *d_qkv):
+        kept, params = ctx.saved_tensors[: ctx.num_kept], ctx.saved_tensors[ctx.num_kept :]
+        span, linears, needed = ctx.span, ctx.span.linears, ctx.needs_input_grad[5:]
+        d_hidden, d_attended, grads = d_hidden.contiguous(), None, []
+        fc2_bias_grad = None
+        if span.before:
+            cos, sin, hidden, normed, statistics = kept[-5:]
+            norm, _, qkv, _ = params[-4:]
+            d_mixed, qkv_bias_grad = split_gradients(d_qkv, cos, sin, span.heads)
+            qkv_grad = _of_weight(linears[-1], needed[-2], d_mixed, normed)
+            d_hidden, sums = add_norm_gradients(*(d_hidden, product_gradient(d_mixed, qkv), hidden, statistics, norm))
+            *norm_grads, fc2_bias_grad = sums
+            grads = [*norm_grads, qkv_grad, qkv_bias_grad]
+        if span.after:
+            attended, middle, normed, statistics, before_gelu, inner = kept[:6]
+            proj, _, norm, _, fc1, fc1_bias, fc2, _ = params[:8]
+            if fc2_bias_grad is None:
+                fc2_bias_grad = d_hidden.sum(0, dtype=torch.float32)
+            d_inner = gelu_product_gradient(d_hidden, fc2, before_gelu)
+            fc2_grad = _of_weight(linears[2], needed[6], d_hidden, inner)
+            fc1_grad, fc1_bias_grad = _of_weight_and_bias(linears[1], needed[4:6], d_inner, normed, fc1_bias)
+            d_hidden, sums = add_norm_gradients(*(d_hidden, product_gradient(d_inner, fc1), middle, statistics, norm))
+            *norm_grads, proj_bias_grad = sums
+            d_attended = product_gradient(d_hidden, proj)
+            proj_grad = _of_weight(linears[0], needed[0], d_hidden, attended)
+            of_mlp = [fc1_grad, fc1_bias_grad, fc2_grad, fc2_bias_grad]
+            grads = [proj_grad, proj_bias_grad, *norm_grads, *of_mlp, *grads]
+        grads = [grad if grad is None else grad.to(param.dtype) for grad, param in zip(grads, params)]
+        return None, d_hidden, d_attended, None, None, *grads
+
+
+def _of_weight_and_bias(
+    linear: torch.nn.Module, needed: Sequence[bool], grad: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the gradients of a linear layer's weight and bias, the latter None if `bias` is.
+
+    If the weight has a float32 buffer for its gradient, the gradient is added there, and a tensor that is never read is
+    returned, because data parallelism waits for a gradient.
+    """
+    weight = linear.weight
+    if not any(needed):
+        return None, None
+    if not (needed[0] and linear.fuse_wgrad_accumulation):
+        return weight_gradient(grad, x, bias)
+    of_bias = weight_gradient(grad, x, bias, out=weight.main_grad)[1]
+    weight.grad_added_to_main_grad = True
+    return torch.empty_like(weight), of_bias
+
+
+def _of_weight(linear: torch.nn.Module, needed: bool, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+    return _of_weight_and_bias(linear, [needed], grad, x, None)[0]
