@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.enums import AttnMaskType
 
 from trainer.layers.gather import gather_sequence
-from trainer.layers.segments import PackedSegments
+from trainer.layers.segments import PackedSegments, Places
 from trainer.libraries.torch_private import efficient_attention, flash_attention
 
 CUDNN_HEAD_DIM = 128  # largest head dim for which cuDNN's gradients are right
@@ -73,7 +73,8 @@ class FlashAttention(TorchVarlenAttention):
             return super().forward(query, key, value, packed_seq_params=packed_seq_params)
         bounds, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
         if self.cp_group is None:
-            return self._attend(query, key, value, bounds, bounds, longest, longest).flatten(1)
+            places = packed_seq_params.places
+            return self._attend((query, key, value), (bounds, bounds), (longest, longest), places).flatten(1)
         ranks, rank = self.cp_group.size(), self.cp_group.rank()
         key, value = (gather_sequence(x, packed_seq_params.cp_order, self.cp_group) for x in (key, value))
         out = torch.empty_like(query)
@@ -82,32 +83,32 @@ class FlashAttention(TorchVarlenAttention):
             places = _places(run, bounds // ranks + second * F.pad(run.diff(), (0, 1)), len(query) // 2)
             seen = run * (number + 1)
             keys = _places(seen, bounds, len(query) // 2 * (number + 1))
-            mine = self._attend(
-                *(query.index_select(0, places), key.index_select(0, keys), value.index_select(0, keys)),
-                *(run, seen, longest_run, longest_run * (number + 1)),
-            )
+            qkv = query.index_select(0, places), key.index_select(0, keys), value.index_select(0, keys)
+            mine = self._attend(qkv, (run, seen), (longest_run, longest_run * (number + 1)))
             out = out.index_copy(0, places, mine)
         return out.flatten(1)
 
-    def _attend(self, query, key, value, query_bounds, key_bounds, most_queries: int, most_keys: int) -> torch.Tensor:
+    def _attend(self, qkv, bounds, longest: tuple[int, int], places: Places | None = None) -> torch.Tensor:
         """Return (queries, h, d).
 
         With a causal mask the last query of a segment sees all its keys, the query before it one key fewer, and so on.
-        """
-        if query.dtype is torch.float32:
-            return self._attend_exactly(query, key, value, query_bounds, key_bounds, most_queries, most_keys)
-        return flash_attention(
-            *(query.contiguous(), key.contiguous(), value.contiguous(), query_bounds, key_bounds),
-            *(most_queries, most_keys, 0.0, self.causal, False),
-            scale=self.scale,
-        )[0]
 
-    def _attend_exactly(self, query, key, value, query_bounds, key_bounds, most_queries: int, most_keys: int):
+        Args:
+            bounds: cumulative numbers of the segments' queries, and of their keys.
+            longest: queries of the longest segment, and keys.
+            places: memory for the results, for kernels that can use it.
+        """
+        if qkv[0].dtype is torch.float32:
+            return self._attend_exactly(*qkv, bounds, longest)
+        query, key, value = (x.contiguous() for x in qkv)
+        return flash_attention(query, key, value, *bounds, *longest, 0.0, self.causal, False, scale=self.scale)[0]
+
+    def _attend_exactly(self, query, key, value, bounds, longest: tuple[int, int]) -> torch.Tensor:
         heads_per_group = query.size(1) // key.size(1)
         key, value = (x.repeat_interleave(heads_per_group, dim=1) for x in (key, value))
         from_the_end = 2  # causal mask aligned at the last key, as in the flash kernels
         return efficient_attention(
-            *(query[None], key[None], value[None], None, query_bounds, key_bounds, most_queries, most_keys),
+            *(query[None], key[None], value[None], None, *bounds, *longest),
             *(0.0, from_the_end if self.causal else 0, True),
             scale=self.scale,
         )[0][0]

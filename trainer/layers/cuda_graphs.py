@@ -36,7 +36,7 @@ import torch
 
 from trainer.layers.chosen_rows import RoutedTokens
 from trainer.layers.packed_layer import PackedLayer
-from trainer.layers.segments import PackedSegments, Rotation
+from trainer.layers.segments import PackedSegments, Places, Rotation
 from trainer.libraries.torch_private import parameters_of
 
 WARMUPS = 2  # before a capture: in their first calls libraries choose kernels and allocate memory
@@ -282,12 +282,33 @@ class LayerGraphs:
             # Autograd sees only a replay's inputs: if none needed a gradient, the weights would get none.
             hidden = hidden.detach().requires_grad_()
         qkv: Sequence[torch.Tensor] = ()
+        last: GraphSection | None = None  # the last piece that gave queries, keys and values
         for piece in slot.pieces:
-            attended = [piece.after.attend(*qkv, segments)] if piece.after else []
+            attended = [_attend(last, piece, *qkv, segments=segments)] if piece.after else []
             hidden, *qkv = _Replay.apply(piece, hidden, *attended)
             if piece.before is None:
                 hidden = between(piece.after, hidden)
-        return hidden, self._layers[-1].attend(*qkv, segments)
+            else:
+                last = piece
+        return hidden, _attend(last, None, *qkv, segments=segments)
+
+
+def _attend(
+    given: GraphSection, taker: GraphSection | None, *qkv: torch.Tensor, segments: PackedSegments
+) -> torch.Tensor:
+    """Return the output of the attention between two pieces, (T, 1, h * d).
+
+    Where nothing but the attention lies between them, it writes into the tensors that the pieces read.
+    """
+    layer = given.before
+    if not layer.only_attends:
+        return layer.attend(*qkv, segments)
+    out = None if taker is None else taker.inputs[1].detach().view(qkv[0].shape)
+    segments.places = Places(out, given.grad_outputs[1:])
+    try:
+        return layer.attend(*qkv, segments)
+    finally:
+        segments.places = None
 
 
 class _Replay(torch.autograd.Function):

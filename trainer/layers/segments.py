@@ -3,6 +3,7 @@
 T = tokens (or patches) of the bin, h = heads, d = head dim, n = segments.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import NamedTuple
@@ -80,6 +81,18 @@ def recomputed(module: torch.nn.Module, *args: object, is_random: bool = False, 
     return checkpoint(module, *args, use_reentrant=False, preserve_rng_state=is_random, **kwargs)
 
 
+class Places(NamedTuple):
+    """Memory for the results of an attention.
+
+    Args:
+        out: (T, h, d) for its output; None for new memory.
+        grads: for the gradients of queries, keys and values; empty for new memory.
+    """
+
+    out: torch.Tensor | None
+    grads: Sequence[torch.Tensor] = ()
+
+
 @dataclass
 class PackedSegments(PackedSeqParams):
     """PackedSeqParams with the additional data that our own cores need.
@@ -91,12 +104,14 @@ class PackedSegments(PackedSeqParams):
         cp_order: (T,) indices of the bin's tokens in the order that these ranks hold them; None or empty if cp is 1.
         chunks: the segments cut into chunks, for layers that need them.
         routed: the tokens of the bin, for layers that route them.
+        places: where the next attention may leave its results.
     """
 
     cp: int = 1
     cp_order: torch.Tensor | None = None
     chunks: PackedChunks | None = None
     routed: RoutedTokens | None = None
+    places: Places | None = None
 
     @classmethod
     def of(

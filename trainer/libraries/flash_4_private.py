@@ -9,6 +9,7 @@ h = query heads, g = key-value heads, d = head dim, e = d, or `padded(d)` with z
 """
 
 import warnings
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -28,17 +29,11 @@ _WIDTH = 32
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, bounds, longest, causal, scale, width):
-        call = {
-            "cu_seqlens_q": bounds[0],
-            "cu_seqlens_k": bounds[1],
-            "max_seqlen_q": longest[0],
-            "max_seqlen_k": longest[1],
-            "softmax_scale": width**-0.5 if scale is None else scale,
-            "causal": causal,
-        }
-        out, lse, *_ = _flash_attn_fwd(*_padded(query, key, value), **call, return_lse=True)
-        out = out[..., :width].contiguous()
+    def forward(ctx, query, key, value, head_dim, call, places):
+        out, grads = (None, ()) if places is None or padded(head_dim) > head_dim else places
+        ctx.places = dict(zip(("dq", "dk", "dv"), grads))
+        out, lse, *_ = _flash_attn_fwd(*_padded(query, key, value), **call, return_lse=True, out=out)
+        out = out[..., :head_dim].contiguous()
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.call = call
         return out
@@ -47,8 +42,8 @@ class _Attend(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         query, key, value, out, lse = ctx.saved_tensors
-        grads = _flash_attn_bwd(*_padded(query, key, value, out, grad), lse, **ctx.call)
-        return *(x[..., : query.size(-1)] for x in grads), *(None,) * 5
+        grads = _flash_attn_bwd(*_padded(query, key, value, out, grad), lse, **ctx.call, **ctx.places)
+        return *(x[..., : query.size(-1)] for x in grads), *(None,) * 3
 
 
 def padded(head_dim: int) -> int:
@@ -61,25 +56,32 @@ def _padded(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 def attend_in_segments(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     bounds: tuple[torch.Tensor, torch.Tensor],
     longest: tuple[int, int],
     *,
+    head_dim: int,
     causal: bool,
     scale: float | None,
-    head_dim: int,
+    places: tuple[torch.Tensor | None, Sequence[torch.Tensor]] | None = None,
 ) -> torch.Tensor:
     """Return softmax(scale q k^T) v of each segment: (queries, h, d) bfloat16.
 
     Args:
-        query: (queries, h, e) bfloat16.
-        key, value: (keys, g, e) bfloat16.
+        qkv: (queries, h, e), (keys, g, e) and (keys, g, e) bfloat16.
         bounds: (segments + 1,) int32 cumulative numbers of queries, and of keys.
         longest: queries of the longest segment, and keys.
+        head_dim: d.
         causal: whether the last query of a segment sees all its keys, the query before it one key fewer, and so on.
         scale: None for 1 / sqrt(d).
-        head_dim: d.
+        places: memory for the output and for the gradients of queries, keys and values; used unless heads are padded.
     """
-    return _Attend.apply(query, key, value, bounds, longest, causal, scale, head_dim)
+    call = {
+        "cu_seqlens_q": bounds[0],
+        "cu_seqlens_k": bounds[1],
+        "max_seqlen_q": longest[0],
+        "max_seqlen_k": longest[1],
+        "softmax_scale": head_dim**-0.5 if scale is None else scale,
+        "causal": causal,
+    }
+    return _Attend.apply(*qkv, head_dim, call, places)

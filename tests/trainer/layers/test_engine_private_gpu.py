@@ -24,6 +24,11 @@ RECORDED = {
         *("use_flash_attn_3=False", "softmax_type='vanilla'", "softmax_offset=None", "fp8_output=False"),
         *("layer_number=1", "return_max_logit=False"),
     ],
+    "transformer_engine.pytorch.cpp_extensions.gemm:general_gemm": [
+        *("A", "B", "out_dtype=None", "quantization_params=None", "gelu=False", "gelu_in=None", "alpha=1.0"),
+        *("beta=None", "accumulate=False", "layout='TN'", "out=None", "bias=None", "use_split_accumulator=False"),
+        *("grad=False", "ub=None", "ub_type=None", "extra_output=None", "bulk_overlap=False"),
+    ],
     "transformer_engine_torch:swiglu": ["input", "quantizer"],
     "transformer_engine_torch:dswiglu": ["grad", "fwd_input", "quantizer"],
 }
@@ -33,7 +38,7 @@ CHOICE, BACKEND = {"use_fused_attention", "fused_attention_backend"}, {"F16_arbi
 def changes() -> Iterator[str]:
     yield from changed(RECORDED)
     from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TELinear
-    from transformer_engine.pytorch import DotProductAttention, LayerNormLinear, LayerNormMLP, Linear
+    from transformer_engine.pytorch import DotProductAttention, LayerNormLinear, Linear
     from transformer_engine.pytorch.attention.dot_product_attention import backends, dot_product_attention
     from transformer_engine.pytorch.cpp_extensions.fused_attn import FusedAttnBackend
 
@@ -45,10 +50,6 @@ def changes() -> Iterator[str]:
         ),
         Linear: ("gemm_bias_unfused_add",),
         LayerNormLinear: ("return_layernorm_output",),
-        LayerNormMLP: (
-            *("fuse_wgrad_accumulation", "bias_gelu_nvfusion", "layer_norm_weight", "layer_norm_bias"),
-            *("fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias"),
-        ),
         TELinear: ("te_return_bias",),
         TELayerNormColumnParallelLinear: ("te_return_bias",),
     }

@@ -3,6 +3,7 @@
 import torch
 
 from trainer.layers.attention_cores import FlashAttention
+from trainer.layers.segments import Places
 from trainer.libraries.flash_4_private import attend_in_segments, padded
 
 
@@ -17,12 +18,8 @@ class FlashAttention4(FlashAttention):
         super().__init__(config=config, **kwargs)
         self.head_dim, self.head_width = config.kv_channels, padded(config.kv_channels)
 
-    def _attend(self, query, key, value, query_bounds, key_bounds, most_queries: int, most_keys: int) -> torch.Tensor:
-        if query.dtype is torch.float32 or not len(query):
-            return super()._attend(query, key, value, query_bounds, key_bounds, most_queries, most_keys)
-        return attend_in_segments(
-            *(query, key, value, (query_bounds, key_bounds), (most_queries, most_keys)),
-            causal=self.causal,
-            scale=self.scale,
-            head_dim=self.head_dim,
-        )
+    def _attend(self, qkv, bounds, longest: tuple[int, int], places: Places | None = None) -> torch.Tensor:
+        if qkv[0].dtype is torch.float32 or not len(qkv[0]):
+            return super()._attend(qkv, bounds, longest)
+        form = {"head_dim": self.head_dim, "causal": self.causal, "scale": self.scale}
+        return attend_in_segments(qkv, bounds, longest, **form, places=places)

@@ -28,6 +28,8 @@ class RotarySelfAttention(SelfAttention):
     with three axes.
     """
 
+    only_attends = True  # `attend` returns the core's output as it is
+
     def forward(self, *_: object, **__: object):
         raise NotImplementedError("a PackedLayer calls prepare, attend and linear_proj")
 
@@ -78,6 +80,8 @@ class GatedSelfAttention(RotarySelfAttention):
 
     `linear_qkv` computes the gates along with the queries.
     """
+
+    only_attends = False
 
     def prepare(self, hidden_states: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, ...]:
         """Map (T, 1, D) to rotated queries (T, h, d), rotated keys (T, g, d), values (T, g, d), gates (T, h, d)."""

@@ -74,7 +74,7 @@ def joined_layer(
 
 @dataclass
 class Span:
-    """What lies between two attentions: the end of a layer, the beginning of the next one, or both."""
+    """The end of a layer after its attention, the beginning of the next one up to its attention, or both."""
 
     after: PackedLayer | None
     before: PackedLayer | None
