@@ -138,7 +138,8 @@ class _Span(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, d_hidden, *d_qkv):
-        kept, params = ctx.saved_tensors[: ctx.num_kept], ctx.saved_tensors[ctx.num_kept :]
+        saved = ctx.saved_tensors  # read once: a recomputed layer gives them once
+        kept, params = saved[: ctx.num_kept], saved[ctx.num_kept :]
         span, linears, needed = ctx.span, ctx.span.linears, ctx.needs_input_grad[5:]
         d_hidden, d_attended, grads = d_hidden.contiguous(), None, []
         fc2_bias_grad = None
