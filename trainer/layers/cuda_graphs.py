@@ -66,6 +66,11 @@ class GraphSection:
         self.trained = [param for param in params if param.requires_grad]
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
+    @property
+    def is_captured(self) -> bool:
+        """Whether the graphs, and so the tensors that they read and write, exist."""
+        return bool(self._graphs)
+
     def run(self, hidden: torch.Tensor, *attended: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Map (s, 1, D) and the previous attention's output to (s, 1, D) and the next attention's q, k, v."""
         if self.after:
@@ -301,7 +306,7 @@ def _attend(
     Where nothing but the attention lies between them, it writes into the tensors that the pieces read.
     """
     layer = given.before
-    if not layer.only_attends:
+    if not (layer.only_attends and given.is_captured):
         return layer.attend(*qkv, segments)
     out = None if taker is None else taker.inputs[1].detach().view(qkv[0].shape)
     segments.places = Places(out, given.grad_outputs[1:])

@@ -18,6 +18,7 @@ from tests.parity import test_experts, test_qwen3_5_vl, test_qwen3_vl
 from trainer.contract.experts import ExpertsConfig
 from trainer.contract.parallel import ParallelConfig
 from trainer.layers import cuda_graphs as layer_graphs
+from trainer.layers.attention_cores import TorchVarlenAttention
 from trainer.layers.cuda_graphs import Slot, plan_pieces
 from trainer.layers.segments import Rotation
 from trainer.loop import train as loop
@@ -140,6 +141,91 @@ class ReplayedHere(torch.autograd.Function):
         for param, grad in zip(ctx.piece.trained, found[len(ctx.inputs) :]):
             param.grad = grad
         return None, *found[: len(ctx.inputs)]
+
+
+class InFixedMemory(torch.autograd.Function):
+    """A replayed graph as on a GPU: it reads and writes the tensors of its capture."""
+
+    @staticmethod
+    def forward(ctx, piece, *inputs):
+        layer_graphs._put(piece.inputs, inputs)
+        with torch.enable_grad():
+            ctx.piece, ctx.inputs = piece, [x.detach().requires_grad_() for x in piece.inputs]
+            ctx.outputs = piece.run(*ctx.inputs)
+        return tuple(x.detach() for x in ctx.outputs)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        piece = ctx.piece
+        layer_graphs._put(piece.grad_outputs, grads)
+        found = torch.autograd.grad(ctx.outputs, [*ctx.inputs, *piece.trained], piece.grad_outputs)
+        for param, grad in zip(piece.trained, found[len(ctx.inputs) :]):
+            param.grad = grad.clone()
+        return None, *found[: len(ctx.inputs)]
+
+
+def fix_memory(slot: Slot) -> None:
+    """Give the pieces the tensors that a capture gives them: layers of one kind share those of q, k and v."""
+    hidden, shared = slot._hidden, {}
+    for piece in slot.pieces:
+        piece._graphs = [Mock()]
+        piece.inputs = [torch.zeros_like(hidden), *slot._attended_of(piece)]
+        qkv = piece.before.before_attention(hidden, slot.rotation) if piece.before else ()
+        kind = shared.setdefault(tuple(x.shape for x in qkv), [torch.empty_like(x) for x in qkv])
+        piece.grad_outputs = [torch.empty_like(hidden), *kind]
+
+
+class InPlaces(torch.autograd.Function):
+    """An attention that writes its results where it may, as FlashAttention 4 does."""
+
+    used = 0
+
+    @staticmethod
+    def forward(ctx, places, attend, *qkv):
+        with torch.enable_grad():
+            ctx.qkv = [x.detach().requires_grad_() for x in qkv]
+            ctx.out, ctx.places = attend(*ctx.qkv), places
+        out = ctx.out.detach()
+        if places is not None and places.out is not None:
+            out = places.out.copy_(out.view(places.out.shape)).view(out.shape)
+            InPlaces.used += 1
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        (out,) = ctx.saved_tensors  # fails if somebody wrote there since
+        assert torch.equal(out, ctx.out)
+        grads = torch.autograd.grad(ctx.out, ctx.qkv, grad)
+        if ctx.places is not None:
+            grads = [place.copy_(x) for place, x in zip(ctx.places.grads, grads, strict=True)]
+        return None, None, *grads
+
+
+def test_an_attention_may_write_into_the_memory_of_the_pieces(pair, monkeypatch):
+    """Nothing that a backward pass needs is overwritten, and where a gate follows the attention nothing is shared."""
+    core = TorchVarlenAttention.forward
+
+    def forward(self, *qkv, packed_seq_params, **rest):
+        qkv = qkv[:3]
+        call = lambda *qkv: core(self, *qkv, packed_seq_params=packed_seq_params)  # noqa: E731
+        return InPlaces.apply(packed_seq_params.places, call, *qkv)
+
+    monkeypatch.setattr(layer_graphs, "_Replay", InFixedMemory)
+    model = pair.ours
+    wanted = torch.autograd.grad(model(pair.batch).sum(), list(model.parameters()))
+    monkeypatch.setattr(TorchVarlenAttention, "forward", forward)
+    monkeypatch.setattr(InPlaces, "used", 0)
+    layers = model.language.decoder.layers
+    with in_pieces(model) as graphs:
+        fix_memory(graphs.slots[0])
+        for _ in range(2):
+            model.zero_grad()
+            model(pair.batch).sum().backward()
+    assert InPlaces.used == 2 * sum(layer.only_attends for layer in layers[:-1])
+    for (name, param), grad in zip(model.named_parameters(), wanted, strict=True):
+        assert torch.equal(param.grad, grad), name
+    model.zero_grad()
 
 
 def test_pieces_train_where_nothing_before_them_is_trained(pair, monkeypatch):

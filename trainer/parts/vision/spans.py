@@ -58,10 +58,10 @@ def joined_layers(
     layers: Sequence[PackedLayer], hidden: torch.Tensor, rotation: Rotation, segments: PackedSegments
 ) -> Iterator[torch.Tensor]:
     """Yield the output of each layer, (P, 1, D), given the first one's input (P, 1, D)."""
-    hidden, *qkv = _run(Span(None, layers[0]), hidden[:, 0], rotation)
+    hidden, *qkv = _run(Span(None, layers[0]), hidden.squeeze(1), rotation)
     for layer, following in zip(layers, [*layers[1:], None]):
         attended = layer.attend(*qkv, segments)
-        hidden, *qkv = _run(Span(layer, following), hidden, rotation, attended[:, 0])
+        hidden, *qkv = _run(Span(layer, following), hidden, rotation, attended.squeeze(1))
         yield hidden[:, None]
 
 
