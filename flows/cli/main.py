@@ -28,7 +28,7 @@ from dataset_builders.errors import LONGEST_LINE, InputError, first_line, shown,
 from dataset_builders.storage.store import absolute, check_reachable, location, side_dir
 from flows.cli.bench_arguments import add_bench, add_rate, add_set, positive
 from flows.cli.bytecode import keep_bytecode
-from flows.prefect_server.home import prefect_home
+from flows.prefect_server.home import check_prefect_database, prefect_home
 from flows.prefect_server.private_root import make_private_root, remove_unused_root
 from flows.prefect_server.service_record import DEFAULT_ROOT, use_service
 from trainer.contract.names import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED
@@ -350,6 +350,10 @@ def _why(error: Exception, root: Path, log_path: Path | None) -> tuple[int, str]
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         room = f"{soft} are too few; `ulimit -n 4096`, and the same command resumes"
         return EXIT_FAILED, f"a process ran out of open files: {room} ({first_line(error)})"
+    try:
+        check_prefect_database(prefect_home(root))
+    except InputError as ruin:  # the server answers such a database's users with status 500
+        return EXIT_INPUT, str(ruin)
     addresses = [name for name in ("PREFECT_API_URL", "HF_ENDPOINT") if name in os.environ]
     if type(error).__module__.startswith("httpx") and addresses:
         return EXIT_FAILED, f"{first_line(error)}: nothing answers at the address in {' or '.join(addresses)}"

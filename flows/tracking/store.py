@@ -25,6 +25,7 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
 from dataset_builders.errors import InputError
+from dataset_builders.storage.sqlite_file import check_database
 from dataset_builders.storage.store import StorePath, side_dir, without_userinfo
 from flows.libraries.mlflow_private import update_addresses
 from flows.prefect_server.ports import kept_ports
@@ -120,6 +121,17 @@ def migrate(root: StorePath) -> None:
     database = (side_dir(root) / DATABASE).resolve()
     if database.is_file():
         update_addresses(database, FILES, _LOCK_SECONDS)
+
+
+def check_own_database(root: StorePath) -> None:
+    """Check the root's own database, if runs are stored there.
+
+    Raises:
+        InputError: the database is ruined or cannot be written.
+    """
+    if has_own_database():
+        lost = "earlier runs; the same command sends its run again"
+        check_database((side_dir(root) / DATABASE).resolve(), lost)
 
 
 def store_lock(root: StorePath) -> filelock.BaseFileLock:
