@@ -13,7 +13,7 @@ _RUINED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 def check_database(path: Path, lost: str) -> None:
-    """Read the whole database: 4 ms for 5 MB. Nothing happens if there is none, or if another process holds it.
+    """Read the whole database. Nothing happens if there is none, or if another process holds it.
 
     Args:
         lost: the content, which a new database lacks.

@@ -254,6 +254,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     )
     numbers = {
         "--max-tokens": (1024, "maximal number of tokens of an answer"),
+        "--context": (32768, "tokens of a prompt and its answer, at most; a long prompt delays all others"),
         "--batch": (16, "answers of one model that are generated side by side, at most"),
         "--queue": (64, "further requests that wait, at most; others get status 429"),
     }
