@@ -18,6 +18,7 @@ from stages.chat.batch import Batch
 from stages.chat.conversation import prompt_of
 from stages.chat.piece import Piece
 
+_LETTERS = 32  # of a token, at most in the mean of a text: a longer text is refused before it costs memory
 _PREPARING = 4  # conversations whose images are decoded at a time: bounds the memory of large images
 
 
@@ -55,6 +56,10 @@ class LocalModel:
     async def answer(self, chat: Chat) -> AsyncIterator[Piece]:
         """Yield the answer's pieces. See `ServedModel`."""
         loop, pieces = asyncio.get_running_loop(), asyncio.Queue()
+        most = _LETTERS * min(self._context, self._generator.context_length)
+        if (letters := sum(len(message.text) for message in chat.messages)) > most:
+            what = f"the prompt has {letters} characters, and this server takes {most}"
+            raise field_error("messages", what, "context_length_exceeded")
         try:
             prompt = await loop.run_in_executor(self._preparing, prompt_of, self._generator, chat.messages, chat.images)
         except SkipSample as error:

@@ -23,6 +23,7 @@ import filelock
 import sqlalchemy
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
+from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
 from dataset_builders.errors import InputError
 from dataset_builders.storage.sqlite_file import check_database
@@ -107,10 +108,25 @@ def connect(root: StorePath) -> MlflowClient:
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     uri = tracking_uri(root)
     with store_lock(root), _schema_lock(uri):
+        if has_own_database():
+            make_tables(root)
         client = MlflowClient(tracking_uri=uri, registry_uri=uri)
         client.search_experiments(max_results=1)
         migrate(root)
     return client
+
+
+def make_tables(root: StorePath) -> None:
+    """Make the root's own database if there is none. The file gets its name when it has all tables, because MLflow
+    refuses tables for ever that a killed process or a full disk left half made."""
+    database = (side_dir(root) / DATABASE).resolve()
+    if database.exists() and database.stat().st_size:
+        return
+    unfinished = database.with_name(f"{DATABASE}.tmp")
+    for path in database.parent.glob(f"{unfinished.name}*"):
+        path.unlink()
+    SqlAlchemyStore(f"sqlite:///{unfinished}", mlflow_files(root).as_uri())
+    unfinished.replace(database)
 
 
 def migrate(root: StorePath) -> None:

@@ -12,6 +12,7 @@ from PIL import Image
 from starlette.testclient import TestClient
 
 from dataset_builders.contracts.sample import Message
+from flows.serve import bodies
 from flows.serve.application import make_app
 from flows.serve.bodies import MOST_BYTES
 from flows.serve.served_model import LocalModel
@@ -280,6 +281,11 @@ def test_a_prompt_longer_than_the_context(client, monkeypatch):
     refused(client, json.dumps(body_of("How many?" * 20)), 400, "messages", "context has 30")
 
 
+def test_a_prompt_longer_than_the_server_takes(client, model, monkeypatch):
+    monkeypatch.setattr(model, "_context", 25)
+    refused(client, json.dumps(body_of("How many?" * 20)), 400, "messages", "this server takes 25 together")
+
+
 def test_models_are_listed(client):
     (model,) = client.get("/v1/models").json()["data"]
     assert client.get("/v1/models/tiny").json() == model and model["id"] == "tiny"
@@ -330,16 +336,16 @@ def test_one_answer_that_fails_is_the_only_one(client, alone, monkeypatch, when)
 # Clients that hang up, and more clients than places
 
 
-def call(app, body: dict) -> "Call":
-    return Call(app, json.dumps(body).encode())
+def call(app, body: dict, is_whole: bool = True) -> "Call":
+    return Call(app, json.dumps(body).encode(), is_whole)
 
 
 class Call:
     """One request, made without a client, which may hang up before the response ends."""
 
-    def __init__(self, app, content: bytes) -> None:
+    def __init__(self, app, content: bytes, is_whole: bool) -> None:
         self.sent, self._gone = [], asyncio.Event()
-        self._bodies = [{"type": "http.request", "body": content}]
+        self._bodies = [{"type": "http.request", "body": content, "more_body": not is_whole}]
         self._app = app
 
     async def run(self) -> list[dict]:
@@ -363,6 +369,20 @@ class Call:
 
 
 LONG = 40
+
+
+def test_slow_clients_keep_nobody_out_and_are_told(app, monkeypatch):
+    """As many clients as there are places never end their bodies."""
+    monkeypatch.setattr(bodies, "BODY_SECONDS", 2.0)
+
+    async def beside_slow_ones():
+        slow = [call(app, body_of("How many?", max_tokens=2), is_whole=False) for _ in range(QUEUE)]
+        tasks = [asyncio.ensure_future(each.run()) for each in slow]
+        await asyncio.sleep(0.1)
+        answer = await call(app, body_of("How many?", max_tokens=2)).run()
+        return answer[0]["status"], {sent[0]["status"] for sent in await asyncio.gather(*tasks)}
+
+    assert asyncio.run(beside_slow_ones()) == (200, {408})
 
 
 @pytest.fixture
