@@ -284,6 +284,7 @@ def test_a_prompt_longer_than_the_context(client, monkeypatch):
 def test_a_prompt_longer_than_the_server_takes(client, model, monkeypatch):
     monkeypatch.setattr(model, "_context", 25)
     refused(client, json.dumps(body_of("How many?" * 20)), 400, "messages", "this server takes 25 together")
+    refused(client, json.dumps(body_of("a" * 801)), 400, "messages", "801 characters, and this server takes 800")
 
 
 def test_models_are_listed(client):
