@@ -343,12 +343,8 @@ def _why(error: Exception, root: Path, log_path: Path | None) -> tuple[int, str]
         return EXIT_FAILED, f"--root {root} was deleted during the run; the same command starts again"
     # On a full disk, Prefect's database or the trainer may fail first, with an error that does not mention the disk.
     free = shutil.disk_usage(root).free if root.exists() else _SPACE_LEFT
-    if free < _SPACE_LEFT or os.strerror(errno.ENOSPC) in str(error):
-        full = (
-            f"the disk of --root {root} is full"
-            if free < _SPACE_LEFT
-            else f"a disk is full, perhaps that of --root {root}"
-        )
+    if (is_ours := free < _SPACE_LEFT) or os.strerror(errno.ENOSPC) in str(error):
+        full = f"the disk of --root {root} is full" if is_ours else f"a disk is full, perhaps that of --root {root}"
         room = "make room, and the same command resumes from the finished work"
         return EXIT_FAILED, f"{full} ({free / 1e6:.1f} MB are free); {room} ({first_line(error)})"
     if os.strerror(errno.EMFILE) in str(error):

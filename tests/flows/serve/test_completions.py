@@ -373,7 +373,7 @@ LONG = 40
 
 
 def test_slow_clients_keep_nobody_out_and_are_told(app, monkeypatch):
-    """As many clients as there are places never end their bodies."""
+    """The bodies of as many clients as there are places never end."""
     monkeypatch.setattr(bodies, "BODY_SECONDS", 2.0)
 
     async def beside_slow_ones():
