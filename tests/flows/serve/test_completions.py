@@ -6,6 +6,7 @@ import io
 import json
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -13,6 +14,7 @@ from starlette.testclient import TestClient
 
 from dataset_builders.contracts.sample import Message
 from flows.serve import bodies
+from flows.serve.api_error import ApiError
 from flows.serve.application import make_app
 from flows.serve.bodies import MOST_BYTES
 from flows.serve.served_model import LocalModel
@@ -524,6 +526,26 @@ def test_a_vote_keeps_its_images_beside_it(app, client):
     row = json.loads((directory / "votes.jsonl").read_text().splitlines()[-1])
     assert row["vote"] == "both" and len(set(row["images"])) == 1
     assert (directory / row["images"][0]).read_bytes() == data
+
+
+def test_a_vote_on_a_full_disk_is_told_and_its_image_is_not_taken_as_whole(tmp_path, monkeypatch):
+    write = Path.write_bytes
+
+    def full(path, data):
+        write(path, data[:100])
+        raise OSError(28, "No space left on device")
+
+    votes, data = Votes(tmp_path / "votes.jsonl"), picture(7)
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(ApiError, match=r"votes.jsonl: No space left on device") as error,
+    ):
+        patch.setattr(Path, "write_bytes", full)
+        votes.add(vote(images=[url_of(data)]))
+    assert error.value.status == 507
+    votes.add(vote(images=[url_of(data)]))
+    (image,) = (tmp_path / "votes-images").iterdir()
+    assert image.read_bytes() == data
 
 
 @pytest.mark.parametrize(
