@@ -152,7 +152,7 @@ def _record(args: argparse.Namespace, run: RunOfModel | None, scores: Mapping[st
     print(f"Recorded in the MLflow run {run.record.opening.name}" + ("" if is_sent else ", as soon as MLflow answers"))
     registered = run.record.registration
     if registered is not None:
-        for line in registration(registered.name, failed, True, tracker.learnt()):
+        for line in registration(registered.name, failed, True, tracker.learnt(), is_sent):
             print(line)
     push_to = run.record.opening.registry.push_to
     if push_to is not None and was_refused and not failed:

@@ -46,7 +46,8 @@ def print_closing(
     print(f"{num_made} of {len(rows)} stages made, {len(rows) - num_made} reused, {seconds:.0f} s in all.")
     print(f"Model:  {shorten(location(result['hf_dir']))}  (loads with transformers' from_pretrained)")
     learnt = result["learnt"]
-    for text in registration(result["registered_name"], result["refusals"], result["mlflow_run"] is not None, learnt):
+    has_record, is_sent = result["mlflow_run"] is not None, result["is_sent"]
+    for text in registration(result["registered_name"], result["refusals"], has_record, learnt, is_sent):
         print(text)
     print("\nNext:")
     for text, command in next_commands(result, root, recipe, arguments):
@@ -73,17 +74,22 @@ def left_out_lines(stages: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def registration(name: str, refusals: Sequence[str], has_record: bool, learnt: MlflowState) -> list[str]:
+def registration(
+    name: str, refusals: Sequence[str], has_record: bool, learnt: MlflowState, is_sent: bool = True
+) -> list[str]:
     """Return the lines that say whether the model is registered.
 
     Args:
         refusals: one line per gate that failed.
         has_record: whether the run has a record, from which it is sent to MLflow.
         learnt: the answers that MLflow has given so far.
+        is_sent: whether MLflow holds the whole run.
     """
     reasons = [*refusals, *([] if has_record else ["the run's record could not be written; see the warning above"])]
     if reasons:
         return [f"Not registered as {name}: {reason}" for reason in reasons]
+    if not is_sent:
+        return [f"Not registered as {name} yet: MLflow does not hold all of the run; see the warning above."]
     size = f" with {learnt.model_bytes / 1e6:,.1f} MB of files" if learnt.model_bytes else ""
     verdict = f": {learnt.verdict}" if learnt.verdict else ""
     return [f"Registered as {name} in MLflow{size}{verdict}."]

@@ -28,7 +28,7 @@ from dataset_builders.errors import LONGEST_LINE, InputError, first_line, shown,
 from dataset_builders.storage.store import absolute, check_reachable, location, side_dir
 from flows.cli.bench_arguments import add_bench, add_rate, add_set, positive
 from flows.cli.bytecode import keep_bytecode
-from flows.prefect_server.home import prefect_home
+from flows.prefect_server.home import check_prefect_database, prefect_home
 from flows.prefect_server.private_root import make_private_root, remove_unused_root
 from flows.prefect_server.service_record import DEFAULT_ROOT, use_service
 from trainer.contract.names import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED
@@ -254,6 +254,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     )
     numbers = {
         "--max-tokens": (1024, "maximal number of tokens of an answer"),
+        "--context": (32768, "tokens of a prompt and its answer, at most; a long prompt delays all others"),
         "--batch": (16, "answers of one model that are generated side by side, at most"),
         "--queue": (64, "further requests that wait, at most; others get status 429"),
     }
@@ -342,14 +343,18 @@ def _why(error: Exception, root: Path, log_path: Path | None) -> tuple[int, str]
         return EXIT_FAILED, f"--root {root} was deleted during the run; the same command starts again"
     # On a full disk, Prefect's database or the trainer may fail first, with an error that does not mention the disk.
     free = shutil.disk_usage(root).free if root.exists() else _SPACE_LEFT
-    if free < _SPACE_LEFT or os.strerror(errno.ENOSPC) in str(error):
-        full = f"the disk of --root {root} is full" if free < _SPACE_LEFT else "a disk is full, and not that of --root"
+    if (is_ours := free < _SPACE_LEFT) or os.strerror(errno.ENOSPC) in str(error):
+        full = f"the disk of --root {root} is full" if is_ours else f"a disk is full, perhaps that of --root {root}"
         room = "make room, and the same command resumes from the finished work"
         return EXIT_FAILED, f"{full} ({free / 1e6:.1f} MB are free); {room} ({first_line(error)})"
     if os.strerror(errno.EMFILE) in str(error):
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         room = f"{soft} are too few; `ulimit -n 4096`, and the same command resumes"
         return EXIT_FAILED, f"a process ran out of open files: {room} ({first_line(error)})"
+    try:
+        check_prefect_database(prefect_home(root))
+    except InputError as ruin:  # the server answers such a database's users with status 500
+        return EXIT_INPUT, str(ruin)
     addresses = [name for name in ("PREFECT_API_URL", "HF_ENDPOINT") if name in os.environ]
     if type(error).__module__.startswith("httpx") and addresses:
         return EXIT_FAILED, f"{first_line(error)}: nothing answers at the address in {' or '.join(addresses)}"

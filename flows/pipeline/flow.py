@@ -177,7 +177,7 @@ def vlm_sft(
 
     Returns:
         plain values for a closing table: stages, hf_dir, scores with their intervals, the model's registered name and
-        one line per gate that failed, the MLflow run, the answers of MLflow, and its pages.
+        one line per gate that failed, the MLflow run, the answers of MLflow, whether it holds the run, and its pages.
     """
     externals = open_inputs(config, location(root))
     check_launcher(config.execution.cluster)
@@ -206,6 +206,7 @@ def vlm_sft(
         "refusals": refusals,
         "mlflow_run": tracker.key,
         "learnt": tracker.learnt(),
+        "is_sent": tracker.is_sent(),
         "mlflow_url": mlflow_url,
         "compare_url": tracker.compare_with_last(),
     }

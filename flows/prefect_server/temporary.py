@@ -27,7 +27,7 @@ from prefect.context import refresh_global_settings_context
 from prefect.settings import PREFECT_API_URL, PREFECT_HOME, PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS
 
 from flows.prefect_server.access import NAMES_VARIABLE, PREFECT_CLIENT_SECRET, PREFECT_SECRET, past_the_proxy
-from flows.prefect_server.home import SCHEMA_LOCK
+from flows.prefect_server.home import SCHEMA_LOCK, check_prefect_database
 from flows.prefect_server.ports import any_port, is_free
 from flows.prefect_server.processes import begin_log, end_process, log_tail, start_process
 
@@ -81,12 +81,14 @@ class TemporaryServer:
         milliseconds.
 
         Raises:
+            InputError: its database is ruined or cannot be written.
             RuntimeError: the server ended by itself or is too slow; the message has the end of its log.
         """
         seconds = PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS.value()
         deadline, starts = time.monotonic() + seconds, 1
         while not self._answers():
             if (status := self.process.poll()) is not None:
+                check_prefect_database(self.home)
                 if status != _CANNOT_LISTEN or starts == _TRIES:
                     raise RuntimeError(f"Prefect's temporary server ended: {self._last_words()}, exit status {status}")
                 self.begin()

@@ -92,8 +92,8 @@ class _Service:
 
     async def vote(self, request: Request) -> Response:
         """Store a vote."""
-        with self.places.one():
-            values = parse_json(await read_body(request))
+        with contextlib.ExitStack() as stack:
+            values = parse_json(await read_body(request, lambda: stack.enter_context(self.places.one())))
             await asyncio.to_thread(self._votes.add, values)
         return JSONResponse({"stored": True})
 

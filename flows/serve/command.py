@@ -19,6 +19,7 @@ def serve_command(args: argparse.Namespace) -> int:
         limits=PoolLimits(args.batch, _BATCH_TOKENS),
         queue=args.queue,
         most_tokens=args.max_tokens,
+        context=args.context,
         votes_path=args.votes or side_dir(args.root) / "votes.jsonl",
         directory=service_dir(args.root),
     )

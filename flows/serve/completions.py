@@ -28,7 +28,7 @@ class Completions:
 
     Args:
         models: by name.
-        places: one is held from a request's first byte to its answer's last.
+        places: one is held from a request's last byte, or the first of a long one, to its answer's last.
         most_tokens: the limit of an answer's length.
     """
 
@@ -45,8 +45,9 @@ class Completions:
             await send(message)
 
         try:
-            with self._places.one(), contextlib.suppress(ClientDisconnect):
-                chat = parse_chat(parse_json(await read_body(Request(scope, receive))), self._most_tokens)
+            with contextlib.ExitStack() as stack, contextlib.suppress(ClientDisconnect):
+                body = await read_body(Request(scope, receive), lambda: stack.enter_context(self._places.one()))
+                chat = parse_chat(parse_json(body), self._most_tokens)
                 await until_hang_up(receive, self._answer(chat, scope, receive, noted))
         except ApiError as error:
             await error.response()(scope, receive, send)

@@ -12,6 +12,7 @@ import uvicorn
 from dataset_builders.errors import MANIFEST
 from flows.prefect_server.access import SERVE_KEY, Address, serve_login
 from flows.serve.application import make_app
+from flows.serve.hang_up import ClosingProtocol
 from flows.serve.served_model import LocalModel, ServedModel
 from flows.serve.vllm_model import start_vllm
 from flows.serve.votes import Votes
@@ -39,6 +40,7 @@ class ServeSettings:
         limits: of one model's batch.
         queue: the number of requests that may wait.
         most_tokens: the limit of an answer's length.
+        context: the limit of a prompt and its answer together, in tokens.
         directory: directory of the service's files, which holds the password.
     """
 
@@ -48,6 +50,7 @@ class ServeSettings:
     limits: PoolLimits
     queue: int
     most_tokens: int
+    context: int
     votes_path: Path
     directory: Path
 
@@ -96,6 +99,7 @@ def run_server(sources: Sequence[ModelSource], settings: ServeSettings) -> int:
             app,
             host=settings.host,
             port=settings.port,
+            http=ClosingProtocol,
             log_level="warning",
             access_log=False,
             server_header=False,
@@ -133,7 +137,7 @@ def _load(
     models = []
     for source in sources:
         print(f"loading {source.name} from {source.hf_dir}", flush=True)
-        models.append(LocalModel(source.name, source.hf_dir, source.adapter_dir, settings.limits))
+        models.append(LocalModel(source.name, source.hf_dir, source.adapter_dir, settings.limits, settings.context))
         stack.callback(models[-1].close)
     return models
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -17,6 +18,7 @@ from stages.chat.batch import Batch
 from stages.chat.conversation import prompt_of
 from stages.chat.piece import Piece
 
+_LETTERS = 32  # of a token, at most in the mean of a text: a longer text is refused before it costs memory
 _PREPARING = 4  # conversations whose images are decoded at a time: bounds the memory of large images
 
 
@@ -36,12 +38,17 @@ class ServedModel(Protocol):
 class LocalModel:
     """A model in this process.
 
+    Args:
+        context: the limit of a prompt and its answer together, in tokens; the model's own may be lower.
+
     Raises:
         InputError: the directory is not a complete model, or the adapter is for another model.
     """
 
-    def __init__(self, name: str, hf_dir: Path, adapter_dir: Path | None, limits: PoolLimits) -> None:
-        self.name = name
+    def __init__(
+        self, name: str, hf_dir: Path, adapter_dir: Path | None, limits: PoolLimits, context: int = sys.maxsize
+    ) -> None:
+        self.name, self._context = name, context
         self._generator = Generator(hf_dir, adapter_dir=adapter_dir)
         self._batch = Batch(self._generator, limits)
         self._preparing = ThreadPoolExecutor(_PREPARING, "athanor-prepare")
@@ -49,11 +56,15 @@ class LocalModel:
     async def answer(self, chat: Chat) -> AsyncIterator[Piece]:
         """Yield the answer's pieces. See `ServedModel`."""
         loop, pieces = asyncio.get_running_loop(), asyncio.Queue()
+        most = _LETTERS * min(self._context, self._generator.context_length)
+        if (letters := sum(len(message.text) for message in chat.messages)) > most:
+            what = f"the prompt has {letters} characters, and this server takes {most}"
+            raise field_error("messages", what, "context_length_exceeded")
         try:
             prompt = await loop.run_in_executor(self._preparing, prompt_of, self._generator, chat.messages, chat.images)
         except SkipSample as error:
             raise unusable(error, chat) from error
-        size = check_context(chat, len(prompt.input_ids), self._generator.context_length)
+        size = check_context(chat, len(prompt.input_ids), self._generator.context_length, self._context)
 
         def listen(piece: Piece) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
@@ -73,18 +84,24 @@ class LocalModel:
         self._batch.close()
 
 
-def check_context(chat: Chat, prompt_tokens: int, context: int) -> int:
+def check_context(chat: Chat, prompt_tokens: int, context: int, limit: int) -> int:
     """Return the number of tokens that the answer may have.
 
+    Args:
+        context: tokens that the model can read.
+        limit: tokens that this server lets it read.
+
     Raises:
-        ApiError: prompt and answer are longer than the model's context.
+        ApiError: prompt and answer are longer than one of the two.
     """
-    room = context - prompt_tokens
+    room = min(context, limit) - prompt_tokens
     if room < (chat.max_tokens or 1):
+        end = f"the model's context has {context}"
+        if limit < context:
+            end = f"this server takes {limit} together (athanor serve --context)"
         raise field_error(
             "messages",
-            f"the prompt has {prompt_tokens} tokens and the answer may have {chat.max_tokens or 1}, but the model's "
-            f"context has {context}",
+            f"the prompt has {prompt_tokens} tokens and the answer may have {chat.max_tokens or 1}, but {end}",
             "context_length_exceeded",
         )
     return min(room, chat.settings.max_tokens)

@@ -20,7 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from dataset_builders.contracts.sample import SkipSample
 from dataset_builders.errors import InputError
 from dataset_builders.pictures.images import image_size
-from flows.serve.api_error import field_error, of_validation
+from dataset_builders.storage.files import atomic_path
+from flows.serve.api_error import ApiError, field_error, of_validation
 from flows.serve.chat_request import MOST_IMAGES, decode_image
 
 BOTH, NEITHER = "both", "neither"
@@ -82,13 +83,20 @@ class Votes:
             values: the JSON object of a request, with the images as `data:` URLs.
 
         Raises:
-            ApiError: a field is wrong.
-            OSError: the disk is full, say.
+            ApiError: a field is wrong, or the vote cannot be written.
         """
         try:
             vote = _Vote.model_validate(values)
         except ValidationError as error:
             raise of_validation(error) from error
+        try:
+            self._store(vote)
+        except OSError as error:
+            raise ApiError(
+                507, f"the vote was not stored: {self.path}: {error.strerror}; mend that and vote again"
+            ) from error
+
+    def _store(self, vote: _Vote) -> None:
         names = [self._keep(f"images[{place}]", url) for place, url in enumerate(vote.images)]
         time = datetime.now(UTC).isoformat(timespec="milliseconds")
         line = json.dumps({"time": time, **vote.model_dump(), "images": names}) + "\n"
@@ -111,5 +119,6 @@ class Votes:
         path = self.path.with_name(f"{self.path.stem}-images") / f"{hashlib.sha256(data).hexdigest()}.{suffix}"
         if not path.exists():
             path.parent.mkdir(exist_ok=True)
-            path.write_bytes(data)
+            with atomic_path(path) as unfinished:
+                unfinished.write_bytes(data)
         return f"{path.parent.name}/{path.name}"

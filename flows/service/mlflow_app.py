@@ -40,7 +40,7 @@ from flows.libraries.mlflow_private import ADDRESSES, KNOWN, first_view
 from flows.prefect_server.access import MLFLOW_PASSWORD, MLFLOW_USER
 from flows.prefect_server.guard import guarded
 from flows.prefect_server.reports import with_reports
-from flows.tracking.store import migrate
+from flows.tracking.store import make_tables, migrate
 
 check_version("mlflow", KNOWN, __name__, "the server could give out or change any file of this machine", refuses=True)
 
@@ -99,6 +99,7 @@ _LAST_METRICS = ("timing/", "usage/")
 def make_app() -> ASGIApp:
     """Return MLflow's API and pages on the store that the environment names. Make its tables if they are missing."""
     store = os.environ[BACKEND_STORE_URI_ENV_VAR]
+    make_tables(_own_directory().parent)
     migrate(_own_directory().parent)
     for table, name in ADDRESSES:
         column = Base.metadata.tables[table].c[name]

@@ -13,6 +13,7 @@ from types import FrameType
 import filelock
 
 from dataset_builders.errors import InputError
+from dataset_builders.storage.sqlite_file import check_database
 from dataset_builders.storage.store import StorePath, side_dir
 from flows.prefect_server.access import (
     MLFLOW_PASSWORD,
@@ -22,10 +23,17 @@ from flows.prefect_server.access import (
     Access,
     make_access,
 )
-from flows.prefect_server.home import SCHEMA_LOCK, prefect_home
+from flows.prefect_server.home import SCHEMA_LOCK, check_prefect_database, prefect_home
 from flows.prefect_server.ports import reserve_ports
 from flows.prefect_server.processes import end_leftovers, end_marked, flow_run_processes, send, start_process
-from flows.prefect_server.service_record import ServiceRecord, read_record, remove_record, service_dir, write_record
+from flows.prefect_server.service_record import (
+    ServiceRecord,
+    mlflow_files,
+    read_record,
+    remove_record,
+    service_dir,
+    write_record,
+)
 from flows.service.orphans import find_orphans
 from flows.service.programs import Plan, client_environment, mlflow_server, prefect_server, worker
 from flows.service.supervisor import TURN_SECONDS, StartFailed, StatusLines, Supervisor
@@ -69,8 +77,8 @@ def run_service(root: StorePath, host: str, max_runs: int, limits: Mapping[str, 
         limits: name of a concurrency limit -> number of slots.
 
     Raises:
-        InputError: a service is already running on this root, another process is making its databases, or a login is
-            wrong.
+        InputError: a service is already running on this root, another process is making its databases, a database is
+            ruined, or a login is wrong.
     """
     directory = service_dir(root)
     directory.mkdir(parents=True, exist_ok=True)
@@ -82,6 +90,8 @@ def run_service(root: StorePath, host: str, max_runs: int, limits: Mapping[str, 
     lines = StatusLines()
     try:
         access = make_access(host, directory)
+        check_prefect_database(prefect_home(root))
+        check_database(mlflow_files(root).with_name("mlflow.db"), "earlier runs")
         with stop_signals() as stop:
             if ended := end_leftovers(side_dir(root), LEFTOVER_SECONDS):  # they still occupy last time's ports
                 lines.say(f"ended {ended} processes that a killed `athanor up` had left")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from flows.tracking.store import connect, experiment_of, may_pass, store_digest, tracking_uri
+from flows.tracking.store import check_own_database, connect, experiment_of, may_pass, store_digest, tracking_uri
 
 # isort: split
 from mlflow import MlflowClient
@@ -93,7 +93,8 @@ class Publication:
         """Bring MLflow up to the newest revision of the record and the newest lines of metrics.
 
         Raises:
-            Exception: an error of MLflow or this machine's disk that may be temporary. Nothing is lost.
+            InputError: the root's own database is ruined or cannot be written.
+            Exception: another error of MLflow or this machine's disk that may be temporary. Nothing is lost.
         """
         self.record = record = load_record(self.root, self.key)
         try:
@@ -107,6 +108,7 @@ class Publication:
                 self._publish()
         except Exception:
             self._client = self._writer = None  # after a failure everything is read again
+            check_own_database(self.root)
             raise
 
     def _publish(self) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import filelock
 from pydantic import BaseModel, ConfigDict, Field
 
-from dataset_builders.errors import one_line
+from dataset_builders.errors import LONGEST_LINE, InputError, one_line
 from dataset_builders.storage.files import write_text
 from dataset_builders.storage.store import StorePath, absolute, location, side_dir
 from flows.tracking.config import ArtifactLevel, RegistryConfig
@@ -338,7 +338,9 @@ def now_ms() -> int:
 
 
 def error_line(error: Exception, limit: int = 200) -> str:
-    """Return an error as one line for a log: its class, and its text up to `limit` characters."""
+    """Return an error as one line for a log: the text of an InputError, else the class and up to `limit` characters."""
+    if isinstance(error, InputError):
+        return one_line(error, LONGEST_LINE)
     return f"{type(error).__name__}: {one_line(error, limit)}"
 
 

@@ -23,8 +23,10 @@ import filelock
 import sqlalchemy
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
+from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
 from dataset_builders.errors import InputError
+from dataset_builders.storage.sqlite_file import check_database
 from dataset_builders.storage.store import StorePath, side_dir, without_userinfo
 from flows.libraries.mlflow_private import update_addresses
 from flows.prefect_server.ports import kept_ports
@@ -106,10 +108,25 @@ def connect(root: StorePath) -> MlflowClient:
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     uri = tracking_uri(root)
     with store_lock(root), _schema_lock(uri):
+        if has_own_database():
+            make_tables(root)
         client = MlflowClient(tracking_uri=uri, registry_uri=uri)
         client.search_experiments(max_results=1)
         migrate(root)
     return client
+
+
+def make_tables(root: StorePath) -> None:
+    """Make the root's own database if there is none. The file gets its name when it has all tables, because MLflow
+    refuses tables for ever that a killed process or a full disk left half made."""
+    database = (side_dir(root) / DATABASE).resolve()
+    if database.exists() and database.stat().st_size:
+        return
+    unfinished = database.with_name(f"{DATABASE}.tmp")
+    for path in database.parent.glob(f"{unfinished.name}*"):
+        path.unlink()
+    SqlAlchemyStore(f"sqlite:///{unfinished}", mlflow_files(root).as_uri())
+    unfinished.replace(database)
 
 
 def migrate(root: StorePath) -> None:
@@ -120,6 +137,17 @@ def migrate(root: StorePath) -> None:
     database = (side_dir(root) / DATABASE).resolve()
     if database.is_file():
         update_addresses(database, FILES, _LOCK_SECONDS)
+
+
+def check_own_database(root: StorePath) -> None:
+    """Check the root's own database, if runs are stored there.
+
+    Raises:
+        InputError: the database is ruined or cannot be written.
+    """
+    if has_own_database():
+        lost = "earlier runs; the same command sends its run again"
+        check_database((side_dir(root) / DATABASE).resolve(), lost)
 
 
 def store_lock(root: StorePath) -> filelock.BaseFileLock:

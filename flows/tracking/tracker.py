@@ -192,6 +192,12 @@ class Tracker:
         except (OSError, ValueError):
             return MlflowState()
 
+    def is_sent(self) -> bool:
+        """Whether MLflow holds the run as the record has it; False if the record cannot be read."""
+        with contextlib.suppress(OSError, ValueError):
+            return self.key is not None and not load_record(self.root, self.key).is_waiting()
+        return False
+
     def url(self, patience: float = _URL_SECONDS) -> str | None:
         """Return the address of the run's page on `server_url`; None if there is no such server, or if MLflow does not
         have the run after `patience` seconds."""

@@ -58,6 +58,7 @@ def test_what_is_said_of_the_registration():
     assert registration("m", ["a", "b"], True, MlflowState()) == ["Not registered as m: a", "Not registered as m: b"]
     (line,) = registration("m", [], False, MlflowState())
     assert line.startswith("Not registered as m: the run's record could not be written")
+    assert registration("m", [], True, answers, is_sent=False)[0].startswith("Not registered as m yet: MLflow")
 
 
 def test_it_is_what_a_real_model_is_trained_with():

@@ -20,6 +20,7 @@ import pytest
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
 
+from dataset_builders.errors import InputError
 from flows.prefect_server import temporary as temporary_server
 from flows.prefect_server.temporary import TemporaryServer, is_temporary, server_of, start_early, start_prefect
 from flows.resources.limits import has_server
@@ -163,6 +164,14 @@ def test_one_that_cannot_start_says_why(tmp_path, monkeypatch):
     broken.begin()
     with pytest.raises(RuntimeError, match=r"ended: .*Could not parse SQLAlchemy URL.* \(log: .*\.log\)"):
         broken.wait()
+
+
+def test_a_ruined_database_is_named_at_the_first_end_of_its_server(tmp_path):
+    (tmp_path / "prefect.db").write_bytes(os.urandom(20_000))
+    server = TemporaryServer(tmp_path, subprocess.Popen(["false"]))
+    server.process.wait()
+    with pytest.raises(InputError, match=f"{tmp_path}/prefect.db is no whole SQLite database .*; put a copy"):
+        server.wait()
 
 
 def test_a_server_that_is_set_is_left_alone(monkeypatch):

@@ -6,12 +6,15 @@ import io
 import json
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from PIL import Image
 from starlette.testclient import TestClient
 
 from dataset_builders.contracts.sample import Message
+from flows.serve import bodies
+from flows.serve.api_error import ApiError
 from flows.serve.application import make_app
 from flows.serve.bodies import MOST_BYTES
 from flows.serve.served_model import LocalModel
@@ -280,6 +283,12 @@ def test_a_prompt_longer_than_the_context(client, monkeypatch):
     refused(client, json.dumps(body_of("How many?" * 20)), 400, "messages", "context has 30")
 
 
+def test_a_prompt_longer_than_the_server_takes(client, model, monkeypatch):
+    monkeypatch.setattr(model, "_context", 25)
+    refused(client, json.dumps(body_of("How many?" * 20)), 400, "messages", "this server takes 25 together")
+    refused(client, json.dumps(body_of("a" * 801)), 400, "messages", "801 characters, and this server takes 800")
+
+
 def test_models_are_listed(client):
     (model,) = client.get("/v1/models").json()["data"]
     assert client.get("/v1/models/tiny").json() == model and model["id"] == "tiny"
@@ -330,16 +339,16 @@ def test_one_answer_that_fails_is_the_only_one(client, alone, monkeypatch, when)
 # Clients that hang up, and more clients than places
 
 
-def call(app, body: dict) -> "Call":
-    return Call(app, json.dumps(body).encode())
+def call(app, body: dict, is_whole: bool = True) -> "Call":
+    return Call(app, json.dumps(body).encode(), is_whole)
 
 
 class Call:
     """One request, made without a client, which may hang up before the response ends."""
 
-    def __init__(self, app, content: bytes) -> None:
+    def __init__(self, app, content: bytes, is_whole: bool) -> None:
         self.sent, self._gone = [], asyncio.Event()
-        self._bodies = [{"type": "http.request", "body": content}]
+        self._bodies = [{"type": "http.request", "body": content, "more_body": not is_whole}]
         self._app = app
 
     async def run(self) -> list[dict]:
@@ -363,6 +372,20 @@ class Call:
 
 
 LONG = 40
+
+
+def test_slow_clients_keep_nobody_out_and_are_told(app, monkeypatch):
+    """The bodies of as many clients as there are places never end."""
+    monkeypatch.setattr(bodies, "BODY_SECONDS", 2.0)
+
+    async def beside_slow_ones():
+        slow = [call(app, body_of("How many?", max_tokens=2), is_whole=False) for _ in range(QUEUE)]
+        tasks = [asyncio.ensure_future(each.run()) for each in slow]
+        await asyncio.sleep(0.1)
+        answer = await call(app, body_of("How many?", max_tokens=2)).run()
+        return answer[0]["status"], {sent[0]["status"] for sent in await asyncio.gather(*tasks)}
+
+    assert asyncio.run(beside_slow_ones()) == (200, {408})
 
 
 @pytest.fixture
@@ -503,6 +526,26 @@ def test_a_vote_keeps_its_images_beside_it(app, client):
     row = json.loads((directory / "votes.jsonl").read_text().splitlines()[-1])
     assert row["vote"] == "both" and len(set(row["images"])) == 1
     assert (directory / row["images"][0]).read_bytes() == data
+
+
+def test_a_vote_on_a_full_disk_is_told_and_its_image_is_not_taken_as_whole(tmp_path, monkeypatch):
+    write = Path.write_bytes
+
+    def full(path, data):
+        write(path, data[:100])
+        raise OSError(28, "No space left on device")
+
+    votes, data = Votes(tmp_path / "votes.jsonl"), picture(7)
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(ApiError, match=r"votes.jsonl: No space left on device") as error,
+    ):
+        patch.setattr(Path, "write_bytes", full)
+        votes.add(vote(images=[url_of(data)]))
+    assert error.value.status == 507
+    votes.add(vote(images=[url_of(data)]))
+    (image,) = (tmp_path / "votes-images").iterdir()
+    assert image.read_bytes() == data
 
 
 @pytest.mark.parametrize(
