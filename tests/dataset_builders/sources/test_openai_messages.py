@@ -223,6 +223,7 @@ def test_parquet_with_structs_and_with_text(tmp_path):
 BAD_ROWS = {
     "no json": (b'{"messages": [', "json_parse_error"),
     "not utf-8": (b'{"messages": "\xff"}', "json_parse_error"),
+    "a key twice": (b'{"messages": [{"role": "user", "role": "system", "content": "a"}]}', "json_parse_error"),
     "deep": (b"[" * 100_000, "json_parse_error"),
     "a list": ([], "schema_error"),
     "a number": (7, "schema_error"),

@@ -216,6 +216,7 @@ BAD_JSON = {
     '{"image": "1.png", "question": "What?", "answer": "\\ud800"}': ("schema_error", "not Unicode"),
     '["1.png", "What?", "a"]': ("schema_error", "the row is an array, not an object"),
     '{"image": "1.png"': ("json_parse_error", ""),
+    '{"image": "1.png", "question": "What?", "answer": "a", "answer": "b"}': ("json_parse_error", "'answer' is there"),
 }
 
 
@@ -227,6 +228,14 @@ def test_a_bad_json_row_is_named_and_its_neighbours_stay(row, source):
     reason, detail = BAD_JSON[row]
     assert reasons(found) == [None, reason, None] and detail in found[1].detail
     assert turns(found[0]) == turns(found[2]) == [("user", "<image>1"), ("assistant", "yes, true, 1.5")]
+
+
+def test_a_row_of_a_json_array_that_holds_a_key_twice_is_left_out(source):
+    good = '{"image": "1.png", "question": "What?", "answer": "a"}'
+    twice = '{"image": "1.png", "question": "What?", "answer": "a", "x": {"y": 1, "z": [{"k": 1, "k": 2}]}}'
+    write_file(source / "t.json", f"[{good}, {twice}, {good}]".encode())
+    found = read(source)
+    assert reasons(found) == [None, "json_parse_error", None] and "the key 'k' is there twice" in found[1].detail
 
 
 SPLITS = ["train", "test", "train", "", "validation", "test", "test", "test", "train"]
