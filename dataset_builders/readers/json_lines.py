@@ -90,7 +90,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) != len(pairs):
         twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise SkipSample("json_parse_error", f"the key {twice[:100]!r} is there twice in one object; remove one of them")
+        raise SkipSample("json_parse_error", f"an object holds the key {twice[:100]!r} twice; remove one of them")
     return values
 
 

@@ -12,13 +12,28 @@ DESCRIBE = "Describe the image."
 CLASSIFY = "What is in the image?"
 READ = "Read the text in the image."
 
-# Column names that datasets use, the most specific ones first.
-_IMAGES = ("image", "images", "img", "picture", "photo", "file_name", "filename", "image_path", "path", "file")
-_QUESTIONS = ("question", "query", "prompt", "instruction", "problem", "input", "user", "human")
-_ANSWERS = ("answer", "answers", "response", "output", "completion", "assistant", "target", "ground_truth", "solution")
-_CAPTIONS = ("caption", "captions", "description", "text", "title", "alt_text")
+# Column names that datasets use, the most specific ones first; German, French and Spanish ones last.
+_IMAGES = (
+    *("image", "images", "img", "picture", "photo", "file_name", "filename", "image_path", "path", "file"),
+    *("bild", "foto", "datei", "dateiname", "imagen", "archivo", "fichier"),
+)
+_QUESTIONS = (
+    *("question", "query", "prompt", "instruction", "problem", "input", "user", "human"),
+    *("frage", "pregunta"),
+)
+_ANSWERS = (
+    *("answer", "answers", "response", "output", "completion", "assistant", "target", "ground_truth", "solution"),
+    *("antwort", "respuesta", "réponse", "reponse"),
+)
+_CAPTIONS = (
+    *("caption", "captions", "description", "text", "title", "alt_text"),
+    *("beschreibung", "bildunterschrift", "descripción", "descripcion", "légende"),
+)
 _TRANSCRIPTS = ("transcription", "transcript", "ocr", "latex", "formula", "latex_formula", "markdown", "html")
-_LABELS = ("label", "class", "category", "class_name", "species", "tag")
+_LABELS = (
+    *("label", "class", "category", "class_name", "species", "tag"),
+    *("klasse", "kategorie", "clase", "categoría", "classe", "catégorie"),
+)
 _SYSTEMS = ("system", "system_prompt")
 _SPLITS = ("split", "subset", "partition", "part", "set")
 _NO_ANSWERS = ("id", "key", "index", "url", "source", "license", "width", "height")
@@ -60,11 +75,16 @@ def find_columns(rows: Sequence[Mapping[str, Any]]) -> Columns | str:
     answer, question = _answer_and_question(texts, values)
     extra = _first_of(("input",), texts) if question and _normalized(question) == "instruction" else None
     if answer is None:
-        return f"no column looks like an answer among: {', '.join(names)}"
+        return f"no column looks like an answer among: {', '.join(names)}; name that column answer"
     if question is None and image is None:
         return f"no column looks like a question, and none holds images, among: {', '.join(names)}"
     fallback = _question_for(answer)
-    options: dict[str, Any] = {"image": image, "question": question or f"<image>{fallback}", "answer": answer}
+    shown = [name for name in images if _without_number(name) == _without_number(image)] if image else []
+    options: dict[str, Any] = {
+        "image": shown if len(shown) > 1 else image,
+        "question": question or f"<image>{fallback}",
+        "answer": answer,
+    }
     if extra:
         options["question"] = f"{{{question}}}\n{{{extra}}}"
     if any(isinstance(value, list) and len(value) > 1 for value in values[answer]):
@@ -73,12 +93,14 @@ def find_columns(rows: Sequence[Mapping[str, Any]]) -> Columns | str:
         options["system"] = system
     if (split := _first_of(_SPLITS, texts)) is not None and _is_split(values[split]):
         options |= {"split": split, **split_names(values[split])}
-    if image is not None and any(row.get(image) in (None, "") for row in rows):
+    if any(row.get(name) in (None, "") for row in rows for name in shown):
         options["null_image"] = "absent"
-    used = {image, question, extra, answer, options.get("system"), options.get("split")}
+    used = {*shown, question, extra, answer, options.get("system"), options.get("split")}
     with_extra = f" with {extra!r}" if extra else ""
     question_text = f"column {question!r}{with_extra} is the question" if question else f"each question is {fallback!r}"
     image_text = f"column {image!r} is the image" if image else "there is no image"
+    if len(shown) > 1:
+        image_text = f"columns {', '.join(map(repr, shown))} are the images, in this order"
     why = f"{image_text}, {question_text}, column {answer!r} is the answer"
     return Columns(options, why, tuple(name for name in names if name not in used))
 
@@ -144,6 +166,10 @@ def _first_of(wanted: Sequence[str], names: Iterable[str]) -> str | None:
 
 def _normalized(name: str) -> str:
     return name.strip().lower().replace(" ", "_").replace("-", "_")
+
+
+def _without_number(name: str) -> str:
+    return name.rstrip("0123456789 _-")
 
 
 def _is_image(values: Sequence[Any]) -> bool:

@@ -19,6 +19,7 @@ STRUCT = {"bytes": b"\x89PNG", "path": None}
         ({"image": STRUCT, "latex_formula": "x^2"}, ("image", f"<image>{READ}", "latex_formula")),
         ({"picture": "data:image/png;base64,iVBO", "q": "Is it a dog?", "a": "no"}, ("picture", "q", "a")),
         ({"instruction": "Add.", "output": 3, "source": "web"}, (None, "instruction", "output")),
+        ({"Bild": "1.jpg", "Frage": "a?", "Antwort": "b", "Größe": 3}, ("Bild", "Frage", "Antwort")),
         ({"page scan": STRUCT, "id": 1, "words": "a b"}, ("page scan", f"<image>{DESCRIBE}", "words")),
     ],
 )
@@ -26,6 +27,13 @@ def test_columns_by_their_names_and_values(row, expected):
     found = find_columns([row, row])
     assert (found.options["image"], found.options["question"], found.options["answer"]) == expected
     assert set(found.unused) == set(row) - set(expected)
+
+
+def test_numbered_columns_of_images_are_shown_together_and_others_are_not():
+    row = {"image": STRUCT, "image_2": STRUCT, "mask": STRUCT, "question": "the same?", "answer": "no"}
+    columns = find_columns([row, row])
+    assert columns.options["image"] == ["image", "image_2"] and columns.unused == ("mask",)
+    assert find_columns([row, {**row, "image_2": None}]).options["null_image"] == "absent"
 
 
 def test_several_answers_are_references_and_a_null_image_may_be_absent():
@@ -62,7 +70,10 @@ def test_a_column_of_splits_is_taken_where_its_values_are_known():
 @pytest.mark.parametrize(
     ("row", "why"),
     [
-        ({"image": STRUCT, "width": [3, None]}, "no column looks like an answer among: image, width"),
+        (
+            {"image": STRUCT, "width": [3, None]},
+            "no column looks like an answer among: image, width; name that column answer",
+        ),
         ({"answer": "b", "id": 3}, "no column looks like a question, and none holds images, among: answer, id"),
     ],
 )

@@ -410,8 +410,8 @@ def test_sources_that_cannot_be_read(tmp_path):
         read(tmp_path / "no")
     with pytest.raises(InputError, match="holds neither"):
         read(tmp_path)
-    write_file(tmp_path / "v1.5.jsonl", lines(numbered(1)))
-    with pytest.raises(InputError, match=r"v1\.5.*rename"):
+    write_file(tmp_path / "a\nb.jsonl", lines(numbered(1)))
+    with pytest.raises(InputError, match=r"a\\nb.*rename"):
         read(tmp_path)
 
 
