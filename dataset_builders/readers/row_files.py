@@ -11,7 +11,7 @@ A subset is a folder of files, or the files directly in the source whose names d
 In the name of a subset, `_` stands for each character that a key may not have: the rows of `my data.jsonl` are the
 subset my_data. A number of four digits or more, or one with `-of-`, is always a running number. A shorter number is one
 only if several files share the name. JSON files that the library datasets writes about its data (`dataset_info.json`,
-`state.json`, ...) hold no rows.
+`state.json`, ...) hold no rows, and its caches (`cache-...arrow`) hold rows again.
 """
 
 import codecs
@@ -33,7 +33,7 @@ NUMBERED = "data"  # subset of the files whose names are only numbers
 _RUNNING_NUMBER = re.compile(r"[-_.]?(?:(?P<sure>\d{4,}(?:-of-\d+)?|\d+-of-\d+)|\d+)$")
 _STORE_BLOCK = 8 << 20  # bytes of one request to an object store
 _START = 4096  # bytes that identify a text file
-_ABOUT = ("/dataset_dict.json", "/dataset_info.json", "/dataset_infos.json", "/state.json")
+_NO_ROWS = re.compile(r"/((dataset_dict|dataset_infos?|state)\.json|cache-[0-9a-f]{16}\w*\.arrow)$")
 
 
 def subset_patterns(subsets: Sequence[str], suffixes: Sequence[str]) -> tuple[str, ...]:
@@ -57,7 +57,7 @@ def subset_files(
         InputError: there is no such source or subset, or no file, or two subsets would have the same name.
     """
     files_of: dict[str, list[SourceFile]] = {}
-    found = [file for file in list_files(source, subset_patterns((), suffixes)) if not f"/{file.name}".endswith(_ABOUT)]
+    found = [file for file in list_files(source, subset_patterns((), suffixes)) if not _NO_ROWS.search(f"/{file.name}")]
     for file, subset in zip(found, _subsets_of([file.name for file in found], suffixes)):
         files_of.setdefault(subset, []).append(file)
     if not files_of:

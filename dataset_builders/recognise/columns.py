@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from dataset_builders.readers.heldout_names import HELDOUT, TRAIN
+from dataset_builders.readers.heldout_names import split_of
 from dataset_builders.readers.image_refs import IMAGE_SUFFIXES
 
 DESCRIBE = "Describe the image."
@@ -91,8 +91,11 @@ def find_columns(rows: Sequence[Mapping[str, Any]]) -> Columns | str:
         options["references"] = answer
     if (system := _first_of(_SYSTEMS, texts)) is not None and system not in (question, answer):
         options["system"] = system
-    if (split := _first_of(_SPLITS, texts)) is not None and _is_split(values[split]):
-        options |= {"split": split, **split_names(values[split])}
+    splits = split_values(rows)
+    if (split := _first_of(_SPLITS, splits)) is not None:
+        if sum(a != b for a, b in pairwise(splits[split])) >= _MAX_RUNS:
+            return f"column {split!r} names the split of each row, in mixed order; sort the rows by it"
+        options |= {"split": split, **split_names(splits[split])}
     if any(row.get(name) in (None, "") for row in rows for name in shown):
         options["null_image"] = "absent"
     used = {*shown, question, extra, answer, options.get("system"), options.get("split")}
@@ -142,8 +145,8 @@ def _question_for(answer: str) -> str:
 def split_names(values: Iterable[Any]) -> dict[str, Any]:
     """Return the options train_splits and heldout_splits for the values that name splits, where defaults do not do."""
     names = dict.fromkeys(str(value) for value in values)
-    train = [value for value in names if value.lower() in TRAIN]
-    heldout = [value for value in names if value.lower() in HELDOUT]
+    train = [value for value in names if split_of(value) == "train"]
+    heldout = [value for value in names if split_of(value) == "heldout"]
     options: dict[str, Any] = {}
     if set(train) - {"train"}:
         options["train_splits"] = train
@@ -152,10 +155,11 @@ def split_names(values: Iterable[Any]) -> dict[str, Any]:
     return options
 
 
-def _is_split(values: Sequence[Any]) -> bool:
-    words = [str(value).lower() for value in values]
-    runs = 1 + sum(a != b for a, b in pairwise(words))
-    return bool(words) and set(words) <= {*TRAIN, *HELDOUT} and runs <= _MAX_RUNS
+def split_values(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return column -> its values, for each column that names the split of its row."""
+    names = {name for row in rows for name in row if _normalized(name) in _SPLITS}
+    values = {name: [row[name] for row in rows if row.get(name) not in (None, "")] for name in names}
+    return {name: each for name, each in values.items() if each and all(split_of(str(value)) for value in each)}
 
 
 def _first_of(wanted: Sequence[str], names: Iterable[str]) -> str | None:

@@ -5,7 +5,16 @@ import json
 import shutil
 from pathlib import Path
 
-from tests.helpers.own_data import LAYOUTS, csv_paths, draw_rows, json_lines, llava_json, parquet_images, write_images
+from tests.helpers.own_data import (
+    LAYOUTS,
+    csv_paths,
+    draw_rows,
+    json_lines,
+    llava_json,
+    openai_jsonl,
+    parquet_images,
+    write_images,
+)
 
 
 def _drop_half_of_the_images(d, rows):
@@ -87,6 +96,22 @@ FAULTS = {
     "csv in utf-16": (
         _write("a.csv", "image,question,answer\na.png,b,c\n".encode("utf-16")),
         "a.csv is UTF-16; convert it to UTF-8",
+    ),
+    "csv of Western Windows": (
+        _write("a.csv", "image;answer;Größe\na.png;„grün“;1\n".encode("cp1252")),
+        "a.csv: the header line is not UTF-8; save the file again as UTF-8",
+    ),
+    "splits in mixed order": (
+        _write("a.csv", b"question,answer,split\n" + b"a?,b,train\nc?,d,test\n" * 10),
+        "a.csv: column 'split' names the split of each row, in mixed order; sort the rows by it",
+    ),
+    "a split that no builder reads": (
+        _after(openai_jsonl, _replace("chats.jsonl", ('{"messages"', '{"split": "test", "messages"'))),
+        "split names the split of each row, and is not used; write a file for each split",
+    ),
+    "a drive of Windows": (
+        _after(csv_paths, _replace("data.csv", ("imgs/", "C:\\imgs\\"))),
+        "a path on a drive of Windows; name the image by its path below the data",
     ),
     "csv by gzip": (
         _write("a.csv", gzip.compress(b"image,question,answer\n")),
