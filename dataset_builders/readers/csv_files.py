@@ -76,7 +76,7 @@ def csv_header(path: StorePath) -> CsvHeader:
         if isinstance(cells, csv.Error):
             raise InputError(f"{path}: the header line is malformed: {one_line(cells)}; mend it")
         if any(_NOT_UTF8.search(cell) for cell in cells):
-            raise InputError(f"{path}: the header line is {_TO_UTF8}")
+            raise InputError(f"{path}: the header is {_TO_UTF8}")
         return CsvHeader(tuple(cell.strip() for cell in cells), delimiter, records.byte)
 
 

@@ -1,5 +1,6 @@
 """Recognition of a table's image, question and answer columns, by their names and their first values."""
 
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,7 +13,7 @@ DESCRIBE = "Describe the image."
 CLASSIFY = "What is in the image?"
 READ = "Read the text in the image."
 
-# Column names that datasets use, the most specific ones first; German, French and Spanish ones last.
+# Column names that datasets use, the most specific ones first; German, French and Spanish ones last, without accents.
 _IMAGES = (
     *("image", "images", "img", "picture", "photo", "file_name", "filename", "image_path", "path", "file"),
     *("bild", "foto", "datei", "dateiname", "imagen", "archivo", "fichier"),
@@ -23,16 +24,16 @@ _QUESTIONS = (
 )
 _ANSWERS = (
     *("answer", "answers", "response", "output", "completion", "assistant", "target", "ground_truth", "solution"),
-    *("antwort", "respuesta", "réponse", "reponse"),
+    *("antwort", "respuesta", "reponse"),
 )
 _CAPTIONS = (
     *("caption", "captions", "description", "text", "title", "alt_text"),
-    *("beschreibung", "bildunterschrift", "descripción", "descripcion", "légende"),
+    *("beschreibung", "bildunterschrift", "descripcion", "legende"),
 )
 _TRANSCRIPTS = ("transcription", "transcript", "ocr", "latex", "formula", "latex_formula", "markdown", "html")
 _LABELS = (
     *("label", "class", "category", "class_name", "species", "tag"),
-    *("klasse", "kategorie", "clase", "categoría", "classe", "catégorie"),
+    *("klasse", "kategorie", "clase", "categoria", "classe", "categorie"),
 )
 _SYSTEMS = ("system", "system_prompt")
 _SPLITS = ("split", "subset", "partition", "part", "set")
@@ -169,7 +170,8 @@ def _first_of(wanted: Sequence[str], names: Iterable[str]) -> str | None:
 
 
 def _normalized(name: str) -> str:
-    return name.strip().lower().replace(" ", "_").replace("-", "_")
+    plain = unicodedata.normalize("NFKD", name).encode("ascii", "ignore").decode()  # without accents
+    return plain.strip().lower().replace(" ", "_").replace("-", "_")
 
 
 def _without_number(name: str) -> str:

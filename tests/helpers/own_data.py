@@ -120,7 +120,7 @@ def csv_of_excel(d: Path, rows: Sequence[Row]) -> None:
     """Write a CSV file as Excel does, with German names, a byte order mark, `sep=;` and paths of Windows."""
     write_images(d / "Bilder 1", rows)
     cells = [(f"Bilder 1\\{row.name}.png", row.question, row.answer) for row in rows]
-    file = d / "Prüfung Mai.csv"
+    file = d / "Pr\u00fcfung Mai.csv"
     _table(file, ("Bild", "Frage", "Antwort"), cells, delimiter=";")
     file.write_bytes(b"\xef\xbb\xbfsep=;\r\n" + file.read_bytes())
 

@@ -98,8 +98,8 @@ FAULTS = {
         "a.csv is UTF-16; convert it to UTF-8",
     ),
     "csv of Western Windows": (
-        _write("a.csv", "image;answer;Größe\na.png;„grün“;1\n".encode("cp1252")),
-        "a.csv: the header line is not UTF-8; save the file again as UTF-8",
+        _write("a.csv", "image;answer;Gr\u00f6\u00dfe\na.png;\u201egr\u00fcn\u201c;1\n".encode("cp1252")),
+        "a.csv: the header is not UTF-8; save the file again as UTF-8",
     ),
     "splits in mixed order": (
         _write("a.csv", b"question,answer,split\n" + b"a?,b,train\nc?,d,test\n" * 10),

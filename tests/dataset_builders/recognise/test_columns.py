@@ -19,7 +19,8 @@ STRUCT = {"bytes": b"\x89PNG", "path": None}
         ({"image": STRUCT, "latex_formula": "x^2"}, ("image", f"<image>{READ}", "latex_formula")),
         ({"picture": "data:image/png;base64,iVBO", "q": "Is it a dog?", "a": "no"}, ("picture", "q", "a")),
         ({"instruction": "Add.", "output": 3, "source": "web"}, (None, "instruction", "output")),
-        ({"Bild": "1.jpg", "Frage": "a?", "Antwort": "b", "Größe": 3}, ("Bild", "Frage", "Antwort")),
+        ({"Bild": "1.jpg", "Frage": "a?", "Antwort": "b", "Gr\u00f6\u00dfe": 3}, ("Bild", "Frage", "Antwort")),
+        ({"fichier": "1.jpg", "R\u00e9ponse": "b"}, ("fichier", f"<image>{DESCRIBE}", "R\u00e9ponse")),
         ({"page scan": STRUCT, "id": 1, "words": "a b"}, ("page scan", f"<image>{DESCRIBE}", "words")),
     ],
 )
