@@ -88,6 +88,8 @@ def find_columns(rows: Sequence[Mapping[str, Any]]) -> Columns | str:
     }
     if extra:
         options["question"] = f"{{{question}}}\n{{{extra}}}"
+    if choices := _choices(rows, values[answer]) if question else []:
+        options["question"] = "\n".join([f"{{{question}}}", *(f"{name}. {{{name}}}" for name in choices)])
     if any(isinstance(value, list) and len(value) > 1 for value in values[answer]):
         options["references"] = answer
     if (system := _first_of(_SYSTEMS, texts)) is not None and system not in (question, answer):
@@ -99,8 +101,8 @@ def find_columns(rows: Sequence[Mapping[str, Any]]) -> Columns | str:
         options |= {"split": split, **split_names(splits[split])}
     if any(row.get(name) in (None, "") for row in rows for name in shown):
         options["null_image"] = "absent"
-    used = {*shown, question, extra, answer, options.get("system"), options.get("split")}
-    with_extra = f" with {extra!r}" if extra else ""
+    used = {*shown, *choices, question, extra, answer, options.get("system"), options.get("split")}
+    with_extra = f" with {', '.join(map(repr, [extra] if extra else choices))}" if extra or choices else ""
     question_text = f"column {question!r}{with_extra} is the question" if question else f"each question is {fallback!r}"
     image_text = f"column {image!r} is the image" if image else "there is no image"
     if len(shown) > 1:
@@ -134,6 +136,12 @@ def _answer_and_question(texts: Sequence[str], values: Mapping[str, list[Any]]) 
         candidates = [name for name in others if _normalized(name) not in (*_NO_ANSWERS, *_SPLITS, *_SYSTEMS)]
         answer = candidates[0] if len(candidates) == 1 else None
     return answer, question
+
+
+def _choices(rows: Sequence[Mapping[str, Any]], answers: Sequence[Any]) -> list[str]:
+    """Return the columns A, B, ... that hold the choices, if the answers are their letters and no choice is empty."""
+    letters = [name for name in "ABCDEFGH" if all(row.get(name) not in (None, "") for row in rows)]
+    return letters if len(letters) > 1 and all(answer in letters for answer in answers) else []
 
 
 def _question_for(answer: str) -> str:

@@ -55,6 +55,14 @@ def test_several_questions_in_a_row_are_refused_and_no_other_column_is_taken_for
     assert f"column {column!r} holds" in find_columns([row]) and "openai_messages" in find_columns([row])
 
 
+def test_the_choices_that_an_answer_names_belong_to_the_question():
+    row = {"image": "1.png", "question": "Which?", "A": "red", "B": "blue", "answer": "B"}
+    columns = find_columns([row, {**row, "answer": "A"}])
+    assert columns.options["question"] == "{question}\nA. {A}\nB. {B}" and columns.unused == ()
+    assert find_columns([{**row, "answer": "red"}]).options["question"] == "question"
+    assert find_columns([row, {**row, "B": ""}]).unused == ("A", "B")
+
+
 def test_the_input_of_an_instruction_belongs_to_the_question():
     rows = [{"instruction": "Add.", "input": "1 + 2", "output": "3"}, {"instruction": "Greet.", "output": "Hi."}]
     columns = find_columns(rows)
@@ -105,3 +113,5 @@ def test_a_tar_without_text_is_refused():
         tar_options([{"jpg": b"", "npy": b""}]) == "no member with text (json, txt, caption, text, cls) among: jpg, npy"
     )
     assert tar_options([]) == "it holds no sample"
+    joined = {"jpg": b"", "json": b'{"question": "Which?", "A": "red", "B": "blue", "answer": "B"}'}
+    assert "joined from several fields ({question} A. {A} B. {B})" in tar_options([joined])

@@ -244,7 +244,9 @@ def test_a_small_source_is_judged_from_three_lost_rows_on(tmp_path):
     two = write_source(tmp_path / "two", {"s": plain_rows(5) + [bad] * 2})
     assert convert(tmp_path, two).manifest.skips == {"empty_target": 2}
     three = write_source(tmp_path / "three", {"s": plain_rows(5) + [bad] * 3})
-    with pytest.raises(InputError, match=r"^3 of 8 samples .* \(empty_target 3\), .*=0\.1 allows 0; empty_target: "):
+    with pytest.raises(
+        InputError, match=r"^3 of 8 samples .* \(empty_target 3\), .*=0\.1 allows 0; the first of empty_target: "
+    ):
         convert(tmp_path, three, digest="1" * 16)
 
 
