@@ -27,6 +27,8 @@ JSON_SUFFIXES = (".jsonl", ".json")
 # A longer row is refused: as text, parsed, and with decoded images, it takes ten times as much memory.
 MAX_ROW_BYTES = 64 << 20
 
+ONE_OBJECT = "write its list of rows alone, for example by jq .data OLD.json > NEW.json"
+
 _PART_ROWS = 512
 _PART_BYTES = 64 << 20
 _BLOCK = 1 << 20
@@ -45,8 +47,10 @@ def json_file_parts(file: SourceFile, subset: str) -> list[Part]:
     """Return the parts of one file, each of about 512 rows or 64 MiB. The file's first row is number 0.
 
     Raises:
-        InputError: the file is a malformed array.
+        InputError: the file is a malformed array, or one object over several lines.
     """
+    if file.name.endswith(".json") and text_start(file.path).removeprefix(_BOM).split(b"\n", 1)[0].strip() == b"{":
+        raise InputError(f"{file.path} is one object over several lines; {ONE_OBJECT}")
     return span_parts(file, subset, _array_spans(file.path) if _is_array(file.path) else _line_spans(file.path))
 
 

@@ -9,6 +9,7 @@ from dataset_builders.errors import InputError
 from dataset_builders.readers.file_patterns import SourceFile, list_files
 from dataset_builders.readers.heldout_names import NO_CLASSES, heldout_globs, words_of
 from dataset_builders.readers.image_refs import IMAGE_SUFFIXES
+from dataset_builders.readers.json_lines import ONE_OBJECT
 from dataset_builders.readers.row_files import subset_files
 from dataset_builders.recognise.columns import CLASSIFY, DESCRIBE, find_columns, split_names, split_values
 from dataset_builders.recognise.members import tar_options
@@ -119,6 +120,9 @@ def _of_rows(rows: Sequence[Mapping[str, Any]], name: str) -> Reading | str:
         return Reading(builder="cord_v2", why=f"{name} has CORD v2's columns image and ground_truth")
     columns = find_columns(rows)
     if isinstance(columns, str):
+        lists = [key for key, value in rows[0].items() if isinstance(value, list) and value]
+        if name.endswith(".json") and len(rows) == len(lists) == 1 and isinstance(rows[0][lists[0]][0], dict):
+            return f"{name} is one object with a list {lists[0]!r}; {ONE_OBJECT}"
         return f"{name}: {columns}"
     return Reading(builder="table", options=columns.options, why=f"{name}: {columns.why}", unused=columns.unused)
 

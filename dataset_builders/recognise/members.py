@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dataset_builders.readers.image_refs import IMAGE_SUFFIXES
-from dataset_builders.recognise.columns import DESCRIBE, find_columns
+from dataset_builders.recognise.columns import CLASSIFY, DESCRIBE, find_columns
 
 _TEXTS = ("txt", "caption", "text", "cls")
 
@@ -23,7 +23,7 @@ def tar_options(groups: Sequence[Mapping[str, bytes]]) -> dict[str, Any] | str:
     text = next((field for field in _TEXTS if field in fields), None)
     if text is None:
         return f"no member with text (json, {', '.join(_TEXTS)}) among: {', '.join(fields)}"
-    return options | {"question": f"constant:{DESCRIBE}", "answer": text}
+    return options | {"question": f"constant:{CLASSIFY if text == 'cls' else DESCRIBE}", "answer": text}
 
 
 def _of_json(groups: Sequence[Mapping[str, bytes]]) -> dict[str, Any] | str | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from tests.helpers.own_data import (
     LAYOUTS,
     csv_paths,
+    csv_semicolons,
     draw_rows,
     json_lines,
     llava_json,
@@ -62,6 +63,9 @@ def _coco(d: Path, rows) -> None:
         captions = [{"image_id": int(row.name), "caption": row.answer} for row in some]
         images = [{"id": int(row.name), "file_name": f"{row.name}.png"} for row in some]
         (d / f"captions_{split}.json").write_text(json.dumps({"images": images, "annotations": captions}))
+
+
+_NUMBERS = [(f";{colour}", f";{number}") for number, colour in enumerate(("red", "blue", "green", "yellow"))]
 
 
 def _lines(rows):
@@ -139,6 +143,18 @@ FAULTS = {
     "json of one object": (
         _write("a.json", b'{"version": 1}'),
         "a.json: no column looks like a question, and none holds images, among: version",
+    ),
+    "json of one object with a list": (
+        _write("a.json", lambda rows: json.dumps({"data": _lines(rows)}).encode()),
+        "a.json is one object with a list 'data'; write its list of rows alone",
+    ),
+    "json of one object over several lines": (
+        _write("a.json", lambda rows: json.dumps({"data": _lines(rows)}, indent=1).encode()),
+        "a.json is one object over several lines; write its list of rows alone",
+    ),
+    "numbers of classes": (
+        _after(csv_semicolons, _replace("list.csv", ("Prompt", "Note"), ("?", "."), *_NUMBERS)),
+        "the answers are the numbers of classes",
     ),
     "json of numbers": (
         _write("a.jsonl", b"1\n2\n3\n"),

@@ -11,6 +11,7 @@ from dataset_builders.contracts.sample import IMAGE_SLOT, Sample
 from dataset_builders.pictures.images import read_rgb
 from dataset_builders.readers.heldout_names import split_of
 from dataset_builders.recognise.candidates import Survey
+from dataset_builders.recognise.columns import CLASSIFY
 from dataset_builders.recognise.recognise import Recognised
 from dataset_builders.recognise.trial import Trial
 from stages.artifacts.quarantine import MIN_LOST
@@ -81,6 +82,8 @@ def anomalies(found: Survey, trial: Trial, limit: float) -> Iterator[str]:
         names = ", ".join(found.others[:_FEW]) + (" ..." if len(found.others) > _FEW else "")
         yield f"files that are not read: {names}"
     answers = Counter(sample.messages[-1].text for sample in trial.samples)
+    if str(trial.reading.options.get("question")).endswith(CLASSIFY) and all(text.isdigit() for text in answers):
+        yield "the answers are the numbers of classes; write the names in their place, or the model learns numbers"
     text, times = answers.most_common(1)[0]
     if len(trial.samples) >= 10 and times > 0.9 * len(trial.samples):
         yield f"{times} of {len(trial.samples)} answers are {text[:60]!r}: there is little to learn"

@@ -101,7 +101,7 @@ def test_why_there_is_no_reading(row, why):
         ),
         ({"jpg": b"", "json": b'{"caption": "b"}'}, {"question": f"constant:{DESCRIBE}", "answer": "json:caption"}),
         ({"json": b'[{"role": "user"}]'}, {"text_only": True, "messages": "json"}),
-        ({"jpg": b"", "json": b"{", "cls": b"3"}, {"question": f"constant:{DESCRIBE}", "answer": "cls"}),
+        ({"jpg": b"", "json": b"{", "cls": b"3"}, {"question": f"constant:{CLASSIFY}", "answer": "cls"}),
     ],
 )
 def test_members_of_a_tar(group, options):
