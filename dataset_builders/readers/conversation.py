@@ -37,6 +37,7 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 _IMAGE_PARTS = ("image", "image_url", "input_image")
 _IMAGE_NAMES = ("image_url", "image", "url", "path")
 _NOT_READ = ("tools", "functions", "videos", "video", "audios", "audio")  # they would change the model's input
+_NOTHING = (None, False, "", [], {}, "[]")  # "[]": LLaMA-Factory's tools are a text
 ROW_FIELDS = ("messages", "conversations", "system", "images", "image", *_NOT_READ)  # other fields of a row are ignored
 _CALLS = ("tool_calls", "function_call")
 _REASONING = ("reasoning_content", "reasoning")  # the older and the newer name in servers that follow OpenAI's protocol
@@ -129,7 +130,7 @@ def names_images(turns: Sequence[Any]) -> bool:
 
 def _turns(record: Mapping[str, Any], field: str, other: str) -> list[dict[str, Any]]:
     for name in (other, *_NOT_READ):
-        if record.get(name):
+        if record.get(name) not in _NOTHING:
             raise SkipSample("schema_error", f"the row has {name!r}, which is not read")
     turns = record.get(field)
     turns = parse_json(turns) if isinstance(turns, str) else turns  # a table may hold the list as JSON text

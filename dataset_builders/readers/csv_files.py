@@ -1,6 +1,7 @@
 """Rows of CSV and TSV files, as Python's csv module reads them. A file is never completely in memory.
 
-The first line that is not blank is the header and names the columns. The delimiter of a .tsv file is a tab. The
+The first line that is not blank is the header and names the columns; Excel's line `sep=;` may stand before it, and
+names the delimiter. The delimiter of a .tsv file is a tab. The
 delimiter of a .csv file is a comma, a semicolon or a tab, whichever is most frequent in the header line. A cell in
 double quotes may hold delimiters and line breaks. White space before a cell is ignored. Lines end in LF, CRLF or CR.
 Blank lines are not rows and have no number.
@@ -12,6 +13,7 @@ never closed is an InputError, because the start of the next row is unknown.
 
 import csv
 import io
+import itertools
 import re
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,6 +33,12 @@ _PART_BYTES = 64 << 20
 _HEADER_BYTES = 1 << 16  # size of one request to an object store
 _DELIMITERS = ",;\t"
 _BYTE_ORDER_MARK = "\ufeff"
+# The bytes do not tell the encoding, and a wrong one gives wrong letters, so nothing is converted here.
+_TO_UTF8 = (
+    'not UTF-8; save the file again as UTF-8 (in Excel "CSV UTF-8"), or replace it by its conversion, for Latin-1 and '
+    "Western Windows: iconv -f WINDOWS-1252 -t UTF-8 OLD.csv > NEW.csv"
+)
+_SEP_LINE = re.compile("sep=([,;\t|])[\r\n]")  # the first line of some of Excel's files
 _NOT_UTF8 = re.compile("[\udc80-\udcff]")  # how Python decodes a byte that is not UTF-8
 
 csv.field_size_limit(MAX_ROW_BYTES)  # the module's default limit, 128 KiB, is less than an image in base64
@@ -58,16 +66,17 @@ def csv_header(path: StorePath) -> CsvHeader:
     """
     start = text_start(path).decode("utf-8", "replace").removeprefix(_BYTE_ORDER_MARK).lstrip("\r\n ")
     line = re.split("[\r\n]", start, maxsplit=1)[0]
+    sep_line = _SEP_LINE.match(start)
     delimiter = "\t" if path.name.endswith(".tsv") else max(_DELIMITERS, key=line.count)
     with open_at(path, size=_HEADER_BYTES) as file:
-        records = _Records(path, file, 0, delimiter)
-        cells = next(iter(records), None)
+        records = _Records(path, file, 0, delimiter := sep_line[1] if sep_line else delimiter)
+        cells = next(itertools.islice(records, bool(sep_line), None), None)
         if cells is None:
             raise InputError(f"{path} has no header line; write the names of the columns into its first line")
         if isinstance(cells, csv.Error):
             raise InputError(f"{path}: the header line is malformed: {one_line(cells)}; mend it")
         if any(_NOT_UTF8.search(cell) for cell in cells):
-            raise InputError(f"{path}: the header line is not UTF-8; convert the file (iconv -f ISO-8859-1 -t UTF-8)")
+            raise InputError(f"{path}: the header is {_TO_UTF8}")
         return CsvHeader(tuple(cell.strip() for cell in cells), delimiter, records.byte)
 
 
@@ -123,7 +132,7 @@ def _fault(cells: Sequence[str] | csv.Error, columns: Sequence[str], num_lines: 
         return f"the row has {len(cells)} cells, the header {len(columns)}{lines}"
     broken = (name for name, cell in zip(columns, cells) if not cell.isascii() and _NOT_UTF8.search(cell))
     name = next(broken, None)
-    return "" if name is None else f"{name}: not UTF-8; convert the file, or mend the row"
+    return "" if name is None else f"{name}: {_TO_UTF8}"
 
 
 class _Records:

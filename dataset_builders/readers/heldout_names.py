@@ -7,10 +7,21 @@ from fnmatch import fnmatchcase
 
 TRAIN, HELDOUT = ("train", "training"), ("validation", "valid", "val", "test", "testing", "dev", "eval")
 
+# Words of folders that are named neither after a class nor after what their images show.
+NO_CLASSES = frozenset({*TRAIN, *HELDOUT, "images", "image", "imgs", "img", "pictures", "photos", "data", "set"})
+
 
 def words_of(name: str) -> set[str]:
     """Return the words of a name, in lower case."""
     return set(re.split("[^a-z]+", name.lower())) - {""}
+
+
+def split_of(name: str) -> str | None:
+    """Return `train` or `heldout` for a name of a split, such as train, Test or test_images2017; None for others."""
+    words = words_of(name)
+    if not words <= NO_CLASSES or words.isdisjoint({*TRAIN, *HELDOUT}):
+        return None
+    return "heldout" if words.isdisjoint(TRAIN) else "train"
 
 
 def heldout_globs(names: Sequence[str]) -> tuple[str, ...]:

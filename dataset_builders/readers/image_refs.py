@@ -1,7 +1,8 @@
 """Reading of an image that a row only names, by a data URI, a path, or the address of an object in a store.
 
     data:image/png;base64,iVBORw0...     decoded; also percent-encoded, without ;base64
-    coco/000000033471.jpg                relative to the file that names it, or to `image_root` below the source
+    coco/000000033471.jpg                relative to the file that names it, or to `image_root` below the source; a path
+                                         of Windows, coco\\000000033471.jpg, is read too
     s3://bucket/pictures/1.jpg           read from that store
 
 A path must be inside the source after `..` and symbolic links are resolved: rows are untrusted and must not reach other
@@ -68,7 +69,9 @@ class ImageReader:
         if not ref.strip() or "\0" in ref:
             raise _missing(ref, "no path")
         if scheme is None:
-            return self._read_local(ref) if self._real is not None else self._read_beside(ref)
+            return self._read_path(ref)
+        if len(scheme[1]) == 1:
+            raise _missing(ref, "a path on a drive of Windows; name the image by its path below the data: images/1.jpg")
         if scheme[1].lower() in ("http", "https"):
             raise _missing(ref, "addresses of the web are not fetched; download the picture and name it by its path")
         if scheme[1] not in _STORES or "::" in ref or not _OBJECT.fullmatch(ref):
@@ -78,6 +81,16 @@ class ImageReader:
         except InputError as error:
             raise _missing(ref, str(error)) from error
         return _read_object(path.fs, path.path, ref)
+
+    def _read_path(self, ref: str) -> bytes:
+        """Return the file at a path, or if there is none and the path has backslashes, as on Windows, with slashes."""
+        read = self._read_beside if self._real is None else self._read_local
+        try:
+            return read(ref)
+        except SkipSample as skip:
+            if "\\" not in ref or skip.reason != "image_not_found":
+                raise
+            return read(ref.replace("\\", "/"))
 
     def _read_local(self, ref: str) -> bytes:
         try:

@@ -4,13 +4,15 @@ A file `.json` whose first character is `[` is an array; any other file is JSON 
 offsets in one pass over the file, so that workers can read in parallel. Blank lines are not rows and have no number. A
 line may begin with a byte order mark, as in concatenated files, and may end in CRLF.
 
-A line that is not JSON is one unusable row. An array that is cut short or malformed is an InputError, because the start
-of the next row is unknown.
+A line that is not JSON is one unusable row, and so is a row in which an object holds a key twice, because only one of
+the values would be read. An array that is cut short or malformed is an InputError, because the start of the next row is
+unknown.
 """
 
 import codecs
 import json
 import re
+from collections import Counter
 from collections.abc import Container, Iterator
 from typing import Any, BinaryIO
 
@@ -24,6 +26,8 @@ from dataset_builders.storage.store import StorePath
 JSON_SUFFIXES = (".jsonl", ".json")
 # A longer row is refused: as text, parsed, and with decoded images, it takes ten times as much memory.
 MAX_ROW_BYTES = 64 << 20
+
+ONE_OBJECT = "write its list of rows alone, for example by jq .data OLD.json > NEW.json"
 
 _PART_ROWS = 512
 _PART_BYTES = 64 << 20
@@ -43,8 +47,10 @@ def json_file_parts(file: SourceFile, subset: str) -> list[Part]:
     """Return the parts of one file, each of about 512 rows or 64 MiB. The file's first row is number 0.
 
     Raises:
-        InputError: the file is a malformed array.
+        InputError: the file is a malformed array, or one object over several lines.
     """
+    if file.name.endswith(".json") and text_start(file.path).removeprefix(_BOM).split(b"\n", 1)[0].strip() == b"{":
+        raise InputError(f"{file.path} is one object over several lines; {ONE_OBJECT}")
     return span_parts(file, subset, _array_spans(file.path) if _is_array(file.path) else _line_spans(file.path))
 
 
@@ -84,7 +90,16 @@ def _integer(digits: str) -> int | float:
     return int(digits) if len(digits) < _MAX_DIGITS else float("inf")
 
 
-_DECODER = json.JSONDecoder(parse_int=_integer)
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise SkipSample("json_parse_error", f"an object holds the key {twice[:100]!r} twice; remove one of them")
+    return values
+
+
+_DECODER = json.JSONDecoder(parse_int=_integer, object_pairs_hook=_distinct)
+_BORDERS = json.JSONDecoder(parse_int=_integer)  # only finds where rows end
 
 
 def _is_array(path: StorePath) -> bool:
@@ -144,7 +159,7 @@ def _line_value(line: bytes, size: int) -> Any:
 
 def _array_spans(path: StorePath) -> Iterator[Span]:
     with open_at(path) as file:
-        window = _Window(path, file, 0)
+        window = _Window(path, file, 0, _BORDERS)
         first, rows = window.open_array(), 0
         for start, _ in window.items():
             if rows == _PART_ROWS or (rows and start - first >= _PART_BYTES):
@@ -158,7 +173,7 @@ def _array_spans(path: StorePath) -> Iterator[Span]:
 
 def _iter_array(part: Part, rows: Container[int] | None) -> Iterator[tuple[int, Any]]:
     with open_at(part.path, part.span[0], part.span[1] - part.span[0]) as file:
-        items = _Window(part.path, file, part.span[0]).items()
+        items = _Window(part.path, file, part.span[0], _DECODER).items()
         for row in range(part.first_row, part.first_row + part.num_rows):
             _, value = next(items, (0, _MISSING))
             if value is _MISSING:
@@ -170,8 +185,8 @@ def _iter_array(part: Part, rows: Container[int] | None) -> Iterator[tuple[int, 
 class _Window:
     """The text of an array that was read but not parsed yet, and its byte offset in the file."""
 
-    def __init__(self, path: StorePath, file: BinaryIO, byte: int) -> None:
-        self.path, self.byte = path, byte
+    def __init__(self, path: StorePath, file: BinaryIO, byte: int, decoder: json.JSONDecoder) -> None:
+        self.path, self.byte, self._json = path, byte, decoder
         self._file = file
         # Bytes that are not UTF-8 become lone surrogates, which no text may hold: the row is refused, not the file.
         self._decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
@@ -208,7 +223,7 @@ class _Window:
         size = _BLOCK
         while True:
             try:
-                value, end = _DECODER.raw_decode(self._text, self._at)
+                value, end = self._parsed()
                 if end < len(self._text) or self._has_ended:  # a number at the end of the text could continue
                     self._advance(end)
                     return value
@@ -222,6 +237,13 @@ class _Window:
                 raise self._broken(f"has a row of over {MAX_ROW_BYTES} bytes there")
             self._read(size)
             size *= 2
+
+    def _parsed(self) -> tuple[Any, int]:
+        """Return the value at the present place, or the reason why it is unusable, and its end in the text."""
+        try:
+            return self._json.raw_decode(self._text, self._at)
+        except SkipSample as skip:
+            return skip, _BORDERS.raw_decode(self._text, self._at)[1]
 
     def _next(self) -> str:
         """Return the next character that is not white space, without consuming it; "" at the end of the file."""

@@ -8,9 +8,10 @@ A subset is a folder of files, or the files directly in the source whose names d
     source/000.tar  001.tar                                   subset data: the names are only numbers
     source/vqa2.json                                          subset vqa2: no other file has this name with a number
 
-A number of four digits or more, or one with `-of-`, is always a running number. A shorter number is one only if several
-files share the name. JSON files that the library datasets writes about its data (`dataset_info.json`, `state.json`,
-...) hold no rows.
+In the name of a subset, `_` stands for each character that a key may not have: the rows of `my data.jsonl` are the
+subset my_data. A number of four digits or more, or one with `-of-`, is always a running number. A shorter number is one
+only if several files share the name. JSON files that the library datasets writes about its data (`dataset_info.json`,
+`state.json`, ...) hold no rows, and its caches (`cache-...arrow`) hold rows again.
 """
 
 import codecs
@@ -32,14 +33,14 @@ NUMBERED = "data"  # subset of the files whose names are only numbers
 _RUNNING_NUMBER = re.compile(r"[-_.]?(?:(?P<sure>\d{4,}(?:-of-\d+)?|\d+-of-\d+)|\d+)$")
 _STORE_BLOCK = 8 << 20  # bytes of one request to an object store
 _START = 4096  # bytes that identify a text file
-_ABOUT = ("/dataset_dict.json", "/dataset_info.json", "/dataset_infos.json", "/state.json")
+_NO_ROWS = re.compile(r"/((dataset_dict|dataset_infos?|state)\.json|cache-[0-9a-f]{16}\w*\.arrow)$")
 
 
 def subset_patterns(subsets: Sequence[str], suffixes: Sequence[str]) -> tuple[str, ...]:
     """Return globs of the files of these subsets; no subset means all."""
     patterns = []
     for suffix in suffixes:
-        for subset in subsets:
+        for subset in (name.replace("_", "?") for name in subsets):  # see `_key_name`
             numbered = [f"{subset}[-_.]*[0-9]{suffix}", f"{subset}[0-9]*{suffix}"]
             patterns += [f"{subset}{suffix}", *numbered, f"{subset}/*{suffix}"]
             patterns += [f"[0-9]*{suffix}"] if subset == NUMBERED else []
@@ -53,10 +54,10 @@ def subset_files(
     """Return (subset, its files) in natural order of the subsets' and the files' names.
 
     Raises:
-        InputError: there is no such source or subset, or no file, or a name cannot be part of a key.
+        InputError: there is no such source or subset, or no file, or two subsets would have the same name.
     """
     files_of: dict[str, list[SourceFile]] = {}
-    found = [file for file in list_files(source, subset_patterns((), suffixes)) if not f"/{file.name}".endswith(_ABOUT)]
+    found = [file for file in list_files(source, subset_patterns((), suffixes)) if not _NO_ROWS.search(f"/{file.name}")]
     for file, subset in zip(found, _subsets_of([file.name for file in found], suffixes)):
         files_of.setdefault(subset, []).append(file)
     if not files_of:
@@ -73,19 +74,28 @@ def choose_subsets(
     """Return (subset, its files) of these subsets, in natural order of their names; no subset means all.
 
     Args:
-        files_of: subset -> its files.
+        files_of: the name of the folder, or of the files, of each subset -> its files.
 
     Raises:
-        InputError: there is no such subset, or a name cannot be part of a key.
+        InputError: there is no such subset, a name is not printable, or two would have the same name.
     """
+    names_of: dict[str, str] = {}
+    for name in files_of:
+        if not name.isprintable():  # it is not UTF-8, or holds control characters
+            raise InputError(f"{files_of[name][0].path}: subset {name!r} cannot be part of a key; rename it")
+        if (other := names_of.setdefault(_key_name(name), name)) != name:
+            raise InputError(f"{source}: {other!r} and {name!r} would both be the subset {_key_name(name)}; rename one")
+    files_of = {subset: files_of[name] for subset, name in names_of.items()}
     for name in subsets:
         if name not in files_of:
             known = ", ".join(sorted(files_of))
             raise InputError(f"no subset {name!r} in {source}{nearest(name, files_of)}; there are: {known}")
-    names = sorted(set(subsets) or files_of, key=natural_order)
-    for name in names:
-        check_subset_name(name, files_of[name][0].path)
-    return [(name, files_of[name]) for name in names]
+    return [(name, files_of[name]) for name in sorted(set(subsets) or files_of, key=natural_order)]
+
+
+def _key_name(name: str) -> str:
+    """Return the name of the subset of a folder or file: letters and digits of ASCII, _ and -."""
+    return re.sub(r"[^A-Za-z0-9_-]", "_", name)
 
 
 def check_subset_name(name: str, path: StorePath) -> None:

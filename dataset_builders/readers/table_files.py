@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NoReturn
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -131,13 +132,24 @@ def value_of(record: pa.StructScalar, column: str) -> object:
         SkipSample: schema_error for text that is not UTF-8 or a value that Python cannot represent.
     """
     try:
-        return record[column].as_py()
+        return _shortest(record[column].as_py(), record[column].type)
     except UnicodeDecodeError as error:
         raise SkipSample("schema_error", f"{column}: not UTF-8, {error.reason} at byte {error.start}") from None
     except MemoryError:
         raise
     except Exception as error:  # arrow, time zones and numbers raise many kinds of errors
         raise SkipSample("schema_error", f"{column}: {one_line(error) or type(error).__name__}") from None
+
+
+def _shortest(value: object, kind: pa.DataType) -> object:
+    """Return a float32 or float16, or each one of a list, with the fewest digits that give the same number: 0.1, not
+    0.10000000149011612."""
+    kind = item_kind(kind) or kind_of(kind)
+    if not (pa.types.is_float32(kind) or pa.types.is_float16(kind)) or value is None:
+        return value
+    if isinstance(value, list):
+        return [_shortest(item, kind) for item in value]
+    return float(str(np.dtype(kind.to_pandas_dtype()).type(value)))
 
 
 def image_bytes(image: object, number: int, reader: ImageReader) -> bytes:

@@ -7,10 +7,11 @@ from typing import Any
 
 from dataset_builders.errors import InputError
 from dataset_builders.readers.file_patterns import SourceFile, list_files
-from dataset_builders.readers.heldout_names import HELDOUT, TRAIN, heldout_globs, words_of
+from dataset_builders.readers.heldout_names import NO_CLASSES, heldout_globs, words_of
 from dataset_builders.readers.image_refs import IMAGE_SUFFIXES
+from dataset_builders.readers.json_lines import ONE_OBJECT
 from dataset_builders.readers.row_files import subset_files
-from dataset_builders.recognise.columns import CLASSIFY, DESCRIBE, find_columns, split_names
+from dataset_builders.recognise.columns import CLASSIFY, DESCRIBE, find_columns, split_names, split_values
 from dataset_builders.recognise.members import tar_options
 from dataset_builders.recognise.peek import ROW_SUFFIXES, TAR_SUFFIX, peek_classes, peek_groups, peek_rows
 from dataset_builders.recognise.reading import Reading
@@ -20,7 +21,6 @@ CAPTION_SUFFIXES = ("txt", "caption")
 # Metadata files of tools: of the library datasets, of the hub, of Kaggle.
 _NO_ROWS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "dataset-metadata.json")
 _MOST_DIRS = 200
-_NO_CLASSES = {*TRAIN, *HELDOUT, "images", "image", "imgs", "img", "pictures", "photos", "data"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +106,11 @@ def _of_rows(rows: Sequence[Mapping[str, Any]], name: str) -> Reading | str:
     if not keys:
         return f"{name} has no row with fields"
     if any(_has_turns(row.get("messages"), "role") for row in rows):
-        return Reading(builder="openai_messages", why=f"rows of {name} have `messages` with roles, OpenAI's form")
+        why = f"rows of {name} have `messages` with roles, OpenAI's form"
+        return Reading(builder="openai_messages", why=why, unused=tuple(split_values(rows)))
     if any(_has_turns(row.get("conversations"), "from") for row in rows):
-        return Reading(builder="llava", why=f"rows of {name} have `conversations` with from and value, LLaVA's form")
+        why = f"rows of {name} have `conversations` with from and value, LLaVA's form"
+        return Reading(builder="llava", why=why, unused=tuple(split_values(rows)))
     if is_table and {"images", "texts"} <= keys and any(_has_turns(row.get("texts"), "user") for row in rows):
         options = {"turns": "chat"}
         return Reading(
@@ -118,6 +120,9 @@ def _of_rows(rows: Sequence[Mapping[str, Any]], name: str) -> Reading | str:
         return Reading(builder="cord_v2", why=f"{name} has CORD v2's columns image and ground_truth")
     columns = find_columns(rows)
     if isinstance(columns, str):
+        lists = [key for key, value in rows[0].items() if isinstance(value, list) and value]
+        if name.endswith(".json") and len(rows) == len(lists) == 1 and isinstance(rows[0][lists[0]][0], dict):
+            return f"{name} is one object with a list {lists[0]!r}; {ONE_OBJECT}"
         return f"{name}: {columns}"
     return Reading(builder="table", options=columns.options, why=f"{name}: {columns.why}", unused=columns.unused)
 
@@ -157,7 +162,7 @@ def _image_readings(images: Sequence[str], texts: Sequence[str]) -> Iterator[Rea
             why = f"{paired} of {len(images)} images have a .{suffix} file of the same name beside them"
             yield Reading(builder="image_folder", options=options, why=why, tier=2)
     folders = {PurePosixPath(name).parent.name for name in images}
-    if len(folders - {""}) >= 2 and not all(words_of(folder) <= _NO_CLASSES for folder in folders):
+    if len(folders - {""}) >= 2 and not all(words_of(folder) <= NO_CLASSES for folder in folders):
         options = {"answer": "folder_name", "question": CLASSIFY, **splits}
         why = f"images in {len(folders)} folders, whose names are taken as answers"
         yield Reading(builder="image_folder", options=options, why=why, tier=3)

@@ -1,24 +1,40 @@
 """Recognition of a table's image, question and answer columns, by their names and their first values."""
 
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from dataset_builders.readers.heldout_names import HELDOUT, TRAIN
+from dataset_builders.readers.heldout_names import split_of
 from dataset_builders.readers.image_refs import IMAGE_SUFFIXES
 
 DESCRIBE = "Describe the image."
 CLASSIFY = "What is in the image?"
 READ = "Read the text in the image."
 
-# Column names that datasets use, the most specific ones first.
-_IMAGES = ("image", "images", "img", "picture", "photo", "file_name", "filename", "image_path", "path", "file")
-_QUESTIONS = ("question", "query", "prompt", "instruction", "problem", "input", "user", "human")
-_ANSWERS = ("answer", "answers", "response", "output", "completion", "assistant", "target", "ground_truth", "solution")
-_CAPTIONS = ("caption", "captions", "description", "text", "title", "alt_text")
+# Column names that datasets use, the most specific ones first; German, French and Spanish ones last, without accents.
+_IMAGES = (
+    *("image", "images", "img", "picture", "photo", "file_name", "filename", "image_path", "path", "file"),
+    *("bild", "foto", "datei", "dateiname", "imagen", "archivo", "fichier"),
+)
+_QUESTIONS = (
+    *("question", "query", "prompt", "instruction", "problem", "input", "user", "human"),
+    *("frage", "pregunta"),
+)
+_ANSWERS = (
+    *("answer", "answers", "response", "output", "completion", "assistant", "target", "ground_truth", "solution"),
+    *("antwort", "respuesta", "reponse"),
+)
+_CAPTIONS = (
+    *("caption", "captions", "description", "text", "title", "alt_text"),
+    *("beschreibung", "bildunterschrift", "descripcion", "legende"),
+)
 _TRANSCRIPTS = ("transcription", "transcript", "ocr", "latex", "formula", "latex_formula", "markdown", "html")
-_LABELS = ("label", "class", "category", "class_name", "species", "tag")
+_LABELS = (
+    *("label", "class", "category", "class_name", "species", "tag"),
+    *("klasse", "kategorie", "clase", "categoria", "classe", "categorie"),
+)
 _SYSTEMS = ("system", "system_prompt")
 _SPLITS = ("split", "subset", "partition", "part", "set")
 _NO_ANSWERS = ("id", "key", "index", "url", "source", "license", "width", "height")
@@ -60,25 +76,37 @@ def find_columns(rows: Sequence[Mapping[str, Any]]) -> Columns | str:
     answer, question = _answer_and_question(texts, values)
     extra = _first_of(("input",), texts) if question and _normalized(question) == "instruction" else None
     if answer is None:
-        return f"no column looks like an answer among: {', '.join(names)}"
+        return f"no column looks like an answer among: {', '.join(names)}; name that column answer"
     if question is None and image is None:
         return f"no column looks like a question, and none holds images, among: {', '.join(names)}"
     fallback = _question_for(answer)
-    options: dict[str, Any] = {"image": image, "question": question or f"<image>{fallback}", "answer": answer}
+    shown = [name for name in images if _without_number(name) == _without_number(image)] if image else []
+    options: dict[str, Any] = {
+        "image": shown if len(shown) > 1 else image,
+        "question": question or f"<image>{fallback}",
+        "answer": answer,
+    }
     if extra:
         options["question"] = f"{{{question}}}\n{{{extra}}}"
+    if choices := _choices(rows, values[answer]) if question else []:
+        options["question"] = "\n".join([f"{{{question}}}", *(f"{name}. {{{name}}}" for name in choices)])
     if any(isinstance(value, list) and len(value) > 1 for value in values[answer]):
         options["references"] = answer
     if (system := _first_of(_SYSTEMS, texts)) is not None and system not in (question, answer):
         options["system"] = system
-    if (split := _first_of(_SPLITS, texts)) is not None and _is_split(values[split]):
-        options |= {"split": split, **split_names(values[split])}
-    if image is not None and any(row.get(image) in (None, "") for row in rows):
+    splits = split_values(rows)
+    if (split := _first_of(_SPLITS, splits)) is not None:
+        if sum(a != b for a, b in pairwise(splits[split])) >= _MAX_RUNS:
+            return f"column {split!r} names the split of each row, in mixed order; sort the rows by it"
+        options |= {"split": split, **split_names(splits[split])}
+    if any(row.get(name) in (None, "") for row in rows for name in shown):
         options["null_image"] = "absent"
-    used = {image, question, extra, answer, options.get("system"), options.get("split")}
-    with_extra = f" with {extra!r}" if extra else ""
+    used = {*shown, *choices, question, extra, answer, options.get("system"), options.get("split")}
+    with_extra = f" with {', '.join(map(repr, [extra] if extra else choices))}" if extra or choices else ""
     question_text = f"column {question!r}{with_extra} is the question" if question else f"each question is {fallback!r}"
     image_text = f"column {image!r} is the image" if image else "there is no image"
+    if len(shown) > 1:
+        image_text = f"columns {', '.join(map(repr, shown))} are the images, in this order"
     why = f"{image_text}, {question_text}, column {answer!r} is the answer"
     return Columns(options, why, tuple(name for name in names if name not in used))
 
@@ -110,6 +138,12 @@ def _answer_and_question(texts: Sequence[str], values: Mapping[str, list[Any]]) 
     return answer, question
 
 
+def _choices(rows: Sequence[Mapping[str, Any]], answers: Sequence[Any]) -> list[str]:
+    """Return the columns A, B, ... that hold the choices, if the answers are their letters and no choice is empty."""
+    letters = [name for name in "ABCDEFGH" if all(row.get(name) not in (None, "") for row in rows)]
+    return letters if len(letters) > 1 and all(answer in letters for answer in answers) else []
+
+
 def _question_for(answer: str) -> str:
     """Return the question for an answer column without a question column."""
     if _normalized(answer) in _LABELS:
@@ -120,8 +154,8 @@ def _question_for(answer: str) -> str:
 def split_names(values: Iterable[Any]) -> dict[str, Any]:
     """Return the options train_splits and heldout_splits for the values that name splits, where defaults do not do."""
     names = dict.fromkeys(str(value) for value in values)
-    train = [value for value in names if value.lower() in TRAIN]
-    heldout = [value for value in names if value.lower() in HELDOUT]
+    train = [value for value in names if split_of(value) == "train"]
+    heldout = [value for value in names if split_of(value) == "heldout"]
     options: dict[str, Any] = {}
     if set(train) - {"train"}:
         options["train_splits"] = train
@@ -130,10 +164,11 @@ def split_names(values: Iterable[Any]) -> dict[str, Any]:
     return options
 
 
-def _is_split(values: Sequence[Any]) -> bool:
-    words = [str(value).lower() for value in values]
-    runs = 1 + sum(a != b for a, b in pairwise(words))
-    return bool(words) and set(words) <= {*TRAIN, *HELDOUT} and runs <= _MAX_RUNS
+def split_values(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return column -> its values, for each column that names the split of its row."""
+    names = {name for row in rows for name in row if _normalized(name) in _SPLITS}
+    values = {name: [row[name] for row in rows if row.get(name) not in (None, "")] for name in names}
+    return {name: each for name, each in values.items() if each and all(split_of(str(value)) for value in each)}
 
 
 def _first_of(wanted: Sequence[str], names: Iterable[str]) -> str | None:
@@ -143,7 +178,12 @@ def _first_of(wanted: Sequence[str], names: Iterable[str]) -> str | None:
 
 
 def _normalized(name: str) -> str:
-    return name.strip().lower().replace(" ", "_").replace("-", "_")
+    plain = unicodedata.normalize("NFKD", name).encode("ascii", "ignore").decode()  # without accents
+    return plain.strip().lower().replace(" ", "_").replace("-", "_")
+
+
+def _without_number(name: str) -> str:
+    return name.rstrip("0123456789 _-")
 
 
 def _is_image(values: Sequence[Any]) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dataset_builders.readers.image_refs import IMAGE_SUFFIXES
-from dataset_builders.recognise.columns import DESCRIBE, find_columns
+from dataset_builders.recognise.columns import CLASSIFY, DESCRIBE, find_columns
 
 _TEXTS = ("txt", "caption", "text", "cls")
 
@@ -19,14 +19,14 @@ def tar_options(groups: Sequence[Mapping[str, bytes]]) -> dict[str, Any] | str:
     if not all(any(field.rpartition(".")[2] in IMAGE_SUFFIXES for field in group) for group in groups):
         options["text_only"] = True
     if "json" in fields and (json_options := _of_json(groups)) is not None:
-        return options | json_options
+        return json_options if isinstance(json_options, str) else options | json_options
     text = next((field for field in _TEXTS if field in fields), None)
     if text is None:
         return f"no member with text (json, {', '.join(_TEXTS)}) among: {', '.join(fields)}"
-    return options | {"question": f"constant:{DESCRIBE}", "answer": text}
+    return options | {"question": f"constant:{CLASSIFY if text == 'cls' else DESCRIBE}", "answer": text}
 
 
-def _of_json(groups: Sequence[Mapping[str, bytes]]) -> dict[str, Any] | None:
+def _of_json(groups: Sequence[Mapping[str, bytes]]) -> dict[str, Any] | str | None:
     records = [record for group in groups if (record := _record(group)) is not None]
     if any(isinstance(record, list) for record in records):
         return {"messages": "json"}
@@ -37,6 +37,11 @@ def _of_json(groups: Sequence[Mapping[str, bytes]]) -> dict[str, Any] | None:
     if isinstance(columns, str):
         return None
     question = columns.options["question"]
+    if question.startswith("{"):
+        joined = question.replace("\n", " ")
+        return (
+            f"its question is joined from several fields ({joined}), which no option does; write messages in its json"
+        )
     is_fixed = question.startswith("<image>")
     source = f"constant:{question.removeprefix('<image>')}" if is_fixed else f"json:{question}"
     return {"question": source, "answer": f"json:{columns.options['answer']}"}

@@ -70,8 +70,8 @@ def list_parts(source: StorePath, subsets: Sequence[str], options: ImageFolderOp
     """Return all parts of the source, each with the names of its rows' files. The source is listed once.
 
     Raises:
-        InputError: there is no such directory or subset, no image, a folder whose name cannot be part of a key, or a
-            text file that is a link out of the source.
+        InputError: there is no such directory or subset, no image, two folders that would be the same subset, or a text
+            file that is a link out of the source.
     """
     if source.is_file():
         raise InputError(f"raw data {source} is a file; the builder image_folder reads a directory of images")

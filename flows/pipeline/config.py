@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from dataset_builders.contracts.strict import StrictModel
+from dataset_builders.errors import shown
 from dataset_builders.sources.registry import get_builder
 from dataset_builders.storage.store import check_no_userinfo
 from flows.resources.execution import ExecutionConfig
@@ -168,6 +169,11 @@ class PipelineConfig(StrictModel):
 
     def _check_sources(self) -> None:
         """Check that each source has a builder, and that several sources have different names."""
+        if self.plan_bins.shares:
+            raise ValueError(
+                f"plan_bins.shares={shown(self.plan_bins.shares)} is filled in from data; give each source of data its "
+                "share, or for subsets of one source set plan_bins.mixture={SUBSET: {weight: 2}}"
+            )
         if not isinstance(self.data, tuple):
             if self.convert.builder is None:
                 raise ValueError("convert.builder is missing; `athanor init DATA` finds the one that reads the data")

@@ -34,15 +34,17 @@ def _nearest(path: Sequence[str], model: type[BaseModel]) -> str:
     here = list(dict.fromkeys(name for holder in _models_at(model, path[:-1]) for name in holder.model_fields))
     if close := difflib.get_close_matches(path[-1], here, n=1, cutoff=0.6):
         return f"; did you mean {'.'.join([*path[:-1], close[0]])}?"
-    everywhere = _all_fields(model)
-    by_name = [dotted for dotted in everywhere if dotted.rpartition(".")[2] == path[-1]]
-    if close := by_name or difflib.get_close_matches(".".join(path), everywhere, n=1, cutoff=0.6):
-        return f"; did you mean {close[0]}?"
+    owners: dict[str, dict[str, None]] = {}  # last name of a field -> the parts that have it, in order
+    for owner, _, name in (dotted.rpartition(".") for dotted in _all_fields(model)):
+        owners.setdefault(name, {})[f"`{owner}`" if owner else "the top of a recipe"] = None
+    for name in difflib.get_close_matches(path[-1], owners, n=1, cutoff=0.8):
+        places = " or ".join([*owners[name]][:3])
+        return f"; `{name}` belongs to {places}" if name == path[-1] else f"; did you mean `{name}` of {places}?"
     return f"; known here: {', '.join(here)}"
 
 
 def _models_at(model: type[BaseModel], path: Sequence[str]) -> list[type[BaseModel]]:
-    models, keys = [model], iter(path)
+    models, keys = [model], (key for key in path if not key.isdigit())  # a digit is an index of a list
     for key in keys:
         annotations = [model.model_fields[key].annotation for model in models if key in model.model_fields]
         models = [inner for annotation in annotations for inner in submodels(annotation)]

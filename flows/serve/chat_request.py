@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, ValidationError, model_validator
 
 from dataset_builders.contracts.sample import IMAGE_SLOT, Message, SkipSample
 from flows.serve.api_error import ApiError, field_error, of_validation
@@ -71,8 +71,8 @@ class ChatMessage(_Checked):
 class StreamOptions(_Checked):
     """Settings of a streamed answer."""
 
-    include_usage: bool = False
-    include_obfuscation: bool = False
+    include_usage: StrictBool = False
+    include_obfuscation: StrictBool = False
 
 
 class _TextFormat(_Checked):
@@ -90,7 +90,7 @@ class ChatRequest(_Checked):
     top_p: Annotated[float, Field(gt=0, le=1, strict=True)] = 1.0
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63, strict=True)] | None = None
     stop: Annotated[list[Annotated[str, Field(min_length=1, max_length=200)]], Field(max_length=4)] | None = None
-    stream: bool = False
+    stream: StrictBool = False
     stream_options: StreamOptions | None = None
     # Fields of OpenAI's API that are taken at the value at which they change nothing.
     n: Literal[1] = 1
@@ -101,7 +101,7 @@ class ChatRequest(_Checked):
     # Fields that never change an answer.
     user: str | None = None
     metadata: dict[str, str] | None = None
-    store: bool | None = None
+    store: StrictBool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None

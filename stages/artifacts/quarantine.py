@@ -69,7 +69,12 @@ def reason_words(skips: Mapping[str, int]) -> str:
 
 
 def check_lost(
-    skips: Mapping[str, int], num_samples: int, limit: tuple[str, float], source: StorePath | str, where: str
+    skips: Mapping[str, int],
+    num_samples: int,
+    limit: tuple[str, float],
+    source: StorePath | str,
+    where: str,
+    left_out: Iterable[LeftOut] = (),
 ) -> None:
     """Check that a stage does not lose too large a share of its samples.
 
@@ -79,6 +84,8 @@ def check_lost(
         limit: name of the field that bounds the share of lost samples, and its value.
         source: where the samples come from, for the message.
         where: the file that lists the lost samples, for the message.
+        left_out: the lost samples. The message names the first one with the commonest reason; without them it explains
+            the reason.
 
     Raises:
         InputError: at least 3 samples and more than the allowed share are lost, or all samples are lost.
@@ -87,7 +94,8 @@ def check_lost(
     if num_lost < num_samples and (num_lost < MIN_LOST or num_lost <= fraction * num_samples):
         return
     worst = max(skips, key=skips.__getitem__, default="")
-    meaning = f"{worst}: {SKIP_REASONS[worst]}; " if worst else ""
+    first = next((f"the first of {worst}: {each.key}: {each.detail}" for each in left_out if each.reason == worst), "")
+    meaning = f"{first or f'{worst}: {SKIP_REASONS[worst]}'}; " if worst else ""
     raise InputError(
         f"{num_lost} of {num_samples} samples of {source} cannot be used ({reason_words(skips)}), and "
         f"{field}={fraction:g} allows {int(fraction * num_samples)}; {meaning}mend the data or raise the limit; "

@@ -38,7 +38,8 @@ from stages.convert.write import RawRows, write_all, write_tasks
 from stages.pages.dataset_card import DATASET_CARD
 
 # 3: references of documents without the_cauldron's full stop; 4: min_heldout, running numbers with any number of digits
-VERSION = 4
+# 5: a key twice, the digits of float32
+VERSION = 5
 
 _ROWS_PER_WORKER = 2000  # rows that take about as long as the start of a process
 
@@ -56,9 +57,8 @@ def _run(
     num_left_out = write_quarantine(work, iter_left_out(scan, plan, rows.parts))
     lost = {reason: number for reason, number in plan.skips().items() if reason != DUPLICATE}
     sources = " and ".join(str(inputs[role].dir) for role in config.readings)
-    check_lost(
-        lost, len(scan), ("convert.max_skip_fraction", config.max_skip_fraction), sources, str(work / QUARANTINE)
-    )
+    limit = ("convert.max_skip_fraction", config.max_skip_fraction)
+    check_lost(lost, len(scan), limit, sources, str(work / QUARANTINE), iter_left_out(scan, plan, rows.parts))
     check_heldout(plan, own_splits, draw)
     num_kept = int(plan.kept.sum())
     shards = write_all(write_tasks(work, scan, plan, rows), num_kept, num_rows, resources)

@@ -66,7 +66,9 @@ def _run(
     left_out, stats_of_notes = _collect_notes(work, names, chat)
     stats = _stats(work, chat, pixels)
     skips, limit = count_reasons(left_out), ("tokenize.max_skip_fraction", config.max_skip_fraction)
-    check_lost(skips, stats["total"]["num_samples"] + len(left_out), limit, samples.dir, str(work / QUARANTINE))
+    check_lost(
+        skips, stats["total"]["num_samples"] + len(left_out), limit, samples.dir, str(work / QUARANTINE), left_out
+    )
     stats |= stats_of_notes | {"system_prompt": config.system_prompt}
     write_tokenize_report(work, left_out, stats, chat, pixels)
     _write_card(samples.dir, work, stats)

@@ -116,6 +116,15 @@ def csv_semicolons(d: Path, rows: Sequence[Row]) -> None:
     _table(d / "list.csv", ("File Name", "Prompt", "Label"), cells, delimiter=";")
 
 
+def csv_of_excel(d: Path, rows: Sequence[Row]) -> None:
+    """Write a CSV file as Excel does, with German names, a byte order mark, `sep=;` and paths of Windows."""
+    write_images(d / "Bilder 1", rows)
+    cells = [(f"Bilder 1\\{row.name}.png", row.question, row.answer) for row in rows]
+    file = d / "Pr\u00fcfung Mai.csv"
+    _table(file, ("Bild", "Frage", "Antwort"), cells, delimiter=";")
+    file.write_bytes(b"\xef\xbb\xbfsep=;\r\n" + file.read_bytes())
+
+
 def json_lines(d: Path, rows: Sequence[Row]) -> None:
     write_images(d / "images", rows)
     _lines(
@@ -132,12 +141,13 @@ def parquet_images(d: Path, rows: Sequence[Row]) -> None:
 
 
 def arrow_dataset(d: Path, rows: Sequence[Row]) -> None:
-    """Write the layout of `datasets.save_to_disk`: an Arrow stream and JSON files about it."""
+    """Write the layout of `datasets.save_to_disk`: an Arrow stream, JSON files about it, and a cache."""
     folder = d / "train"
     folder.mkdir(parents=True)
     table = pa.table({"image": [_struct(row) for row in rows], "label": [row.answer for row in rows]})
-    with pa.ipc.new_stream(folder / "data-00000-of-00001.arrow", table.schema) as out:
-        out.write_table(table)
+    for name, some in (("data-00000-of-00001", table), ("cache-afa8b123ab68dffa", table[:9])):
+        with pa.ipc.new_stream(folder / f"{name}.arrow", table.schema) as out:
+            out.write_table(some)
     for name, content in (("train/state.json", {"_fingerprint": "x"}), ("dataset_dict.json", {"splits": ["train"]})):
         (d / name).write_text(json.dumps(content))
 
@@ -194,6 +204,7 @@ LAYOUTS: dict[str, tuple[Callable[[Path, Sequence[Row]], None], str]] = {
     "swift_jsonl": (swift_jsonl, "openai_messages"),
     "csv_paths": (csv_paths, "table"),
     "csv_semicolons": (csv_semicolons, "table"),
+    "csv_of_excel": (csv_of_excel, "table"),
     "json_lines": (json_lines, "table"),
     "parquet_images": (parquet_images, "table"),
     "arrow_dataset": (arrow_dataset, "table"),

@@ -5,7 +5,17 @@ import json
 import shutil
 from pathlib import Path
 
-from tests.helpers.own_data import LAYOUTS, csv_paths, draw_rows, json_lines, llava_json, parquet_images, write_images
+from tests.helpers.own_data import (
+    LAYOUTS,
+    csv_paths,
+    csv_semicolons,
+    draw_rows,
+    json_lines,
+    llava_json,
+    openai_jsonl,
+    parquet_images,
+    write_images,
+)
 
 
 def _drop_half_of_the_images(d, rows):
@@ -55,6 +65,9 @@ def _coco(d: Path, rows) -> None:
         (d / f"captions_{split}.json").write_text(json.dumps({"images": images, "annotations": captions}))
 
 
+_NUMBERS = [(f";{colour}", f";{number}") for number, colour in enumerate(("red", "blue", "green", "yellow"))]
+
+
 def _lines(rows):
     return [{"image": "x.png", "question": row.question, "answer": row.answer} for row in rows]
 
@@ -88,6 +101,22 @@ FAULTS = {
         _write("a.csv", "image,question,answer\na.png,b,c\n".encode("utf-16")),
         "a.csv is UTF-16; convert it to UTF-8",
     ),
+    "csv of Western Windows": (
+        _write("a.csv", "image;answer;Gr\u00f6\u00dfe\na.png;\u201egr\u00fcn\u201c;1\n".encode("cp1252")),
+        "a.csv: the header is not UTF-8; save the file again as UTF-8",
+    ),
+    "splits in mixed order": (
+        _write("a.csv", b"question,answer,split\n" + b"a?,b,train\nc?,d,test\n" * 10),
+        "a.csv: column 'split' names the split of each row, in mixed order; sort the rows by it",
+    ),
+    "a split that no builder reads": (
+        _after(openai_jsonl, _replace("chats.jsonl", ('{"messages"', '{"split": "test", "messages"'))),
+        "split names the split of each row, and is not used; write a file for each split",
+    ),
+    "a drive of Windows": (
+        _after(csv_paths, _replace("data.csv", ("imgs/", "C:\\imgs\\"))),
+        "a path on a drive of Windows; name the image by its path below the data",
+    ),
     "csv by gzip": (
         _write("a.csv", gzip.compress(b"image,question,answer\n")),
         "a.csv is compressed by gzip; unpack it",
@@ -114,6 +143,18 @@ FAULTS = {
     "json of one object": (
         _write("a.json", b'{"version": 1}'),
         "a.json: no column looks like a question, and none holds images, among: version",
+    ),
+    "json of one object with a list": (
+        _write("a.json", lambda rows: json.dumps({"data": _lines(rows)}).encode()),
+        "a.json is one object with a list 'data'; write its list of rows alone",
+    ),
+    "json of one object over several lines": (
+        _write("a.json", lambda rows: json.dumps({"data": _lines(rows)}, indent=1).encode()),
+        "a.json is one object over several lines; write its list of rows alone",
+    ),
+    "numbers of classes": (
+        _after(csv_semicolons, _replace("list.csv", ("Prompt", "Note"), ("?", "."), *_NUMBERS)),
+        "the answers are the numbers of classes",
     ),
     "json of numbers": (
         _write("a.jsonl", b"1\n2\n3\n"),

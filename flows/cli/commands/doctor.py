@@ -21,6 +21,7 @@ from dataset_builders.known_version import installed_version
 from dataset_builders.storage.store import side_dir
 from flows.cli.text_table import print_table
 from flows.resources.host import ask_driver
+from trainer.contract.machine.modules import FLASH_GAIN, KERNEL_CAPABILITY, Host
 
 HUB = "https://huggingface.co"
 MIN_MEMORY_GB = 3.0
@@ -28,6 +29,7 @@ MIN_DISK_GB = 2.0
 _CHECKOUT = Path(__file__).parents[3]
 _INSTALL = "pip install -c constraints.txt -e ."
 _INSTALL_ON_GPU = "make gpu"
+_INSTALL_FLASH = "pip install -c constraints.txt -e '.[flash]'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,7 @@ def doctor_command(args: argparse.Namespace) -> int:
         check_tested_versions(_CHECKOUT, has_gpu=bool(gpu_names)),
         *check_machine(side_dir(args.root)),
         *check_gpus(gpu_names),
+        *check_flash(ask_driver("compute_cap")),
     ]
     if args.network:
         findings.append(check_network())
@@ -154,6 +157,28 @@ def check_gpus(names: list[str]) -> list[Finding]:
     else:
         engine = Finding("transformer engine", "ok", importlib.metadata.version("transformer-engine"))
     return [Finding("GPU", "ok", f"{len(names)} x {names[0]}"), engine]
+
+
+def check_flash(capabilities: list[str]) -> list[Finding]:
+    """Check whether FlashAttention 4 is installed where the first GPU can use it.
+
+    Args:
+        capabilities: the GPUs' compute capabilities from the driver, such as "9.0".
+
+    Returns:
+        nothing if there is no GPU, or if its capability is unknown.
+    """
+    major, _, minor = (capabilities or [""])[0].partition(".")
+    if not (major.isdigit() and minor.isdigit()):
+        return []
+    what, version = "FlashAttention 4", installed_version("flash-attn-4")
+    if not Host(capability=(int(major), int(minor)), flash="any").has_flash:
+        needed = ".".join(map(str, KERNEL_CAPABILITY))
+        return [Finding(what, "ok", f"not used: it needs compute capability {needed}, and the GPU has {major}.{minor}")]
+    if version:
+        return [Finding(what, "ok", version)]
+    way_out = f"{_INSTALL_ON_GPU}, or without a compiler: {_INSTALL_FLASH}"
+    return [Finding(what, "note", f"not installed: with it, training is about {FLASH_GAIN} times as fast", way_out)]
 
 
 def check_network(url: str = HUB) -> Finding:

@@ -9,8 +9,9 @@ import numpy as np
 
 from dataset_builders.contracts.sample import IMAGE_SLOT, Sample
 from dataset_builders.pictures.images import read_rgb
+from dataset_builders.readers.heldout_names import split_of
 from dataset_builders.recognise.candidates import Survey
-from dataset_builders.recognise.columns import HELDOUT
+from dataset_builders.recognise.columns import CLASSIFY
 from dataset_builders.recognise.recognise import Recognised
 from dataset_builders.recognise.trial import Trial
 from stages.artifacts.quarantine import MIN_LOST
@@ -65,10 +66,13 @@ def anomalies(found: Survey, trial: Trial, limit: float) -> Iterator[str]:
         )
     if trial.duplicates:
         yield f"{trial.duplicates} of {len(trial.samples)} samples repeat one before them, and will be left out"
-    if trial.reading.unused:
-        yield f"columns that are not used: {', '.join(trial.reading.unused)}"
+    unused = ", ".join(trial.reading.unused)
+    if unused and trial.reading.builder == "table":
+        yield f"columns that are not used: {unused}"
+    elif unused:
+        yield f"{unused} names the split of each row, and is not used; write a file for each split: train, test"
     yield from found.problems
-    inner = [name for name in found.image_dirs if name.rpartition("/")[2].lower() in HELDOUT]
+    inner = [name for name in found.image_dirs if split_of(name.rpartition("/")[2]) == "heldout"]
     if trial.reading.builder == "image_folder" and inner and not trial.heldout:
         yield f"images in {inner[0]} are trained on; to hold them out, give the folder above as the data"
     used = sum(len(sample.images) for sample in trial.samples)
@@ -78,6 +82,8 @@ def anomalies(found: Survey, trial: Trial, limit: float) -> Iterator[str]:
         names = ", ".join(found.others[:_FEW]) + (" ..." if len(found.others) > _FEW else "")
         yield f"files that are not read: {names}"
     answers = Counter(sample.messages[-1].text for sample in trial.samples)
+    if str(trial.reading.options.get("question")).endswith(CLASSIFY) and all(text.isdigit() for text in answers):
+        yield "the answers are the numbers of classes; write the names in their place, or the model learns numbers"
     text, times = answers.most_common(1)[0]
     if len(trial.samples) >= 10 and times > 0.9 * len(trial.samples):
         yield f"{times} of {len(trial.samples)} answers are {text[:60]!r}: there is little to learn"

@@ -48,6 +48,16 @@ def test_paths_are_relative_to_the_root_where_there_is_one(source):
     assert refused(ImageReader(part_of(source)), "1.png").reason == "image_not_found"
 
 
+def test_a_path_of_windows_is_read_and_a_drive_is_named(source):
+    reader = ImageReader(part_of(source))
+    assert reader.read("..\\pics\\1.png") == ONE
+    assert "outside of the source" in refused(reader, "..\\..\\outside.png").detail
+    assert "a path on a drive of Windows" in refused(reader, "C:\\data\\1.png").detail
+    if os.name == "posix":
+        write_file(source / "s/a\\b.png", ONE + b"b")
+        assert reader.read("a\\b.png") == ONE + b"b"
+
+
 def test_an_absolute_path_into_the_source_is_one_of_its_own(source):
     assert ImageReader(part_of(source)).read(str(source / "pics/1.png")) == ONE
 

@@ -20,6 +20,11 @@ SOURCES = {
         "gqa-1.tar": "gqa-1",
         "coco2014.tar": "coco",
     },
+    "characters that no key has": {
+        "my data.tar": "my_data",
+        "gr\u00f6\u00dfe-00000.tar": "gr__e",
+        "my cats/0.tar": "my_cats",
+    },
     "folders": {"chart_1/0.tar": "chart_1", "chart_2/0.tar": "chart_2", "chart_2/1.tar": "chart_2"},
 }
 

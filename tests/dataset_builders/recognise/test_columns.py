@@ -19,6 +19,8 @@ STRUCT = {"bytes": b"\x89PNG", "path": None}
         ({"image": STRUCT, "latex_formula": "x^2"}, ("image", f"<image>{READ}", "latex_formula")),
         ({"picture": "data:image/png;base64,iVBO", "q": "Is it a dog?", "a": "no"}, ("picture", "q", "a")),
         ({"instruction": "Add.", "output": 3, "source": "web"}, (None, "instruction", "output")),
+        ({"Bild": "1.jpg", "Frage": "a?", "Antwort": "b", "Gr\u00f6\u00dfe": 3}, ("Bild", "Frage", "Antwort")),
+        ({"fichier": "1.jpg", "R\u00e9ponse": "b"}, ("fichier", f"<image>{DESCRIBE}", "R\u00e9ponse")),
         ({"page scan": STRUCT, "id": 1, "words": "a b"}, ("page scan", f"<image>{DESCRIBE}", "words")),
     ],
 )
@@ -26,6 +28,13 @@ def test_columns_by_their_names_and_values(row, expected):
     found = find_columns([row, row])
     assert (found.options["image"], found.options["question"], found.options["answer"]) == expected
     assert set(found.unused) == set(row) - set(expected)
+
+
+def test_numbered_columns_of_images_are_shown_together_and_others_are_not():
+    row = {"image": STRUCT, "image_2": STRUCT, "mask": STRUCT, "question": "the same?", "answer": "no"}
+    columns = find_columns([row, row])
+    assert columns.options["image"] == ["image", "image_2"] and columns.unused == ("mask",)
+    assert find_columns([row, {**row, "image_2": None}]).options["null_image"] == "absent"
 
 
 def test_several_answers_are_references_and_a_null_image_may_be_absent():
@@ -46,6 +55,14 @@ def test_several_questions_in_a_row_are_refused_and_no_other_column_is_taken_for
     assert f"column {column!r} holds" in find_columns([row]) and "openai_messages" in find_columns([row])
 
 
+def test_the_choices_that_an_answer_names_belong_to_the_question():
+    row = {"image": "1.png", "question": "Which?", "A": "red", "B": "blue", "answer": "B"}
+    columns = find_columns([row, {**row, "answer": "A"}])
+    assert columns.options["question"] == "{question}\nA. {A}\nB. {B}" and columns.unused == ()
+    assert find_columns([{**row, "answer": "red"}]).options["question"] == "question"
+    assert find_columns([row, {**row, "B": ""}]).unused == ("A", "B")
+
+
 def test_the_input_of_an_instruction_belongs_to_the_question():
     rows = [{"instruction": "Add.", "input": "1 + 2", "output": "3"}, {"instruction": "Greet.", "output": "Hi."}]
     columns = find_columns(rows)
@@ -62,7 +79,10 @@ def test_a_column_of_splits_is_taken_where_its_values_are_known():
 @pytest.mark.parametrize(
     ("row", "why"),
     [
-        ({"image": STRUCT, "width": [3, None]}, "no column looks like an answer among: image, width"),
+        (
+            {"image": STRUCT, "width": [3, None]},
+            "no column looks like an answer among: image, width; name that column answer",
+        ),
         ({"answer": "b", "id": 3}, "no column looks like a question, and none holds images, among: answer, id"),
     ],
 )
@@ -81,7 +101,7 @@ def test_why_there_is_no_reading(row, why):
         ),
         ({"jpg": b"", "json": b'{"caption": "b"}'}, {"question": f"constant:{DESCRIBE}", "answer": "json:caption"}),
         ({"json": b'[{"role": "user"}]'}, {"text_only": True, "messages": "json"}),
-        ({"jpg": b"", "json": b"{", "cls": b"3"}, {"question": f"constant:{DESCRIBE}", "answer": "cls"}),
+        ({"jpg": b"", "json": b"{", "cls": b"3"}, {"question": f"constant:{CLASSIFY}", "answer": "cls"}),
     ],
 )
 def test_members_of_a_tar(group, options):
@@ -93,3 +113,5 @@ def test_a_tar_without_text_is_refused():
         tar_options([{"jpg": b"", "npy": b""}]) == "no member with text (json, txt, caption, text, cls) among: jpg, npy"
     )
     assert tar_options([]) == "it holds no sample"
+    joined = {"jpg": b"", "json": b'{"question": "Which?", "A": "red", "B": "blue", "answer": "B"}'}
+    assert "joined from several fields ({question} A. {A} B. {B})" in tar_options([joined])

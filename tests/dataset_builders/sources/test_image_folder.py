@@ -193,13 +193,13 @@ def test_links_out_of_the_source_are_not_followed(tmp_path):
 
 
 def test_sources_that_hold_no_rows_are_named(tmp_path):
-    write_files(tmp_path, {"raw/cats/1.png": ONE, "my cats/1.png": ONE, "empty/a.md": "a"})
+    write_files(tmp_path, {"raw/cats/1.png": ONE, "my cats/1.png": ONE, "my_cats/1.png": ONE, "empty/a.md": "a"})
     for where, subsets, message in (
         ("raw", ["cat"], "no subset 'cat' in .*; did you mean 'cats'"),
         ("raw/cats/1.png", (), "is a file; the builder image_folder reads a directory"),
         ("empty", (), "holds no image"),
         ("none", (), "does not exist"),
-        ("", (), r"subset 'my cats' cannot be part of a key; rename it"),
+        ("", (), r"'my cats' and 'my_cats' would both be the subset my_cats; rename one"),
     ):
         with pytest.raises(InputError, match=message):
             read_source("image_folder", tmp_path / where, subsets, **CAPTIONS)

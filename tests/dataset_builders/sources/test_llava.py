@@ -88,6 +88,12 @@ def test_a_system_turn_comes_first(tmp_path):
     assert [role for role, _ in turns(sample)] == ["system", "user", "assistant"]
 
 
+@pytest.mark.parametrize("tools", ["", "[]", [], None])
+def test_a_row_whose_list_of_tools_is_empty_is_read(tools, tmp_path):
+    (sample,) = read_rows(tmp_path, [row("a?", "b", tools=tools)])
+    assert turns(sample) == [("user", "a?"), ("assistant", "b")]
+
+
 def test_an_id_that_comes_twice_does_no_harm(tmp_path):
     items = read_rows(tmp_path, [row("a?", "b"), row("c?", "d")])
     assert [item.key for item in items] == ["mix/00000000", "mix/00000001"]

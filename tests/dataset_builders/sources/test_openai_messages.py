@@ -223,6 +223,7 @@ def test_parquet_with_structs_and_with_text(tmp_path):
 BAD_ROWS = {
     "no json": (b'{"messages": [', "json_parse_error"),
     "not utf-8": (b'{"messages": "\xff"}', "json_parse_error"),
+    "a key twice": (b'{"messages": [{"role": "user", "role": "system", "content": "a"}]}', "json_parse_error"),
     "deep": (b"[" * 100_000, "json_parse_error"),
     "a list": ([], "schema_error"),
     "a number": (7, "schema_error"),
@@ -409,8 +410,8 @@ def test_sources_that_cannot_be_read(tmp_path):
         read(tmp_path / "no")
     with pytest.raises(InputError, match="holds neither"):
         read(tmp_path)
-    write_file(tmp_path / "v1.5.jsonl", lines(numbered(1)))
-    with pytest.raises(InputError, match=r"v1\.5.*rename"):
+    write_file(tmp_path / "a\nb.jsonl", lines(numbered(1)))
+    with pytest.raises(InputError, match=r"a\\nb.*rename"):
         read(tmp_path)
 
 

@@ -144,6 +144,12 @@ def test_a_bad_row_is_named_and_its_neighbours_stay(row, source):
     assert [item.key for item in found] == [f"t/{i:08d}" for i in range(3)]
 
 
+def test_the_line_of_excel_that_names_the_delimiter(source):
+    text = "\ufeffsep=;\r\nimage;question;answer\r\n1.png;What?;a, b, c\r\n"
+    assert [turns(item)[1][1] for item in read_csv(source, text)] == ["a, b, c"]
+    assert [turns(item)[1][1] for item in read_csv(source, "sep=|\nimage|question|answer\n1.png|?|a\n")] == ["a"]
+
+
 def test_empty_cells_of_images_and_references_are_null(source):
     text = "image,question,answer,all\n ,What?,this,\n1.png,What?,this,that\n1.png,,this,\n"
     found = read_csv(source, text, null_image="absent", references="all")
@@ -163,7 +169,7 @@ WRONG = {
         r"has no column 'image'.*: 'ima\\nge', question, answer; did",
     ),
     "a column twice": (b"image,question,answer, answer\n", "has the column 'answer' 2 times"),
-    "header not UTF-8": (b"image,question,answer,r\xe9f\n", "the header line is not UTF-8; convert the file"),
+    "header not UTF-8": (b"image,question,answer,r\xe9f\n", r"not UTF-8; .*iconv -f WINDOWS-1252 -t UTF-8"),
     "open quote": (
         (HEADER + GOOD + '1.png,"What?,this\n' + GOOD).encode(),
         f"the row at byte {len(HEADER + GOOD)} is not finished at the end of the file",
@@ -216,6 +222,10 @@ BAD_JSON = {
     '{"image": "1.png", "question": "What?", "answer": "\\ud800"}': ("schema_error", "not Unicode"),
     '["1.png", "What?", "a"]': ("schema_error", "the row is an array, not an object"),
     '{"image": "1.png"': ("json_parse_error", ""),
+    '{"image": "1.png", "question": "What?", "answer": "a", "answer": "b"}': (
+        "json_parse_error",
+        "the key 'answer' twice",
+    ),
 }
 
 
@@ -227,6 +237,14 @@ def test_a_bad_json_row_is_named_and_its_neighbours_stay(row, source):
     reason, detail = BAD_JSON[row]
     assert reasons(found) == [None, reason, None] and detail in found[1].detail
     assert turns(found[0]) == turns(found[2]) == [("user", "<image>1"), ("assistant", "yes, true, 1.5")]
+
+
+def test_a_row_of_a_json_array_that_holds_a_key_twice_is_left_out(source):
+    good = '{"image": "1.png", "question": "What?", "answer": "a"}'
+    twice = '{"image": "1.png", "question": "What?", "answer": "a", "x": {"y": 1, "z": [{"k": 1, "k": 2}]}}'
+    write_file(source / "t.json", f"[{good}, {twice}, {good}]".encode())
+    found = read(source)
+    assert reasons(found) == [None, "json_parse_error", None] and "the key 'k' twice" in found[1].detail
 
 
 SPLITS = ["train", "test", "train", "", "validation", "test", "test", "test", "train"]

@@ -66,6 +66,24 @@ def test_a_gpu_without_the_engine_is_slower_and_says_what_mends_it(monkeypatch, 
     assert main(["doctor", "--root", str(tmp_path)]) == 0 and "make gpu" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("capabilities", "version", "state", "words"),
+    [
+        (["9.0", "9.0"], "4.0.0b36", "ok", "4.0.0b36"),
+        (["9.0"], "", "note", "not installed"),
+        (["8.9"], "", "ok", "needs compute capability 9.0, and the GPU has 8.9"),
+    ],
+)
+def test_flash_attention_where_the_gpu_can_use_it(monkeypatch, capabilities, version, state, words):
+    monkeypatch.setattr(doctor, "installed_version", lambda name: version)
+    (finding,) = doctor.check_flash(capabilities)
+    assert finding.state == state and words in finding.value
+    assert finding.way_out == (
+        "make gpu, or without a compiler: pip install -c constraints.txt -e '.[flash]'" if state == "note" else ""
+    )
+    assert doctor.check_flash([]) == []
+
+
 def test_no_network_is_a_note():
     finding = doctor.check_network("http://127.0.0.1:9")
     assert finding.state == "note" and "give directories" in finding.way_out

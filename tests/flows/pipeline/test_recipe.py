@@ -98,10 +98,13 @@ def test_the_default_is_the_embedded_one():
         ("train.optim.lr_=1", "unknown key train.optim.lr_; did you mean train.optim.lr?"),
         ("data={kind: receipt}", "data.kind='receipt' should be 'receipts'"),
         ("train.optm.lr=1", "unknown key train.optm; did you mean train.optim?"),
-        ("lr=1e-5", "unknown key lr; did you mean train.optim.lr?"),
+        ("lr=1e-5", "unknown key lr; `lr` belongs to `train.optim` or `train.vision`"),
         ("model.hiden_size=64", "unknown key model.hiden_size; did you mean model.hidden_size?"),
         ("tokenize.max_seqlen=64", "unknown key tokenize.max_seqlen; did you mean tokenize.max_seq_len?"),
         ("execution.cluster.proceses=2", "did you mean execution.cluster.processes?"),
+        ("model.source=x", "unknown key model.source; `source` belongs to `data`"),
+        ("max_pixls=64", "unknown key max_pixls; did you mean `max_pixels` of `model` or `tokenize`?"),
+        ("train.data=x", "unknown key train.data; `data` belongs to the top of a recipe"),
         ("zzz=1", "unknown key zzz; known here: name, data, model"),
     ],
 )
@@ -482,7 +485,7 @@ def test_several_sources_are_inputs_of_convert_and_their_shares_are_the_bins():
         ([ONE, {**OTHER, "name": "a"}], NO_BUILDER, "two sources of data have the same name: a, a; rename one"),
         ([{**ONE, "builder": None}], NO_BUILDER, "the source a of data has no builder"),
         ([{**ONE, "name": "a_b"}], NO_BUILDER, "data.0.name='a_b' "),
-        ([{**ONE, "bulder": "llava"}], NO_BUILDER, "unknown key data.0.bulder; did you mean data.builder?"),
+        ([{**ONE, "bulder": "llava"}], NO_BUILDER, "unknown key data.0.bulder; did you mean data.0.builder?"),
         (
             [{**OTHER, "options": {"turn": 1}}],
             NO_BUILDER,
@@ -490,6 +493,7 @@ def test_several_sources_are_inputs_of_convert_and_their_shares_are_the_bins():
         ),
         ([{**ONE, "source": "s3://me:secret@host/x"}], NO_BUILDER, "the source of data a"),
         ("/a", NO_BUILDER, "convert.builder is missing"),
+        ("/a", ("plan_bins.shares={a: 1}",), "plan_bins.shares={'a': 1.0} is filled in from data; give each source"),
         ([], NO_BUILDER, "data"),
     ],
 )

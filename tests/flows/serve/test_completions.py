@@ -225,6 +225,8 @@ WRONG = [
     ({"temperature": True}, 400, "temperature", "should be a valid number, got True"),
     ({"top_p": "1"}, 400, "top_p", "got '1'"),
     ({"n": 2}, 400, "n", "got 2"),
+    ({"stream": "yes"}, 400, "stream", "should be true or false, got 'yes'"),
+    ({"stream_options": {"include_usage": 1}}, 400, "stream_options.include_usage", "got 1"),
     ({"tools": []}, 400, "tools", "does not know the field"),
     ({"stop": [""]}, 400, "stop[0]", "should not be empty"),
     ({"\ud800": 1}, 400, None, "unicode"),

@@ -74,7 +74,7 @@ def split_by_file(d, rows):
 
 def split_by_folder_of_images(d, rows):
     captions(d / "Train", rows[:30])
-    captions(d / "Test", rows[30:])
+    captions(d / "test_images2017", rows[30:])
 
 
 @pytest.mark.parametrize("write", [split_by_folder, split_by_file, split_by_folder_of_images])
