@@ -15,12 +15,12 @@ from trainer.layers.segments import PackedSegments
 HEADS, GROUPS, DIM = 4, 2, 8
 
 
-def attend(self, query, key, value, query_bounds, key_bounds, most_queries, most_keys) -> torch.Tensor:
+def attend(self, qkv, bounds, longest, places=None) -> torch.Tensor:
     """Segment by segment; the mask of causal attention begins at the last query and the last key."""
-    outs = []
-    for (q0, q1), (k0, k1) in zip(*(itertools.pairwise(x.tolist()) for x in (query_bounds, key_bounds)), strict=True):
-        assert q1 - q0 <= most_queries
-        assert k1 - k0 <= most_keys
+    (query, key, value), outs = qkv, []
+    for (q0, q1), (k0, k1) in zip(*(itertools.pairwise(x.tolist()) for x in bounds), strict=True):
+        assert q1 - q0 <= longest[0]
+        assert k1 - k0 <= longest[1]
         seen = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool).tril(k1 - k0 - (q1 - q0))
         q, k, v = (x.transpose(0, 1) for x in (query[q0:q1], key[k0:k1], value[k0:k1]))
         outs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True).transpose(0, 1))
