@@ -73,8 +73,8 @@ class FlashAttention(TorchVarlenAttention):
             return super().forward(query, key, value, packed_seq_params=packed_seq_params)
         bounds, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
         if self.cp_group is None:
-            places = packed_seq_params.places
-            return self._attend((query, key, value), (bounds, bounds), (longest, longest), places).flatten(1)
+            pairs = (bounds, bounds), (longest, longest)
+            return self._attend((query, key, value), *pairs, packed_seq_params.places).flatten(1)
         ranks, rank = self.cp_group.size(), self.cp_group.rank()
         key, value = (gather_sequence(x, packed_seq_params.cp_order, self.cp_group) for x in (key, value))
         out = torch.empty_like(query)

@@ -58,7 +58,7 @@ class _RmsNorm(torch.autograd.Function):
         x = x.contiguous()
         ctx.save_for_backward(x, weight)
         ctx.eps, ctx.centre = eps, centre
-        out, shape = torch.empty_like(x), _shape(x)
+        out, shape = torch.empty_like(x), row_blocks(x)
         rows = x.numel() // x.size(-1)
         grid = (triton.cdiv(rows, shape["ROWS"]),)
         _rms_norm_fwd[grid](x, weight, out, rows, eps, CENTRE=centre, **shape)
@@ -67,7 +67,7 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_out):
         x, weight = ctx.saved_tensors
-        shape, d_x = _shape(x), torch.empty_like(x)
+        shape, d_x = row_blocks(x), torch.empty_like(x)
         rows = x.numel() // x.size(-1)
         programs = min(_PROGRAMS, triton.cdiv(rows, shape["ROWS"]))
         sums = x.new_empty(programs, x.size(-1), dtype=torch.float32)
@@ -75,7 +75,8 @@ class _RmsNorm(torch.autograd.Function):
         return d_x, sums.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None, None, None
 
 
-def _shape(x: torch.Tensor) -> dict[str, int]:
+def row_blocks(x: torch.Tensor) -> dict[str, int]:
+    """Return the constants of a kernel whose programs each handle some rows (D,) of x at a time."""
     width = triton.next_power_of_2(x.size(-1))
     return {"D": x.size(-1), "D_P2": width, "ROWS": max(1, _NUMBERS // width), "num_warps": 4 if width <= 2048 else 8}
 

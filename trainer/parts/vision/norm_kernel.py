@@ -10,7 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-_NUMBERS = 2048  # values that a program handles at a time, but at least one row
+from trainer.layers.kernels.rms_norm import row_blocks
+
 _PROGRAMS = 132 * 4  # programs of the backward pass; each sums the gradients of the vectors over its rows
 
 
@@ -74,11 +75,6 @@ def _add_norm_bwd(
     tl.store(sums + 2 * D, tl.sum(of_x, 0), mask=place < D)
 
 
-def _shape(x: torch.Tensor) -> dict[str, int]:
-    width = triton.next_power_of_2(x.size(-1))
-    return {"D": x.size(-1), "D_P2": width, "ROWS": max(1, _NUMBERS // width), "num_warps": 4 if width <= 2048 else 8}
-
-
 def add_norm(
     x: torch.Tensor,
     delta: torch.Tensor | None,
@@ -98,7 +94,7 @@ def add_norm(
     """
     out = x if delta is None else torch.empty_like(x)
     normed, statistics = torch.empty_like(x), x.new_empty(2, len(x), dtype=torch.float32)
-    shape = _shape(x)
+    shape = row_blocks(x)
     _add_norm_fwd[(triton.cdiv(len(x), shape["ROWS"]),)](
         *(x, delta, delta_bias, weight, bias, out, normed, statistics, len(x), eps), ADD=delta is not None, **shape
     )
@@ -117,7 +113,7 @@ def add_norm_gradients(
     Returns:
         (N, D), and (3, D) float32: the gradients of the norm's weight, of its bias, and of delta_bias.
     """
-    shape, d_x = _shape(out), torch.empty_like(out)
+    shape, d_x = row_blocks(out), torch.empty_like(out)
     programs = min(_PROGRAMS, triton.cdiv(len(out), shape["ROWS"]))
     sums = out.new_empty(programs, 3, out.size(1), dtype=torch.float32)
     _add_norm_bwd[(programs,)](d_out, d_normed, out, statistics, weight, d_x, sums, len(out), **shape)
