@@ -47,6 +47,8 @@ class ClosingProtocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         """Wait for the rest of a head, if one is not whole."""
         super().data_received(data)
+        if self.flow.write_paused:
+            return  # bytes of a client that reads nothing are no reason to wait longer
         if self.cycle is not None and not self.cycle.response_complete:
             self._stop()
         elif self._timer is None:

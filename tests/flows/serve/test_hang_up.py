@@ -30,7 +30,7 @@ async def endless(scope, receive, send) -> None:
 
 @pytest.fixture
 def port(monkeypatch):
-    monkeypatch.setattr(hang_up, "SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(hang_up, "SILENT_SECONDS", 1.5)
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(endless, http=hang_up.ClosingProtocol, log_level="critical", lifespan="off")
     server = uvicorn.Server(config)
@@ -47,14 +47,16 @@ def test_half_a_head_is_not_waited_for(port):
         assert client.recv(1) == b""
 
 
-def test_an_answer_that_nobody_reads_ends_and_one_that_is_read_does_not(port):
-    with (
-        socket.create_connection(("127.0.0.1", port)) as still,
-        socket.create_connection(("127.0.0.1", port)) as reader,
-    ):
+@pytest.mark.parametrize("more", [b"", b"GET / HTT"])
+def test_an_answer_that_nobody_reads_ends_and_one_that_is_read_does_not(port, more):
+    ended.clear()
+    with socket.create_connection(("127.0.0.1", port)) as still:
         still.sendall(b"GET /still HTTP/1.1\r\nHost: a\r\n\r\n")
-        reader.sendall(b"GET /read HTTP/1.1\r\nHost: a\r\n\r\n")
-        deadline = time.monotonic() + 20
-        while "/still" not in ended and time.monotonic() < deadline:
-            assert reader.recv(100_000)
+        time.sleep(0.2)  # until the buffers of this connection are full
+        still.sendall(more)
+        with socket.create_connection(("127.0.0.1", port)) as reader:
+            reader.sendall(b"GET /read HTTP/1.1\r\nHost: a\r\n\r\n")
+            deadline = time.monotonic() + 20
+            while "/still" not in ended and time.monotonic() < deadline:
+                assert reader.recv(100_000)
     assert ended[0] == "/still"
