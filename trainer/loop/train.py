@@ -78,7 +78,8 @@ def _train(trainer: Trainer) -> TrainResult:
     batches = prefetch(trainer.order.reader, numbers, PREFETCH_DEPTH, pin, run.execution.loader_workers)
     if trainer.step == 0:  # the held-out loss before training, to be compared with the one after it
         heldout_loss(trainer.chunks, trainer.heldout, mesh, run, HELDOUT_BASE_JSONL)
-    with Checkpointer(trainer.chunks, trainer.optimizer, run, mesh, trainer.step) as saver, collected_by_steps():
+    saver = Checkpointer(trainer.chunks, trainer.optimizer, run, mesh, trainer.step)
+    with contextlib.closing(batches), saver, collected_by_steps():
         return _steps(trainer, batches, saver, writer)
 
 

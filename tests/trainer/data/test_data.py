@@ -162,7 +162,7 @@ def test_more_ranks_than_are_dealt_together_share_the_batch_in_groups(dp, plan):
 
 
 def test_threads_read_at_the_same_time_and_end_with_the_loop():
-    earlier = set(threading.enumerate())  # a training that failed in an earlier test may keep its own
+    earlier = set(threading.enumerate())  # of other loops in this process
     together = threading.Barrier(3, timeout=20)
     batches = prefetch(SimpleNamespace(read=lambda number: together.wait() * 0 + number), iter(range(30)), 4, False, 3)
     assert [next(batches) for _ in range(5)] == [0, 1, 2, 3, 4], "three had to read at once"

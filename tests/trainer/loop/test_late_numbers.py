@@ -1,6 +1,7 @@
 """The host launches a step before it reads the numbers of the step before, and reads no other number of the device."""
 
 import math
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -124,7 +125,7 @@ def test_a_gradient_that_is_not_finite_is_seen_before_its_step_is_saved(save_int
 
     monkeypatch.setattr(step, "clip_and_update", poisoned)
     monkeypatch.setattr(interval, "LateNumbers", Late)
-    run = job(tmp_path, save_interval=save_interval, heldout_interval=1000)
+    run, earlier = job(tmp_path, save_interval=save_interval, heldout_interval=1000), set(threading.enumerate())
     with single_rank() as mesh, pytest.raises(interval.NotFinite, match="step 2: gradient norm is nan") as raised:
         train(run, mesh)
     assert raised.value.step == 2 and len(updates) == launched
@@ -132,3 +133,4 @@ def test_a_gradient_that_is_not_finite_is_seen_before_its_step_is_saved(save_int
     assert {int(key.removeprefix("train/")[:4]) for key in raised.value.keys} == set(bins)
     assert [row.step for row in metrics_of(run)] == [1, 2]
     assert not list_checkpoints(run.output_dir / "checkpoints")
+    assert not [thread for thread in set(threading.enumerate()) - earlier if thread.name.startswith("bins")]
