@@ -38,14 +38,13 @@ from unittest.mock import patch
 import torch
 
 from dataset_builders.contracts.bins import read_bins
-from tests.bench.host import apart
+from tests.bench.host import Host, apart
 from tests.bench.mix import (
     MAX_PATCHES_PER_TOKEN,
     MODELS,
     draw_kind,
     write_data,
     write_model,
-    write_model_and_look,
 )
 from tests.bench.peer import PeerPlan, measure_peer
 from tests.bench.trace_parts import read_parts
@@ -71,6 +70,7 @@ from trainer.model.targets import adapted_layers
 __all__ = ["MAX_PATCHES_PER_TOKEN", "draw_kind", "train_steps", "write_data", "write_model"]
 
 WARM_BINS = 8  # steps before bins with new shapes
+POLL_SECONDS = 0.1
 TINY = {
     "model": "qwen3_vl_tiny",
     "seq_len": 256,
@@ -175,9 +175,12 @@ def run_bench(root: Path, args: argparse.Namespace, command: str) -> Measured:
     """Measure everything that was asked for. A process of its own writes the model while the data are written."""
     num_bins = max(args.bins, args.new_shapes + WARM_BINS if args.new_shapes else 0)
     with ThreadPoolExecutor() as pool:
-        host = pool.submit(apart, write_model_and_look, root / "hf", args.model)
+        written = pool.submit(apart, write_model, root / "hf", args.model)
         mix = apart(partial(write_data, model=args.model), root / "data", num_bins, args.seq_len)
-        host = host.result()
+        written.result()
+    while args.after and not args.after.exists():
+        time.sleep(POLL_SECONDS)
+    host = apart(Host.here)
     family, shape = read_model(root / "hf")
     cost = training_cost(shape, family, bench_train_config(1, args.precision, args.moments, args.adapter))
     bench = Bench(root, args, Measured(host=host, command=command, model=args.model, mix=mix, cost=cost))
@@ -211,6 +214,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="other defaults, for a CPU")
     parser.add_argument("--dir", type=Path, help="where model, shards and runs are written; deleted at the end")
     parser.add_argument("--out", type=Path, help="the report, Markdown; written anew after each part")
+    parser.add_argument("--after", type=Path, help="write model and data, then wait until this file exists")
     ours = parser.add_argument_group("this trainer")
     ours.add_argument("--gpus", type=int, default=1)
     ours.add_argument("--parallel", action="append", help="ParallelConfig as JSON; may be given several times")

@@ -3,7 +3,8 @@
 #
 #   PYTHONPATH=... bash tests/gpu/run_four_gpus.sh DIRECTORY PART...
 #
-# DIRECTORY gets logs and reports; benches write models and shards below it, 40 GB at a time. Parts:
+# DIRECTORY gets logs and reports; benches write models and shards below it: 6 GB for steps, 40 for experts, 50 for large.
+# They are written first, and measured after the other parts have ended. Parts:
 #   pairs FIRST SECOND  parts of run_two_gpus.sh at once, FIRST on GPUs 0 and 1, SECOND on 2 and 3; commas between parts
 #   tests    layouts of four ranks against one GPU            steps  tokens/s of 2B by layout, and of one GPU
 #   experts  ranks that divide the experts                    large  8B and 9B whole, Qwen3.5-4B with cp 4
@@ -56,25 +57,26 @@ while [ $# -gt 0 ]; do
       ;;
     tests) suite layouts tests/equivalence/test_layouts_gpu.py -k on-4 ;;
     steps)
-      bench qwen3_vl_2b --model qwen3_vl_2b --seq-len 4096 --global-batch 64 --bins 160 --steps 5 --warmup 2 --one-gpu \
+      prepare qwen3_vl_2b --model qwen3_vl_2b --seq-len 4096 --global-batch 64 --bins 160 --steps 5 --warmup 2 --one-gpu \
         --parallel '{}' --parallel '{"pp": 2}' --parallel '{"pp": 2, "vision": "dealt"}' --parallel '{"vision": {"ranks": 2}}' \
         --parallel '{"tp": 2, "pp": 2, "sequence_parallel": true, "vision": "dealt"}'
       ;;
     experts)
-      bench experts-4-layers --model qwen3_vl_30b_a3b:4 --seq-len 4096 --global-batch 32 --bins 96 --steps 4 --warmup 2 \
+      prepare experts-4-layers --model qwen3_vl_30b_a3b:4 --seq-len 4096 --global-batch 32 --bins 96 --steps 4 --warmup 2 \
         --trace-steps 1 --parallel '{}' --parallel '{"ep": 2}' --parallel '{"ep": 4}'
-      bench experts-10-layers --model qwen3_vl_30b_a3b:10 --seq-len 4096 --global-batch 32 --bins 96 --steps 4 --warmup 2 \
+      prepare experts-24-layers --model qwen3_vl_30b_a3b:24 --seq-len 4096 --global-batch 32 --bins 96 --steps 4 --warmup 2 \
         --trace-steps 1 --parallel '{"ep": 4}'
       ;;
     large)
-      bench qwen3_vl_8b --model qwen3_vl_8b --seq-len 4096 --global-batch 32 --bins 96 --steps 4 --warmup 2 \
-        --parallel '{"sharding": "fsdp", "recompute_vision": true}' \
-        --parallel '{"tp": 2, "sequence_parallel": true, "recompute_vision": true}'
-      bench qwen3_5_4b --model qwen3_5_4b --global-batch 4 --bins 32 --steps 4 --warmup 2 --parallel '{"cp": 4}'
-      bench qwen3_5_9b --model qwen3_5_9b --seq-len 4096 --global-batch 32 --bins 96 --steps 4 --warmup 2 \
-        --parallel '{"tp": 2, "sequence_parallel": true, "recompute_vision": true}'
+      prepare qwen3_vl_8b --model qwen3_vl_8b --global-batch 16 --bins 64 --steps 4 --warmup 2 \
+        --parallel '{"recompute_vision": true}' --parallel '{"sharding": "fsdp", "recompute_vision": true}'
+      prepare qwen3_5_9b --model qwen3_5_9b --global-batch 16 --bins 64 --steps 4 --warmup 2 \
+        --parallel '{"tp": 2, "sequence_parallel": true, "recompute_vision": true}' \
+        --parallel '{"sharding": "fsdp", "recompute_vision": true}'
+      prepare qwen3_5_4b --model qwen3_5_4b --global-batch 4 --bins 32 --steps 4 --warmup 2 --parallel '{"cp": 4}'
       ;;
     flow) flow_resumed ;;
   esac
   shift
 done
+measure
