@@ -31,7 +31,7 @@ from flows.pipeline.source_version import source_version
 from flows.resources.host import ask_driver, gpu_memory_gb, this_host
 from flows.tracking.notes import markdown_table
 from stages.inputs.hf_directory import check_hf_dir, resolve_hf_dir
-from stages.rate.drawn import PAD_MULTIPLE, Ids, Mix, drawing, write_drawn_bins
+from stages.rate.drawn import Ids, Mix, drawing, pad_multiple_of, write_drawn_bins
 from stages.rate.measure import RateConfig, Rates, drawn_run, measure_steps, rates_of
 from stages.rate.random_model import VARIANTS, is_tiny, random_model, write_random_model
 from trainer.contract.machine.modules import check_precision
@@ -151,11 +151,7 @@ def _check_settings(subject: Subject, config: RateConfig, gpus: int) -> None:
     check_experts(train, parallel, subject.shape)
     sizes = {"global_batch_size": config.global_batch_size, "seq_len": config.seq_len}
     names = FieldNames(parallel="parallel.", processes="--gpus")
-    check_layout(parallel, subject.shape, world_size=gpus, pad_multiple=_pad_multiple(config), names=names, **sizes)
-
-
-def _pad_multiple(config: RateConfig) -> int:
-    return max(PAD_MULTIPLE, 2 * config.parallel.cp * config.parallel.tp)
+    check_layout(parallel, subject.shape, world_size=gpus, pad_multiple=pad_multiple_of(parallel), names=names, **sizes)
 
 
 def check_memory(subject: Subject, config: RateConfig, gpus: int) -> None:
@@ -205,7 +201,7 @@ def _measure(subject: Subject, config: RateConfig, gpus: int, work: Path) -> tup
     vocab = range(min(1000, last // 2), last)
     print(f"Drawing {num_bins} bins of {config.seq_len:,} tokens", flush=True)
     draw = drawing(ids, subject.is_small)
-    mix = write_drawn_bins(work / "data", num_bins, config.seq_len, vocab, ids, draw, _pad_multiple(config))
+    mix = write_drawn_bins(work / "data", num_bins, config.seq_len, vocab, ids, draw, pad_multiple_of(config.parallel))
     run = drawn_run(hf_dir, work / "data", work / "run", config.train, config.seq_len, config.execution)
 
     def show(number: int) -> None:

@@ -21,6 +21,7 @@ from dataset_builders.contracts.shard_io import ShardWriter
 from dataset_builders.contracts.tokenized import INDEX_SCHEMA, PatchFormat, PixelConfig, PixelStore, TokenizedSample
 from dataset_builders.pictures.pixel_codecs import encode_sample
 from stages.plan_bins.pack import pack
+from trainer.contract.parallel import ParallelConfig
 from trainer.model.shape import Work
 
 MAX_PATCHES_PER_TOKEN = 4
@@ -105,6 +106,11 @@ def draw_kind(
     if not has_images:
         return Kind(number + sum(h * w // 4 for _, h, w in grids), learnt=0.3)
     return Kind(number, tuple(grids), learnt=0.3)
+
+
+def pad_multiple_of(*layouts: ParallelConfig) -> int:
+    """Return the number of tokens to a multiple of which samples are padded, so that each layout can read them."""
+    return max(PAD_MULTIPLE, *(2 * parallel.cp * parallel.tp for parallel in layouts))
 
 
 def drawing(ids: TokenIds, is_small: bool = False) -> Callable[[np.random.Generator], Kind]:

@@ -16,7 +16,7 @@ little.
 The trainer runs as it is (`-m trainer`'s own code, torchrun's environment as the launcher gives it); its counted steps
 are untouched, and the steps after them are traced (tests/bench/traced_trainer.py) on rank 0, for a pipeline on the last
 rank too. Tokens are counted without padding; FLOPs are the model's, vision and language, without padding
-(trainer/data/flops.py). Bins are padded for up to cp 2.
+(trainer/data/flops.py). Samples are padded as the layout asks that divides them most.
 """
 
 import argparse
@@ -38,6 +38,7 @@ from unittest.mock import patch
 import torch
 
 from dataset_builders.contracts.bins import read_bins
+from stages.rate.drawn import pad_multiple_of
 from tests.bench.host import Host, apart
 from tests.bench.mix import (
     MAX_PATCHES_PER_TOKEN,
@@ -173,10 +174,14 @@ class Bench:
 
 def run_bench(root: Path, args: argparse.Namespace, command: str) -> Measured:
     """Measure everything that was asked for. A process of its own writes the model while the data are written."""
+    layouts = [(1, ParallelConfig())] if args.one_gpu else []
+    layouts += [(args.gpus, ParallelConfig.model_validate_json(text)) for text in args.parallel or ["{}"]]
     num_bins = max(args.bins, args.new_shapes + WARM_BINS if args.new_shapes else 0)
     with ThreadPoolExecutor() as pool:
         written = pool.submit(apart, write_model, root / "hf", args.model)
-        mix = apart(partial(write_data, model=args.model), root / "data", num_bins, args.seq_len)
+        padding = pad_multiple_of(*(parallel for _, parallel in layouts))
+        write = partial(write_data, model=args.model, pad_multiple=padding)
+        mix = apart(write, root / "data", num_bins, args.seq_len)
         written.result()
     while args.after and not args.after.exists():
         time.sleep(POLL_SECONDS)
@@ -184,8 +189,6 @@ def run_bench(root: Path, args: argparse.Namespace, command: str) -> Measured:
     family, shape = read_model(root / "hf")
     cost = training_cost(shape, family, bench_train_config(1, args.precision, args.moments, args.adapter))
     bench = Bench(root, args, Measured(host=host, command=command, model=args.model, mix=mix, cost=cost))
-    layouts = [(1, ParallelConfig())] if args.one_gpu else []
-    layouts += [(args.gpus, ParallelConfig.model_validate_json(text)) for text in args.parallel or ["{}"]]
     for gpus, parallel in [] if args.no_ours else layouts:
         for modules, cuda_graphs in itertools.product(args.modules, [True, False] if args.eager else [True]):
             name = name_of(gpus, parallel) + ("" if modules == "auto" else f", {modules}")

@@ -66,10 +66,16 @@ def draw_heavy(rng: np.random.Generator) -> Kind:
 
 
 def write_data(
-    directory: Path, num_bins: int, seq_len: int, vocabulary: range = VOCABULARY, *, model: str = "qwen3_vl_2b"
+    directory: Path,
+    num_bins: int,
+    seq_len: int,
+    vocabulary: range = VOCABULARY,
+    *,
+    model: str = "qwen3_vl_2b",
+    pad_multiple: int = PAD_MULTIPLE,
 ) -> Mix:
     """Write tokenized shards and full bins for a variant, and return the contents of the bins."""
     ids = Ids(image_token(model))
     vocabulary = range(1, ids.image_token_id - len(CONTROL_TOKENS)) if is_tiny(model) else vocabulary
     draw = draw_heavy if model == HEAVY else drawing(ids, is_tiny(model))
-    return write_drawn_bins(directory, num_bins, seq_len, vocabulary, ids, draw)
+    return write_drawn_bins(directory, num_bins, seq_len, vocabulary, ids, draw, pad_multiple)
