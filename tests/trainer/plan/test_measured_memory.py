@@ -68,6 +68,12 @@ PEAKS = {
     "4b dp2": Peak(129.2, "qwen3_vl_4b", dp=2),
     "30b-a3b 4 layers dp2": Peak(70.4, "qwen3_vl_30b_a3b:4", 4096, dp=2),
     "30b-a3b 4 layers ep2": Peak(65.0, "qwen3_vl_30b_a3b:4", 4096, dp=2, layout={"ep": 2}),
+    # four_gpus_h200_2026-11-27.md; 2B and experts in bins of 4,096 are 13% to 22% below their peaks
+    "8b dp4": Peak(127.8, "qwen3_vl_8b", dp=4, layout={"recompute_vision": True}),
+    "8b fsdp4": Peak(97.32, "qwen3_vl_8b", dp=4, layout={"sharding": "fsdp", "recompute_vision": True}),
+    "9b tp2": Peak(87.48, "qwen3_5_9b", dp=2, layout={"tp": 2, "sequence_parallel": True, "recompute_vision": True}),
+    "9b fsdp4": Peak(110.9, "qwen3_5_9b", dp=4, layout={"sharding": "fsdp", "recompute_vision": True}),
+    "qwen3.5 4b cp4": Peak(61.81, "qwen3_5_4b", layout={"cp": 4}),
     # whole_experts_h200_2026-11-26.md; full training of four layers and of the proxy is 13% to 17% below its peak
     "30b-a3b 8 layers lora": Peak(18.49, "qwen3_vl_30b_a3b:8", adapter=OF_EXPERTS),
     "30b-a3b lora": Peak(80.52, "qwen3_vl_30b_a3b", adapter=OF_EXPERTS),

@@ -71,8 +71,8 @@ class Experts(FeedForward):
     @property
     def divided_kept_numbers(self) -> int:
         """Numbers per token that are also kept if ranks divide the experts, because the kernels are not used then: per
-        chosen expert its input row, its inner output, and its output row."""
-        return self.top_k * (2 * self.hidden_size + self.intermediate_size)
+        chosen expert its input row, its activated gate, its inner output, and its output row."""
+        return self.top_k * (2 * self.hidden_size + 2 * self.intermediate_size)
 
     @property
     def brief_numbers(self) -> int:
