@@ -73,6 +73,7 @@ ENVIRONMENT_WRITERS = (
         "flows.tracking.store",
     ),
     "stages.answer.worker",  # selects the GPU that vLLM may use
+    "trainer.layers.modules.choice",  # where FlashAttention 4 keeps compiled kernels
 )
 CHILD_ENVIRONMENT_WRITERS = (
     "stages.launchers.torchrun",

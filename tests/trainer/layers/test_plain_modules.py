@@ -1,6 +1,9 @@
 """The plain modules of CUDA on a CPU, where they need no kernel: the numbers of the exact set, gradients in their
 buffers, and the GPUs on which our kernels run."""
 
+import fcntl
+import os
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -112,7 +115,9 @@ def test_our_kernels_run_from_their_capability_on(capability, ours, hopper, monk
     assert not kernels_run(GPU) and not hopper_kernels_run(GPU)
 
 
-def test_attention_is_flash_attention_4s_where_it_runs(monkeypatch):
+def test_attention_is_flash_attention_4s_where_it_runs(monkeypatch, tmp_path):
+    monkeypatch.setenv("ATHANOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(choice, "load", lambda name: name)
     for wanted, capability, version, kind in (
         ("plain", (9, 0), "4.0.0b36", choice._FAST_ATTENTION),
@@ -123,6 +128,28 @@ def test_attention_is_flash_attention_4s_where_it_runs(monkeypatch):
         host = Host("NVIDIA X", capability, flash=version)
         monkeypatch.setattr(choice, "host_of", lambda device, host=host: host)
         assert choice.choose_modules(wanted, GPU).core_attention(64, causal=False) == kind
+
+
+@pytest.mark.parametrize("trouble", ["", "no directory", "no locks"])
+def test_flash_attention_4_keeps_kernels_where_it_can(trouble, tmp_path, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise OSError("not supported")
+
+    if trouble == "no directory":
+        (tmp_path / "cache").write_text("a file")
+    if trouble == "no locks":
+        monkeypatch.setattr(fcntl, "flock", refuse)
+    environ = {"ATHANOR_CACHE_DIR": str(tmp_path / "cache")}
+    monkeypatch.setattr(os, "environ", environ)
+    host = Host("NVIDIA H200", (9, 0), flash="4.0.0b36")
+    monkeypatch.setattr(choice, "host_of", lambda device: host)
+    # What FlashAttention 4 reads when it is imported.
+    seen = []
+    monkeypatch.setattr(choice, "load", lambda name: seen.append(dict(environ)))
+    choice.choose_modules("plain", GPU)
+    enabled = seen[0].get("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED")
+    directory = seen[0].get("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
+    assert (enabled, directory) == ((None, None) if trouble else ("1", str(tmp_path / "cache" / "flash-attn-4")))
 
 
 def test_the_choice_lets_kernels_run_or_not_and_says_so(monkeypatch, caplog):

@@ -1,12 +1,15 @@
 """The choice of a job's modules, shared by training, features and tests."""
 
+import fcntl
 import logging
+import os
 
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.backends import BackendSpecProvider
 
 from dataset_builders.known_version import installed_version
+from dataset_builders.storage.local_cache import cache_dir
 from trainer.contract.machine.modules import Host, Wanted, describe, modules_of
 from trainer.layers.kernels.permission import allow_kernels
 from trainer.layers.module_set import TorchModules
@@ -50,5 +53,25 @@ def choose_modules(wanted: Wanted, device: torch.device, cp: int = 1) -> Backend
     allow_kernels(modules != "portable")
     if modules == "exact":
         return TorchModules()
-    fast_attention = load(_FAST_ATTENTION) if modules != "portable" and host.has_flash else None
+    fast_attention = None
+    if modules != "portable" and host.has_flash:
+        _keep_kernels()
+        fast_attention = load(_FAST_ATTENTION)
     return FusedModules(fast_attention, cp) if modules == "engine" else PlainModules(fast_attention)
+
+
+def _keep_kernels() -> None:
+    """Let FlashAttention 4, before it is imported, keep compiled kernels in a directory of the user.
+
+    On an H200 compiling for one head dim took 9 s, and reading compiled kernels 1 s. Unless asked, FlashAttention 4
+    keeps none; where it may not lock files, as on some shared disks, it would end the training.
+    """
+    try:
+        directory = cache_dir() / "flash-attn-4"
+        directory.mkdir(parents=True, exist_ok=True)
+        with (directory / "locks").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (OSError, RuntimeError):  # RuntimeError: the user has no home directory
+        return
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(directory))
