@@ -74,14 +74,14 @@ def measure(heads: DeltaHeads, lengths: list[int]) -> dict[str, float]:
     inputs = layer_inputs(heads)
     mixed, _, b, a, conv_weight, a_log, dt_bias, _ = inputs
     with torch.no_grad():
-        rule_inputs = convolve_heads(mixed, conv_weight, chunks, heads.key, heads.value, heads.dim)
+        rule_inputs = convolve_heads(mixed, conv_weight, chunks, (heads.key, heads.value, heads.dim))
         rule_inputs = [*rule_inputs, *delta_gates(a, b, a_log, dt_bias, chunks)]
     rule_inputs = [x.detach().requires_grad_() for x in rule_inputs]
     gradient = torch.randn_like(rule_inputs[2])
     wide = gradient.flatten(1)
 
     def convolve() -> tuple[torch.Tensor, ...]:
-        return convolve_heads(mixed, conv_weight, chunks, heads.key, heads.value, heads.dim)
+        return convolve_heads(mixed, conv_weight, chunks, (heads.key, heads.value, heads.dim))
 
     def layer(leaves: list[torch.Tensor]) -> torch.Tensor:
         return gated_delta_net(*leaves[:4], DeltaParameters(*leaves[4:]), heads, chunks)

@@ -36,7 +36,7 @@ import torch
 
 from trainer.layers.chosen_rows import RoutedTokens
 from trainer.layers.packed_layer import PackedLayer
-from trainer.layers.segments import PackedSegments, Places, Rotation
+from trainer.layers.segments import PackedSegments, Places, Rotation, joined
 from trainer.libraries.torch_private import parameters_of
 
 WARMUPS = 2  # before a capture: in their first calls libraries choose kernels and allocate memory
@@ -217,7 +217,7 @@ class Slot:
             qkv = piece.outputs[1:]
             kind = tuple(x.shape for x in qkv)
             if kind not in shared:
-                shared[kind] = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in qkv]
+                shared[kind] = _memory_like(qkv)
             chained = following is not None and following.after is not None
             grad = following.grad_inputs[0] if chained else torch.empty_like(piece.outputs[0])
             piece.capture_backward(pool, [grad, *shared[kind]])
@@ -303,15 +303,12 @@ def _attend(
 ) -> torch.Tensor:
     """Return the output of the attention between two pieces, (T, 1, h * d).
 
-    Where nothing but the attention lies between them, it writes into the tensors that the pieces read.
+    Its kernels write into the tensors that the pieces read.
     """
-    layer = given.before
-    if not (layer.only_attends and given.is_captured):
-        return layer.attend(*qkv, segments)
-    out = None if taker is None else taker.inputs[1].detach().view(qkv[0].shape)
-    segments.places = Places(out, given.grad_outputs[1:])
+    if given.is_captured:
+        segments.places = Places(None if taker is None else taker.inputs[1].detach(), given.grad_outputs[1:])
     try:
-        return layer.attend(*qkv, segments)
+        return given.before.attend(*qkv, segments)
     finally:
         segments.places = None
 
@@ -346,6 +343,14 @@ def _stand_ins(layers: Sequence[PackedLayer]) -> Iterator[None]:
     finally:
         for parameters, name, param in places:
             parameters[name] = param
+
+
+def _memory_like(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return memory for tensors of the same shapes. Slices of the rows of one tensor get such slices again."""
+    whole = joined(tensors)
+    if whole is not None:
+        return torch.empty_like(whole).split([x.size(1) for x in tensors], dim=1)
+    return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors]
 
 
 def _put(places: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:

@@ -62,11 +62,6 @@ class PackedLayer(TransformerLayer):
         """h * d, the width of `attend`'s output."""
         return self.self_attention.attended_width
 
-    @property
-    def only_attends(self) -> bool:
-        """Whether `attend` returns its attention's output as it is."""
-        return getattr(self.self_attention, "only_attends", False)
-
     def modules_before_attention(self) -> list[torch.nn.Module]:
         """Return the modules whose parameters `before_attention` uses."""
         return [self.input_layernorm, *self.self_attention.modules_of_prepare()]

@@ -81,12 +81,25 @@ def recomputed(module: torch.nn.Module, *args: object, is_random: bool = False, 
     return checkpoint(module, *args, use_reentrant=False, preserve_rng_state=is_random, **kwargs)
 
 
+def joined(slices: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return the (T, widths together) tensor whose rows these (T, width) tensors divide in their order, without a copy.
+    If they do not, return None."""
+    first, width = slices[0], sum(x.size(-1) for x in slices)
+    place = first.storage_offset()
+    for x in slices:
+        is_next = x.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and x.storage_offset() == place
+        if not is_next or x.stride() != (width, 1):
+            return None
+        place += x.size(1)
+    return first.as_strided((len(first), width), (width, 1))
+
+
 class Places(NamedTuple):
-    """Memory for the results of an attention.
+    """Memory for the results of an attention, or of what replaces it. What cannot use it takes new memory.
 
     Args:
-        out: (T, h, d) for its output; None for new memory.
-        grads: for the gradients of queries, keys and values; empty for new memory.
+        out: (T, 1, h * d) for its output; None for new memory.
+        grads: for the gradients of its inputs; empty for new memory.
     """
 
     out: torch.Tensor | None

@@ -32,6 +32,7 @@ class _Attend(torch.autograd.Function):
     def forward(ctx, query, key, value, head_dim, call, places):
         out, grads = (None, ()) if places is None or padded(head_dim) > head_dim else places
         ctx.places = dict(zip(("dq", "dk", "dv"), grads))
+        out = None if out is None else out.view(query.shape)
         out, lse, *_ = _flash_attn_fwd(*_padded(query, key, value), **call, return_lse=True, out=out)
         out = out[..., :head_dim].contiguous()
         ctx.save_for_backward(query, key, value, out, lse)

@@ -20,9 +20,11 @@ from trainer.contract.parallel import ParallelConfig
 from trainer.layers import cuda_graphs as layer_graphs
 from trainer.layers.attention_cores import TorchVarlenAttention
 from trainer.layers.cuda_graphs import Slot, plan_pieces
-from trainer.layers.segments import Rotation
+from trainer.layers.segments import Places, Rotation, joined
 from trainer.loop import train as loop
-from trainer.parts.delta.module import DeltaAttention
+from trainer.parts.attention import module as attention
+from trainer.parts.delta import module as delta
+from trainer.parts.delta.module import DeltaAttention, SplitRows
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -171,12 +173,13 @@ def fix_memory(slot: Slot) -> None:
         piece._graphs = [Mock()]
         piece.inputs = [torch.zeros_like(hidden), *slot._attended_of(piece)]
         qkv = piece.before.before_attention(hidden, slot.rotation) if piece.before else ()
-        kind = shared.setdefault(tuple(x.shape for x in qkv), [torch.empty_like(x) for x in qkv])
+        memory = layer_graphs._memory_like(qkv) if qkv else []
+        kind = shared.setdefault(tuple(x.shape for x in qkv), memory)
         piece.grad_outputs = [torch.empty_like(hidden), *kind]
 
 
 class InPlaces(torch.autograd.Function):
-    """An attention that writes its results where it may, as FlashAttention 4 does."""
+    """A computation that writes its results where it may, as kernels do."""
 
     used = 0
 
@@ -196,25 +199,36 @@ class InPlaces(torch.autograd.Function):
     def backward(ctx, grad):
         (out,) = ctx.saved_tensors  # fails if somebody wrote there since
         assert torch.equal(out, ctx.out)
-        grads = torch.autograd.grad(ctx.out, ctx.qkv, grad)
+        torch.autograd.backward(ctx.out, grad)  # for parameters too
+        grads = [x.grad for x in ctx.qkv]
         if ctx.places is not None:
-            grads = [place.copy_(x) for place, x in zip(ctx.places.grads, grads, strict=True)]
+            pairs = zip(ctx.places.grads, grads, strict=True)
+            grads = [x if place is None else place.copy_(x) for place, x in pairs]
         return None, None, *grads
 
 
 def test_an_attention_may_write_into_the_memory_of_the_pieces(pair, monkeypatch):
-    """Nothing that a backward pass needs is overwritten, and where a gate follows the attention nothing is shared."""
-    core = TorchVarlenAttention.forward
+    """Nothing that a backward pass needs is overwritten: by attention, by gates after it, by the gated delta net."""
+    core, rule, gate_heads = TorchVarlenAttention.forward, delta.gated_delta_net, attention._gated
 
     def forward(self, *qkv, packed_seq_params, **rest):
         qkv = qkv[:3]
         call = lambda *qkv: core(self, *qkv, packed_seq_params=packed_seq_params)  # noqa: E731
         return InPlaces.apply(packed_seq_params.places, call, *qkv)
 
+    def net(mixed, z, b, a, *rest):
+        *settings, places = rest
+        return InPlaces.apply(places, lambda *inputs: rule(*inputs, *settings), mixed, z, b, a)
+
+    def gated(attended, gate, places):
+        return InPlaces.apply(Places(places[0], (None, places[1])), lambda x, g: gate_heads(x, g, ()), attended, gate)
+
     monkeypatch.setattr(layer_graphs, "_Replay", InFixedMemory)
     model = pair.ours
     wanted = torch.autograd.grad(model(pair.batch).sum(), list(model.parameters()))
     monkeypatch.setattr(TorchVarlenAttention, "forward", forward)
+    monkeypatch.setattr(delta, "gated_delta_net", net)
+    monkeypatch.setattr(attention, "_gated", gated)
     monkeypatch.setattr(InPlaces, "used", 0)
     layers = model.language.decoder.layers
     with in_pieces(model) as graphs:
@@ -222,10 +236,24 @@ def test_an_attention_may_write_into_the_memory_of_the_pieces(pair, monkeypatch)
         for _ in range(2):
             model.zero_grad()
             model(pair.batch).sum().backward()
-    assert InPlaces.used == 2 * sum(layer.only_attends for layer in layers[:-1])
+    assert InPlaces.used == 2 * len(layers[:-1])
     for (name, param), grad in zip(model.named_parameters(), wanted, strict=True):
         assert torch.equal(param.grad, grad), name
     model.zero_grad()
+
+
+def test_slices_of_one_tensor_are_joined_without_a_copy():
+    whole = torch.randn(3, 9, requires_grad=True)
+    parts = SplitRows.apply(whole, (4, 2, 3))
+    memory = layer_graphs._memory_like([part.detach() for part in parts])
+    apart = [torch.randn_like(part) for part in parts]
+    for place, grad in zip(memory, apart, strict=True):
+        place.copy_(grad)
+    for grads, is_copied in ((memory, False), (apart, True)):
+        (gradient,) = torch.autograd.grad(parts, whole, grads, retain_graph=True)
+        assert torch.equal(gradient, torch.cat(apart, 1))
+        assert (gradient.data_ptr() != grads[0].data_ptr()) == is_copied
+    assert joined([memory[1], memory[0], memory[2]]) is None
 
 
 def test_pieces_train_where_nothing_before_them_is_trained(pair, monkeypatch):

@@ -193,26 +193,30 @@ def _open_backward(grad, x, gate, d_x, d_gate, size, BLOCK: tl.constexpr):
 
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, gate):
+    def forward(ctx, x, gate, places):
         x, gate = x.contiguous(), gate.contiguous()
         ctx.save_for_backward(x, gate)
-        out = torch.empty_like(x)
+        out, ctx.d_gate = places
+        out = torch.empty_like(x) if out is None else out
         _open_forward[(triton.cdiv(x.numel(), _BLOCK),)](x, gate, out, x.numel(), BLOCK=_BLOCK)
         return out
 
     @staticmethod
     def backward(ctx, grad):
         x, gate = ctx.saved_tensors
-        d_x, d_gate = torch.empty_like(x), torch.empty_like(gate)
+        d_x, d_gate = torch.empty_like(x), torch.empty_like(gate) if ctx.d_gate is None else ctx.d_gate
         grid = (triton.cdiv(x.numel(), _BLOCK),)
         _open_backward[grid](grad.contiguous(), x, gate, d_x, d_gate, x.numel(), BLOCK=_BLOCK)
-        return d_x, d_gate
+        return d_x, d_gate, None
 
 
-def gated(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+def gated(
+    x: torch.Tensor, gate: torch.Tensor, places: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+) -> torch.Tensor:
     """Return x * sigmoid(gate) in x's dtype and shape, computed in float32.
 
     Args:
         gate: as many numbers as `x`, in the same order.
+        places: memory for the output and for the gate's gradient, in the shapes of `x` and `gate`; None for new memory.
     """
-    return _Gated.apply(x, gate)
+    return _Gated.apply(x, gate, places)

@@ -13,7 +13,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from trainer.layers.kernels.permission import can_import, kernels_run
 from trainer.layers.module_set import column_after_norm
-from trainer.layers.segments import PackedSegments, Rotation, recomputed
+from trainer.layers.segments import PackedSegments, Places, Rotation, recomputed
 from trainer.parts.attention.part import Attention
 
 if can_import():
@@ -28,8 +28,6 @@ class RotarySelfAttention(SelfAttention):
     a packed sequence have, and its fused rotation uses the first angles for every segment. Both are wrong for positions
     with three axes.
     """
-
-    only_attends = True  # `attend` returns the core's output as it is
 
     def forward(self, *_: object, **__: object):
         raise NotImplementedError("a PackedLayer calls prepare, attend and linear_proj")
@@ -82,8 +80,6 @@ class GatedSelfAttention(RotarySelfAttention):
     `linear_qkv` computes the gates along with the queries.
     """
 
-    only_attends = False
-
     def prepare(self, hidden_states: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, ...]:
         """Map (T, 1, D) to rotated queries (T, h, d), rotated keys (T, g, d), values (T, g, d), gates (T, h, d)."""
         if kernels_run(hidden_states.device) and self.config.num_query_groups >= self.world_size:
@@ -94,8 +90,9 @@ class GatedSelfAttention(RotarySelfAttention):
 
     def attend(self, query, key, value, gate, segments: PackedSegments) -> torch.Tensor:
         """Attend, given the results of `prepare` and the segments; return (T, 1, h * d)."""
-        attended = super().attend(query, key, value, segments)
-        return gated(attended, gate) if kernels_run(gate.device) else attended * gate.sigmoid().flatten(1)[:, None]
+        out, grads = segments.places or (None, (None,) * 4)
+        segments.places = Places(None, grads[:3]) if segments.places else None
+        return _gated(super().attend(query, key, value, segments), gate, (out, grads[3]))
 
     def _prepare_fused(self, hidden_states: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, ...]:
         """See `prepare`; uses one kernel after the projection. It does not gather groups that ranks share."""
@@ -109,6 +106,19 @@ class GatedSelfAttention(RotarySelfAttention):
             self.config.layernorm_epsilon,
             zero_centred=self.config.layernorm_zero_centered_gamma,
         )
+
+
+def _gated(
+    attended: torch.Tensor, gate: torch.Tensor, places: tuple[torch.Tensor | None, torch.Tensor | None]
+) -> torch.Tensor:
+    """Return attended (T, 1, h * d) times the sigmoid of gate (T, h, d).
+
+    Args:
+        places: memory that the kernels may use for the output and for the gate's gradient.
+    """
+    if kernels_run(gate.device):
+        return gated(attended, gate, places)
+    return attended * gate.sigmoid().flatten(1)[:, None]
 
 
 def spec(part: Attention, modules: BackendSpecProvider) -> ModuleSpec:

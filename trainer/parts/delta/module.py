@@ -19,7 +19,7 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, mak
 
 from trainer.layers.gather import to_heads, to_sequence
 from trainer.layers.module_set import column_after_norm
-from trainer.layers.segments import PackedSegments, Rotation, recomputed
+from trainer.layers.segments import PackedSegments, Rotation, joined, recomputed
 from trainer.layers.sharded_runs import in_runs
 from trainer.model.late_import import load
 from trainer.parts.delta.part import DeltaNet
@@ -40,10 +40,24 @@ def rows_of(heads: DeltaHeads) -> tuple[int, ...]:
     return (*heads.widths, heads.widths[-1], heads.value, heads.value)
 
 
+class SplitRows(torch.autograd.Function):
+    """Split (T, rows) into slices (T, ...). Gradients that are such slices of one tensor are joined without a copy."""
+
+    @staticmethod
+    def forward(ctx, projected, widths: tuple[int, ...]):
+        ctx.widths = widths
+        return projected.split(widths, dim=1)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        whole = joined(grads)
+        return (torch.cat(grads, dim=1) if whole is None else whole), None
+
+
 def _split(projected: torch.Tensor, heads: DeltaHeads) -> tuple[torch.Tensor, ...]:
     """Split (T, rows) into [q | k | v], z, b and a, each (T, ...)."""
     rows = rows_of(heads)
-    return projected.split((sum(rows[:3]), *rows[3:]), dim=1)
+    return SplitRows.apply(projected, (sum(rows[:3]), *rows[3:]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +155,10 @@ class DeltaAttention(MegatronModule):
             heads, parameters = heads_of_rank(heads, ranks), self._of_heads(group.rank(), ranks)
             inputs = _split(to_heads(torch.cat(by_rank, 2), segments.cp_order, group), heads)
         is_recomputed = self.config.recompute_granularity == "selective"
+        # What is computed again in backward, or for other ranks, has no place of its own.
+        places = None if is_recomputed or ranks > 1 else segments.places
         compute = partial(recomputed, gated_delta_net) if is_recomputed else gated_delta_net
-        out = compute(*inputs, parameters, heads, segments.chunks, self.config.layernorm_epsilon)
+        out = compute(*inputs, parameters, heads, segments.chunks, places)
         if ranks > 1:
             out = to_sequence(out, segments.cp_order, group).flatten(1)
         return out[:, None]
@@ -164,7 +180,10 @@ class DeltaAttention(MegatronModule):
         """Return the parameters of the heads of one context-parallel rank."""
         runs = self.conv_weight.squeeze(1).split(self.heads.widths)
         return DeltaParameters(
-            torch.cat([run.chunk(ranks)[rank] for run in runs]), *self.decay(rank, ranks), self.norm_weight
+            torch.cat([run.chunk(ranks)[rank] for run in runs]),
+            *self.decay(rank, ranks),
+            self.norm_weight,
+            self.config.layernorm_epsilon,
         )
 
     def sharded_state_dict(

@@ -112,7 +112,7 @@ def _backward_step(
 
 @triton.jit
 def _convolve_backward(
-    mixed, weight, positions, dq, dk, dv, d_mixed, sums, tokens, stride, scale, eps,
+    mixed, weight, positions, dq, dk, dv, d_mixed, sums, tokens, stride, stride_dx, scale, eps,
     HK: tl.constexpr, H: tl.constexpr, D: tl.constexpr, RUN: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of HEADS heads and RUN tokens per program, last token first, so that each value is read once:
@@ -161,12 +161,12 @@ def _convolve_backward(
         d3, a1, a2, a3, s3, s2, s1, s0 = _backward_step(
             x0, y0, z0, u0, g3, p3, t - 3 < end, w3, w2, w1, w0, a1, a2, a3, s3, s2, s1, s0, factor, eps, normed
         )
-        at = d_mixed + t * WIDTH + channel
+        at = d_mixed + t * stride_dx + channel
         mine = (t < end) & (channel >= 0)  # the first four tokens are after the run and not its own
         tl.store(at, d0.to(d_mixed.dtype.element_ty), mask=mine & (t < tokens))
-        tl.store(at - WIDTH, d1.to(d_mixed.dtype.element_ty), mask=mine & (t - 1 < tokens))
-        tl.store(at - 2 * WIDTH, d2.to(d_mixed.dtype.element_ty), mask=mine & (t - 2 < tokens))
-        tl.store(at - 3 * WIDTH, d3.to(d_mixed.dtype.element_ty), mask=mine & (t - 3 < tokens))
+        tl.store(at - stride_dx, d1.to(d_mixed.dtype.element_ty), mask=mine & (t - 1 < tokens))
+        tl.store(at - 2 * stride_dx, d2.to(d_mixed.dtype.element_ty), mask=mine & (t - 2 < tokens))
+        tl.store(at - 3 * stride_dx, d3.to(d_mixed.dtype.element_ty), mask=mine & (t - 3 < tokens))
         x3, x2, x1 = y0, z0, u0
     place = sums + tl.program_id(1).to(tl.int64) * 4 * WIDTH + channel * 4
     _store_taps(place, s0, s1, s2, s3)
@@ -174,13 +174,13 @@ def _convolve_backward(
 
 class _Convolution(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, mixed, weight, chunks: PackedChunks, heads: tuple[int, int, int]):
+    def forward(ctx, mixed, weight, chunks: PackedChunks, heads: tuple[int, int, int], place):
         key_heads, value_heads, dim = heads
         tokens = len(mixed)
         q, k = (mixed.new_empty(tokens, key_heads, dim) for _ in range(2))
         v = mixed.new_empty(tokens, value_heads, dim)
         ctx.meta = {"HK": key_heads, "H": value_heads, "D": dim}
-        ctx.chunks = chunks
+        ctx.chunks, ctx.place = chunks, place
         grid = (2 * key_heads + value_heads, triton.cdiv(tokens, FORWARD["ROWS"]))
         _convolve_forward[grid](
             *(mixed, weight, chunks.positions, q, k, v, tokens, mixed.stride(0), dim**-0.5, L2_EPS),
@@ -196,17 +196,18 @@ class _Convolution(torch.autograd.Function):
         key_heads, value_heads, dim = ctx.meta.values()
         tokens, channels = len(mixed), weight.shape[0]
         launch = BACKWARD | {"HEADS": _common(BACKWARD["HEADS"], key_heads, value_heads)}
-        d_mixed = mixed.new_empty(tokens, channels)
+        d_mixed = mixed.new_empty(tokens, channels) if ctx.place is None else ctx.place
         runs = triton.cdiv(tokens, launch["RUN"])
         sums = mixed.new_empty(runs, *weight.shape, dtype=torch.float32)
         grads = (dq.contiguous(), dk.contiguous(), dv.contiguous())
         grid = ((2 * key_heads + value_heads) // launch["HEADS"], runs)
         _convolve_backward[grid](
-            *(mixed, weight, ctx.chunks.positions, *grads, d_mixed, sums, tokens, mixed.stride(0), dim**-0.5, L2_EPS),
+            *(mixed, weight, ctx.chunks.positions, *grads, d_mixed, sums, tokens),
+            *(mixed.stride(0), d_mixed.stride(0), dim**-0.5, L2_EPS),
             **ctx.meta,
             **launch,
         )
-        return d_mixed, sums.sum(0).to(weight.dtype), None, None
+        return d_mixed, sums.sum(0).to(weight.dtype), None, None, None
 
 
 def _common(most: int, key_heads: int, value_heads: int) -> int:
@@ -217,15 +218,21 @@ def _common(most: int, key_heads: int, value_heads: int) -> int:
 
 
 def convolve_heads(
-    mixed: torch.Tensor, weight: torch.Tensor, chunks: PackedChunks, key_heads: int, value_heads: int, head_dim: int
+    mixed: torch.Tensor,
+    weight: torch.Tensor,
+    chunks: PackedChunks,
+    heads: tuple[int, int, int],
+    place: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Convolve, apply silu, split into heads and normalise queries and keys, in float32 from the read to the write.
 
     Args:
         mixed: (T, [q | k | v]); rows may be slices of wider rows.
         weight: (channels, 4).
+        heads: HK, H and D.
+        place: memory for the gradient of `mixed`, laid out like it; None for new memory.
 
     Returns:
         q and k (T, HK, D) of unit length, q times D ** -0.5, and v (T, H, D).
     """
-    return _Convolution.apply(mixed, weight, chunks, (key_heads, value_heads, head_dim))
+    return _Convolution.apply(mixed, weight, chunks, heads, place)

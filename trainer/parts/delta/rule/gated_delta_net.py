@@ -9,6 +9,7 @@ import torch
 
 from trainer.data.packed_chunks import PackedChunks
 from trainer.layers.kernels.permission import can_import, hopper_kernels_run
+from trainer.layers.segments import Places
 from trainer.parts.delta.rule import plain
 
 if can_import():
@@ -41,6 +42,7 @@ class DeltaParameters:
     a_log: torch.Tensor  # (H,)
     dt_bias: torch.Tensor  # (H,)
     norm_weight: torch.Tensor  # (d,), centred at one
+    eps: float = 1e-6  # of the norm
 
 
 def gated_delta_net(
@@ -51,7 +53,7 @@ def gated_delta_net(
     parameters: DeltaParameters,
     heads: DeltaHeads,
     chunks: PackedChunks,
-    eps: float = 1e-6,
+    places: Places | None = None,
 ) -> torch.Tensor:
     """Compute the input of the output projection; state and convolution restart at each segment.
 
@@ -60,7 +62,7 @@ def gated_delta_net(
         z: (T, H * d), the gate of the norm.
         b: (T, H), beta before its sigmoid.
         a: (T, H), the decay before dt_bias is added.
-        eps: epsilon of the norm.
+        places: memory for the output and for the gradients of mixed, z, b and a, which the kernels then write into.
 
     Returns:
         (T, H * d).
@@ -68,11 +70,16 @@ def gated_delta_net(
     gate = z.unflatten(1, (heads.value, heads.dim))
     weight, a_log, dt_bias = parameters.conv_weight, parameters.a_log, parameters.dt_bias
     if kernels_fit(mixed, heads):
-        q, k, v = convolve_heads(mixed, weight, chunks, heads.key, heads.value, heads.dim)
-        o = gated_delta_rule(q, k, v, *delta_gates(a, b, a_log, dt_bias, chunks), chunks)
-        return gated_norm(o, gate, parameters.norm_weight, eps).flatten(1)
+        out, grads = places or (None, ())
+        of_mixed, of_gate, of_b, of_a = grads or (None,) * 4
+        q, k, v = convolve_heads(mixed, weight, chunks, (heads.key, heads.value, heads.dim), of_mixed)
+        decay, beta = delta_gates(a, b, a_log, dt_bias, chunks, (of_a, of_b) if grads else None)
+        o = gated_delta_rule(q, k, v, decay, beta, chunks)
+        return gated_norm(o, gate, parameters.norm_weight, parameters.eps, (out, of_gate)).flatten(1)
     q, k, v = plain.split_heads(plain.convolve(mixed, weight, chunks), heads.key, heads.value, heads.dim)
     g, beta = plain.gates(a, b, a_log, dt_bias)
     exact = g.dtype
     o = plain.gated_delta_rule(q.to(exact), k.to(exact), v.to(exact), g, beta, chunks)
-    return plain.gated_norm(o, gate.to(exact), parameters.norm_weight.to(exact), eps).to(mixed.dtype).flatten(1)
+    return (
+        plain.gated_norm(o, gate.to(exact), parameters.norm_weight.to(exact), parameters.eps).to(mixed.dtype).flatten(1)
+    )

@@ -27,8 +27,9 @@ def _norm_forward(o, z, weight, out, rows, stride, eps, H: tl.constexpr, D: tl.c
 
 @triton.jit
 def _norm_backward(
-    o, z, weight, d_out, d_o, d_z, sums, rows, stride, eps, H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr
-):
+    o, z, weight, d_out, d_o, d_z, sums, rows, stride, stride_dz, eps,
+    H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     dim = tl.arange(0, D)[None, :]
     w = tl.load(weight + dim).to(tl.float32)
     total = tl.zeros((ROWS, D), tl.float32)
@@ -45,7 +46,8 @@ def _norm_backward(
         soft = tl.sigmoid(gate)
         opened = gate * soft
         d_gate = dy * x * w * (soft + opened * (1.0 - soft))
-        tl.store(d_z + at, d_gate.to(d_z.dtype.element_ty), mask=inside)
+        at_dz = (row // H)[:, None] * stride_dz + (row % H)[:, None] * D + dim
+        tl.store(d_z + at_dz, d_gate.to(d_z.dtype.element_ty), mask=inside)
         total += dy * opened * x
         dx = dy * opened * w
         dx = rate * (dx - x * (tl.sum(dx * x, 1) / D)[:, None])
@@ -55,10 +57,11 @@ def _norm_backward(
 
 class _GatedNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, o, z, weight, eps):
+    def forward(ctx, o, z, weight, eps, places):
         o = o.contiguous()
         tokens, heads, dim = o.shape
-        out = torch.empty_like(o)
+        out, ctx.d_z = (None if x is None else x.view(o.shape) for x in places)
+        out = torch.empty_like(o) if out is None else out
         rows = tokens * heads
         _norm_forward[(triton.cdiv(rows, ROWS),)](o, z, weight, out, rows, z.stride(0), eps, heads, dim, ROWS)
         ctx.save_for_backward(o, z, weight)
@@ -70,18 +73,28 @@ class _GatedNorm(torch.autograd.Function):
         o, z, weight = ctx.saved_tensors
         tokens, heads, dim = o.shape
         rows = tokens * heads
-        d_o, d_z = torch.empty_like(o), torch.empty_like(o)
+        d_o, d_z = torch.empty_like(o), torch.empty_like(o) if ctx.d_z is None else ctx.d_z
         programs = min(_PROGRAMS, triton.cdiv(rows, ROWS))
         sums = o.new_empty(programs, dim, dtype=torch.float32)
         _norm_backward[(programs,)](
-            o, z, weight, d_out.contiguous(), d_o, d_z, sums, rows, z.stride(0), ctx.eps, heads, dim, ROWS
+            *(o, z, weight, d_out.contiguous(), d_o, d_z, sums, rows, z.stride(0), d_z.stride(0), ctx.eps),
+            *(heads, dim, ROWS),
         )
-        return d_o, d_z, sums.sum(0).to(weight.dtype), None
+        return d_o, d_z, sums.sum(0).to(weight.dtype), None, None
 
 
-def gated_norm(o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def gated_norm(
+    o: torch.Tensor,
+    z: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    places: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+) -> torch.Tensor:
     """Normalise o and gate it with z: (T, H, D) twice and (D,) -> (T, H, D), in float32 from the read to the write.
 
     Rows of z may be slices of wider rows; heads of z must be contiguous.
+
+    Args:
+        places: memory for the output (T, H * D) and for the gradient of z, laid out like z; None for new memory.
     """
-    return _GatedNorm.apply(o, z, weight, eps)
+    return _GatedNorm.apply(o, z, weight, eps, places)

@@ -4,6 +4,8 @@ N = chunks of C = 64 tokens, H = value heads:
     g = -exp(A_log) softplus(a + dt_bias), decay = g cumulated inside the chunk;  beta = sigmoid(b)
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -40,7 +42,7 @@ def _gates_forward(
 
 @triton.jit
 def _gates_backward(
-    a, a_log, dt_bias, beta, starts, rows, d_decay, d_beta, da, db, sums, stride_a,
+    a, a_log, dt_bias, beta, starts, rows, d_decay, d_beta, da, db, sums, stride_a, stride_da, stride_db,
     H: tl.constexpr, H_P2: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0).to(tl.int64)
@@ -57,9 +59,8 @@ def _gates_backward(
     dx = -dg * rate * tl.sigmoid(x)
     y = tl.load(beta + cell, mask=head < H, other=0.0)
     dy = tl.load(d_beta + cell, mask=head < H, other=0.0) * y * (1.0 - y)
-    out = (start + token) * H + head
-    tl.store(da + out, dx.to(da.dtype.element_ty), mask=inside)
-    tl.store(db + out, dy.to(db.dtype.element_ty), mask=inside)
+    tl.store(da + (start + token) * stride_da + head, dx.to(da.dtype.element_ty), mask=inside)
+    tl.store(db + (start + token) * stride_db + head, dy.to(db.dtype.element_ty), mask=inside)
     place = sums + chunk * 2 * H + tl.arange(0, H_P2)
     seen = tl.arange(0, H_P2) < H
     tl.store(place, tl.sum(-dg * rate * _softplus(x), 0), mask=seen)
@@ -68,10 +69,10 @@ def _gates_backward(
 
 class _Gates(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, a, b, a_log, dt_bias, chunks: PackedChunks):
+    def forward(ctx, a, b, a_log, dt_bias, chunks: PackedChunks, places):
         heads, cells = a.shape[1], chunks.chunks
         ctx.meta = {"H": heads, "H_P2": triton.next_power_of_2(heads), "C": CHUNK}
-        ctx.chunks = chunks
+        ctx.chunks, ctx.places = chunks, places
         decay, beta = (a.new_empty(cells, heads, CHUNK, dtype=torch.float32) for _ in range(2))
         _gates_forward[(cells,)](
             *(a, b, a_log, dt_bias, chunks.starts, chunks.rows, decay, beta, a.stride(0), b.stride(0)), **ctx.meta
@@ -83,18 +84,25 @@ class _Gates(torch.autograd.Function):
     def backward(ctx, d_decay, d_beta):
         a, a_log, dt_bias, beta = ctx.saved_tensors
         chunks, heads = ctx.chunks, ctx.meta["H"]
-        da, db = (a.new_empty(len(a), heads) for _ in range(2))
+        da, db = ctx.places or (a.new_empty(len(a), heads) for _ in range(2))
         sums = a.new_empty(chunks.chunks, 2, heads, dtype=torch.float32)
         grads = (d_decay.contiguous(), d_beta.contiguous())
         _gates_backward[(chunks.chunks,)](
-            *(a, a_log, dt_bias, beta, chunks.starts, chunks.rows, *grads, da, db, sums, a.stride(0)), **ctx.meta
+            *(a, a_log, dt_bias, beta, chunks.starts, chunks.rows, *grads, da, db, sums),
+            *(x.stride(0) for x in (a, da, db)),
+            **ctx.meta,
         )
         d_a_log, d_dt_bias = sums.sum(0)
-        return da, db, d_a_log.to(a_log.dtype), d_dt_bias.to(dt_bias.dtype), None
+        return da, db, d_a_log.to(a_log.dtype), d_dt_bias.to(dt_bias.dtype), None, None
 
 
 def delta_gates(
-    a: torch.Tensor, b: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor, chunks: PackedChunks
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    chunks: PackedChunks,
+    places: Sequence[torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute decay and beta, in float32 from the read on.
 
@@ -103,8 +111,9 @@ def delta_gates(
         b: (T, H), laid out like a.
         a_log: (H,).
         dt_bias: (H,).
+        places: memory for the gradients of a and b, laid out like a; None for new memory.
 
     Returns:
         Decay and beta (N, H, 64) float32; where a chunk has no token, the chunk's last decay and beta 0.
     """
-    return _Gates.apply(a, b, a_log, dt_bias, chunks)
+    return _Gates.apply(a, b, a_log, dt_bias, chunks, places)
