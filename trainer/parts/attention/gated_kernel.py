@@ -18,7 +18,7 @@ _BLOCK = 2048  # numbers of a program of the gates
 
 
 @triton.jit
-def _columns(cos, sin, t, inside, D: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr):
+def _columns(cos, sin, t, inside, PAIRS: tl.constexpr, WIDTH: tl.constexpr):
     """Return components, their partners, whether they are rotated, and the two factors of the rotation for tokens t."""
     column = tl.arange(0, WIDTH)[None, :]
     is_first, is_rotated = column < PAIRS, column < 2 * PAIRS
@@ -51,7 +51,7 @@ def _forward(
     source = mixed + (t * G * SLOTS + tl.program_id(1)) * D
     of_group = t * G + group  # of a key or a value
     head = of_group * R + slot % R  # of a query or a gate
-    column, partner, is_rotated, c, s = _columns(cos, sin, t, inside, D, PAIRS, WIDTH)
+    column, partner, is_rotated, c, s = _columns(cos, sin, t, inside, PAIRS, WIDTH)
     seen = inside & (column < D)
     x = tl.load(source + column, mask=seen, other=0.0).to(tl.float32)
     if (slot < R) | (slot == SLOTS - 2):
@@ -86,7 +86,7 @@ def _backward(
         place = (t * G * SLOTS + tl.program_id(1)) * D
         of_group = t * G + group
         head = of_group * R + slot % R
-        column, partner, is_rotated, c, s = _columns(cos, sin, t, inside, D, PAIRS, WIDTH)
+        column, partner, is_rotated, c, s = _columns(cos, sin, t, inside, PAIRS, WIDTH)
         seen = inside & (column < D)
         if (slot < R) | is_key:
             if is_key:
