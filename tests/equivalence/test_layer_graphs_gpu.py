@@ -32,6 +32,7 @@ CASES = {
     "cp2": ({"cp": 2}, "first", {}, 2),
     "dp2": ({}, "first", {}, 2),
     "delta": ({}, "hybrid-third", {}, 1),
+    "delta wide": ({}, "hybrid-wide", {}, 1),
     "delta plain rule": ({}, "hybrid-second", {}, 1),
     "delta selective": ({"recompute": "selective"}, "hybrid-third", {}, 1),
     "delta frozen vision": ({}, "hybrid-third", FROZEN["vision"], 1),

@@ -49,7 +49,7 @@ _VISION: dict[str, Any] = {
 }
 _ODD_VISION = {"hidden_size": 144, "num_heads": 2, "intermediate_size": 96}  # a head size of 72, as in the large models
 # As many value heads as key heads, tied. Three times as many, untied, delta layers first and last. Heads of 128, tied,
-# and the published eps.
+# and the published eps; "wide" has as many value heads as slices need that kernels write into beside one another.
 SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "first": ({}, {}, True),
     "second": (
@@ -68,6 +68,16 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
             "linear_key_head_dim": 128,
             "linear_value_head_dim": 128,
             "linear_num_value_heads": 4,
+            "rms_norm_eps": 1e-6,
+        },
+        {},
+        True,
+    ),
+    "wide": (
+        {
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_num_value_heads": 16,
             "rms_norm_eps": 1e-6,
         },
         {},

@@ -39,6 +39,7 @@ from trainer.layers.packed_layer import PackedLayer
 from trainer.layers.segments import PackedSegments, Places, Rotation, joined
 from trainer.libraries.torch_private import parameters_of
 
+ALIGNED = 16  # numbers: for strides that are no multiples of 16, Triton compiles other code
 WARMUPS = 2  # before a capture: in their first calls libraries choose kernels and allocate memory
 
 
@@ -346,9 +347,10 @@ def _stand_ins(layers: Sequence[PackedLayer]) -> Iterator[None]:
 
 
 def _memory_like(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return memory for tensors of the same shapes. Slices of the rows of one tensor get such slices again."""
+    """Return memory for tensors of the same shapes. Slices of the rows of one tensor get such slices again, if Triton
+    compiles for these what it compiles for tensors of their own: else sums would differ in their last bits."""
     whole = joined(tensors)
-    if whole is not None:
+    if whole is not None and not any(x.size(1) % ALIGNED for x in tensors):
         return torch.empty_like(whole).split([x.size(1) for x in tensors], dim=1)
     return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors]
 

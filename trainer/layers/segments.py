@@ -83,7 +83,9 @@ def recomputed(module: torch.nn.Module, *args: object, is_random: bool = False, 
 
 def joined(slices: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Return the (T, widths together) tensor whose rows these (T, width) tensors divide in their order, without a copy.
-    If they do not, return None."""
+    If they do not, or if there are none, return None."""
+    if not slices:
+        return None
     first, width = slices[0], sum(x.size(-1) for x in slices)
     place = first.storage_offset()
     for x in slices:

@@ -173,8 +173,7 @@ def fix_memory(slot: Slot) -> None:
         piece._graphs = [Mock()]
         piece.inputs = [torch.zeros_like(hidden), *slot._attended_of(piece)]
         qkv = piece.before.before_attention(hidden, slot.rotation) if piece.before else ()
-        memory = layer_graphs._memory_like(qkv) if qkv else []
-        kind = shared.setdefault(tuple(x.shape for x in qkv), memory)
+        kind = shared.setdefault(tuple(x.shape for x in qkv), layer_graphs._memory_like(qkv))
         piece.grad_outputs = [torch.empty_like(hidden), *kind]
 
 
@@ -243,8 +242,8 @@ def test_an_attention_may_write_into_the_memory_of_the_pieces(pair, monkeypatch)
 
 
 def test_slices_of_one_tensor_are_joined_without_a_copy():
-    whole = torch.randn(3, 9, requires_grad=True)
-    parts = SplitRows.apply(whole, (4, 2, 3))
+    whole = torch.randn(3, 96, requires_grad=True)
+    parts = SplitRows.apply(whole, (48, 16, 32))
     memory = layer_graphs._memory_like([part.detach() for part in parts])
     apart = [torch.randn_like(part) for part in parts]
     for place, grad in zip(memory, apart, strict=True):
@@ -254,6 +253,11 @@ def test_slices_of_one_tensor_are_joined_without_a_copy():
         assert torch.equal(gradient, torch.cat(apart, 1))
         assert (gradient.data_ptr() != grads[0].data_ptr()) == is_copied
     assert joined([memory[1], memory[0], memory[2]]) is None
+
+
+def test_slices_that_kernels_would_be_compiled_anew_for_get_memory_of_their_own():
+    memory = layer_graphs._memory_like(torch.randn(3, 44).split((32, 8, 4), dim=1))
+    assert all(x.is_contiguous() for x in memory)
 
 
 def test_pieces_train_where_nothing_before_them_is_trained(pair, monkeypatch):
