@@ -61,7 +61,8 @@ def test_rule(lengths, heads, alike, keep_states):
     fast += [x.detach().float().requires_grad_() for x in exact[3:]]
     cells = plain.cells_of(chunks)
     decay, beta = (plain.to_chunks(x, cells, chunks.chunks) for x in fast[3:])
-    got = gated_delta_rule(*fast[:3], decay.cumsum(-1), beta, chunks, keep_states)
+    shared = [x.unsqueeze(2).expand(-1, -1, heads[1] // heads[0], -1) for x in fast[:2]]
+    got = gated_delta_rule(*shared, fast[2], decay.cumsum(-1), beta, chunks, keep_states)
     tolerance = ALIKE_TOLERANCE if alike else TOLERANCE
     assert distance(got, expected) < tolerance
     gradients = torch.autograd.grad(got, fast, gradient)
@@ -77,7 +78,7 @@ def test_runs_are_equal_to_the_bit():
     chunks = PackedChunks.of(bounds_of((*MIXED, 4000))).to("cuda")
     q, k, v, g, beta = (x.detach() for x in rule_inputs(chunks.tokens, 16, 32, False))
     cells = plain.cells_of(chunks)
-    inputs = [x.bfloat16() for x in (q, k, v)]
+    inputs = [x.bfloat16() for x in (q.unsqueeze(2).repeat(1, 1, 2, 1), k.unsqueeze(2).repeat(1, 1, 2, 1), v)]
     inputs += [plain.to_chunks(x.float(), cells, chunks.chunks) for x in (g, beta)]
     inputs[3] = inputs[3].cumsum(-1)
     inputs = [x.contiguous().requires_grad_() for x in inputs]

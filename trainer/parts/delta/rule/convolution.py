@@ -14,7 +14,7 @@ from trainer.parts.delta.rule.plain import L2_EPS
 
 TAPS = 4
 FORWARD = {"ROWS": 16, "num_warps": 2}
-BACKWARD = {"RUN": 128, "HEADS": 2, "num_warps": 2}
+BACKWARD = {"RUN": 128, "HEADS": 2, "num_warps": 2, "maxnreg": 168}
 
 
 @triton.jit
@@ -55,6 +55,15 @@ def _load_row(base, token, tokens, stride, channel):
 
 
 @triton.jit
+def _load_sum(base, token, tokens, stride, channel, SHARED: tl.constexpr, D: tl.constexpr):
+    """Return the sum of a token's rows of SHARED heads, the first of which has these channels."""
+    total = _load_row(base, token, tokens, stride, channel).to(tl.float32)
+    for other in tl.static_range(1, SHARED):
+        total += _load_row(base + other * D, token, tokens, stride, channel).to(tl.float32)
+    return total
+
+
+@triton.jit
 def _load_taps(weight, channel):
     at = weight + channel * 4
     w0, w1 = tl.load(at).to(tl.float32), tl.load(at + 1).to(tl.float32)
@@ -80,21 +89,22 @@ def _load_positions(positions, t, tokens):
 
 @triton.jit
 def _backward_step(
-    x3, x2, x1, x0, dy, position, own, w3, w2, w1, w0, for_1, for_2, for_3, sum3, sum2, sum1, sum0, factor, eps, normed
+    x3, x2, x1, x0, dy, position, own, w3, w2, w1, w0, for_1, for_2, for_3, sum3, sum2, sum1, sum0, factor, eps,
+    NORMED: tl.constexpr,
 ):  # fmt: skip
     """Process one token: complete its gradient, and add its contributions to the gradients of the three before it.
 
     The three tokens after it have already contributed. `own`: whether the token is in this program's run, so that it
     counts in the taps' gradients.
     """
-    dy = dy.to(tl.float32) * factor
+    dy *= factor
     x2, w2 = tl.where(position >= 1, x2, 0.0), tl.where(position >= 1, w2, 0.0)
     x1, w1 = tl.where(position >= 2, x1, 0.0), tl.where(position >= 2, w1, 0.0)
     x0, w0 = tl.where(position >= 3, x0, 0.0), tl.where(position >= 3, w0, 0.0)
     pre = x3 * w3 + x2 * w2 + x1 * w1 + x0 * w0
     gate = tl.sigmoid(pre)
     y = pre * gate
-    if normed:
+    if NORMED:
         rate = tl.rsqrt(tl.sum(y * y, 1) + eps)[:, None]
         dy = rate * (dy - y * (rate * rate * tl.sum(dy * y, 1)[:, None]))
     d_pre = dy * (gate + y * (1.0 - gate))
@@ -111,25 +121,24 @@ def _backward_step(
 
 
 @triton.jit
-def _convolve_backward(
-    mixed, weight, positions, dq, dk, dv, d_mixed, sums, tokens, stride, stride_dx, scale, eps,
-    HK: tl.constexpr, H: tl.constexpr, D: tl.constexpr, RUN: tl.constexpr, HEADS: tl.constexpr,
+def _run_backward(
+    mixed, weight, positions, grad, d_mixed, sums, first, first_of_grad, tokens, stride, stride_dx, factor, eps,
+    WIDTH: tl.constexpr, OF_GRAD: tl.constexpr, D: tl.constexpr, RUN: tl.constexpr, HEADS: tl.constexpr,
+    SHARED: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of HEADS heads and RUN tokens per program, last token first, so that each value is read once:
-    a token's contributions to the gradients of the three tokens before it stay in registers. The tokens just after the
-    run are read for their contributions to it; another program writes their gradients. All reads of four tokens come
-    before the first write, because several reads in flight take no longer than one, a microsecond."""
-    WIDTH: tl.constexpr = (2 * HK + H) * D
-    block = tl.program_id(0)
+    """Write the gradients of HEADS heads and RUN tokens.
+
+    Args:
+        first, first_of_grad: the first of these heads, in `mixed` and in `grad`.
+        WIDTH, OF_GRAD: numbers of a token in `mixed` and in `grad`.
+        SHARED: heads of `grad` for each head.
+        NORMED: whether the heads' forward pass brought them to unit length.
+    """
     begin = tl.program_id(1).to(tl.int64) * RUN
     end = begin + RUN
-    channel = (block * HEADS + tl.arange(0, HEADS)[:, None]) * D + tl.arange(0, D)[None, :]
+    head, dim = tl.arange(0, HEADS)[:, None], tl.arange(0, D)[None, :]
+    channel, source = (first + head) * D + dim, (first_of_grad + head) * (SHARED * D) + dim
     w0, w1, w2, w3 = _load_taps(weight, channel)
-    grad, width, factor, normed = dv - 2 * HK * D, H * D, 1.0, False
-    if block * HEADS < HK:
-        grad, width, factor, normed = dq, HK * D, scale, True
-    elif block * HEADS < 2 * HK:
-        grad, width, factor, normed = dk - HK * D, HK * D, 1.0, True
     zero = tl.zeros((HEADS, D), tl.float32)
     a1, a2, a3 = zero, zero, zero  # partial gradients of the tokens one, two and three before
     s3, s2, s1, s0 = zero, zero, zero, zero
@@ -143,23 +152,23 @@ def _convolve_backward(
         y0 = _load_row(mixed, t - 4, tokens, stride, channel)
         z0 = _load_row(mixed, t - 5, tokens, stride, channel)
         u0 = _load_row(mixed, t - 6, tokens, stride, channel)
-        g0 = _load_row(grad, t, tokens, width, channel)
-        g1 = _load_row(grad, t - 1, tokens, width, channel)
-        g2 = _load_row(grad, t - 2, tokens, width, channel)
-        g3 = _load_row(grad, t - 3, tokens, width, channel)
+        g0 = _load_sum(grad, t, tokens, OF_GRAD, source, SHARED, D)
+        g1 = _load_sum(grad, t - 1, tokens, OF_GRAD, source, SHARED, D)
+        g2 = _load_sum(grad, t - 2, tokens, OF_GRAD, source, SHARED, D)
+        g3 = _load_sum(grad, t - 3, tokens, OF_GRAD, source, SHARED, D)
         p0, p1, p2, p3 = _load_positions(positions, t, tokens)
         x0, y0, z0, u0 = x0.to(tl.float32), y0.to(tl.float32), z0.to(tl.float32), u0.to(tl.float32)
         d0, a1, a2, a3, s3, s2, s1, s0 = _backward_step(
-            x3, x2, x1, x0, g0, p0, t < end, w3, w2, w1, w0, a1, a2, a3, s3, s2, s1, s0, factor, eps, normed
+            x3, x2, x1, x0, g0, p0, t < end, w3, w2, w1, w0, a1, a2, a3, s3, s2, s1, s0, factor, eps, NORMED
         )
         d1, a1, a2, a3, s3, s2, s1, s0 = _backward_step(
-            x2, x1, x0, y0, g1, p1, t - 1 < end, w3, w2, w1, w0, a1, a2, a3, s3, s2, s1, s0, factor, eps, normed
+            x2, x1, x0, y0, g1, p1, t - 1 < end, w3, w2, w1, w0, a1, a2, a3, s3, s2, s1, s0, factor, eps, NORMED
         )
         d2, a1, a2, a3, s3, s2, s1, s0 = _backward_step(
-            x1, x0, y0, z0, g2, p2, t - 2 < end, w3, w2, w1, w0, a1, a2, a3, s3, s2, s1, s0, factor, eps, normed
+            x1, x0, y0, z0, g2, p2, t - 2 < end, w3, w2, w1, w0, a1, a2, a3, s3, s2, s1, s0, factor, eps, NORMED
         )
         d3, a1, a2, a3, s3, s2, s1, s0 = _backward_step(
-            x0, y0, z0, u0, g3, p3, t - 3 < end, w3, w2, w1, w0, a1, a2, a3, s3, s2, s1, s0, factor, eps, normed
+            x0, y0, z0, u0, g3, p3, t - 3 < end, w3, w2, w1, w0, a1, a2, a3, s3, s2, s1, s0, factor, eps, NORMED
         )
         at = d_mixed + t * stride_dx + channel
         mine = (t < end) & (channel >= 0)  # the first four tokens are after the run and not its own
@@ -170,6 +179,35 @@ def _convolve_backward(
         x3, x2, x1 = y0, z0, u0
     place = sums + tl.program_id(1).to(tl.int64) * 4 * WIDTH + channel * 4
     _store_taps(place, s0, s1, s2, s3)
+
+
+@triton.jit
+def _convolve_backward(
+    mixed, weight, positions, dq, dk, dv, d_mixed, sums, tokens, stride, stride_dx, scale, eps,
+    HK: tl.constexpr, H: tl.constexpr, D: tl.constexpr, RUN: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Write the gradients of HEADS heads and RUN tokens per program, last token first, so that each value is read once:
+    a token's contributions to the gradients of the three tokens before it stay in registers. The tokens just after the
+    run are read for their contributions to it; another program writes their gradients. All reads of four tokens come
+    before the first write, because several reads in flight take no longer than one, a microsecond. Queries, keys and
+    values have code of their own: where it is not known at compile time what is read, it is read number by number."""
+    WIDTH: tl.constexpr = (2 * HK + H) * D
+    head = tl.program_id(0) * HEADS
+    if head < HK:
+        _run_backward(
+            mixed, weight, positions, dq, d_mixed, sums, head, head, tokens, stride, stride_dx, scale, eps,
+            WIDTH, H * D, D, RUN, HEADS, H // HK, True,
+        )  # fmt: skip
+    elif head < 2 * HK:
+        _run_backward(
+            mixed, weight, positions, dk, d_mixed, sums, head, head - HK, tokens, stride, stride_dx, 1.0, eps,
+            WIDTH, H * D, D, RUN, HEADS, H // HK, True,
+        )  # fmt: skip
+    else:
+        _run_backward(
+            mixed, weight, positions, dv, d_mixed, sums, head, head - 2 * HK, tokens, stride, stride_dx, 1.0, eps,
+            WIDTH, H * D, D, RUN, HEADS, 1, False,
+        )  # fmt: skip
 
 
 class _Convolution(torch.autograd.Function):
@@ -188,6 +226,7 @@ class _Convolution(torch.autograd.Function):
             **FORWARD,
         )
         ctx.save_for_backward(mixed, weight)
+        q, k = (x.unsqueeze(2).expand(-1, -1, value_heads // key_heads, -1) for x in (q, k))
         return q, k, v
 
     @staticmethod
@@ -233,6 +272,7 @@ def convolve_heads(
         place: memory for the gradient of `mixed`, laid out like it; None for new memory.
 
     Returns:
-        q and k (T, HK, D) of unit length, q times D ** -0.5, and v (T, H, D).
+        q and k (T, HK, H / HK, D) of unit length, q times D ** -0.5, and v (T, H, D). The value heads of a key head
+        share its memory; their gradients are summed while they are read.
     """
     return _Convolution.apply(mixed, weight, chunks, heads, place)

@@ -55,7 +55,8 @@ def _errors(device: torch.device) -> dict[str, float]:
     gradient = drawn(tokens, value_heads, dim).bfloat16()
     fast = [x.detach().requires_grad_() for x in inputs]
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    got = gated_delta_rule(*fast[:3], *delta_gates(*fast[3:], chunks), chunks)
+    shared = [x.unsqueeze(2).expand(-1, -1, value_heads // key_heads, -1) for x in fast[:2]]
+    got = gated_delta_rule(*shared, fast[2], *delta_gates(*fast[3:], chunks), chunks)
     expected = plain.gated_delta_rule(*exact[:3], *plain.gates(*exact[3:]), chunks)
     got = [got, *torch.autograd.grad(got, fast, gradient)]
     expected = [expected, *torch.autograd.grad(expected, exact, gradient.double())]

@@ -54,6 +54,7 @@ class _Prepared(NamedTuple):
 class _DeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, decay, beta, chunks: PackedChunks, keep_states: bool):
+        q, k = q[:, :, 0], k[:, :, 0]
         problem = _Problem(*(x.contiguous() for x in (q, k, v, decay, beta)), chunks)
         prepared = _prepare(problem, solve=keep_states)
         o = torch.empty_like(problem.v)
@@ -76,9 +77,7 @@ class _DeltaRule(torch.autograd.Function):
             _forward(problem, prepared, RECOMPUTE, None, states, news)
         d_states, d_news = _backward(problem, prepared, do)
         dq, dk, dv, d_decay, d_log_beta = _gradients(problem, prepared.solved, do, (states, d_states, news, d_news))
-        shared = problem.v.shape[1] // problem.k.shape[1]
-        if shared > 1:
-            dq, dk = (x.unflatten(1, (-1, shared)).sum(2) for x in (dq, dk))
+        dq, dk = (x.unflatten(1, (problem.k.shape[1], -1)) for x in (dq, dk))
         return dq, dk, dv, d_decay, d_log_beta / problem.beta.clamp_min(1e-30), None, None
 
 
@@ -167,9 +166,9 @@ def gated_delta_rule(
     States are float32. Products are of the inputs' dtype and are summed in float32.
 
     Args:
-        q: (T, HK, D), scaled; D a power of two, at least 64.
-        k: (T, HK, D), of unit length.
-        v: (T, H, D), H a multiple of HK.
+        q: (T, HK, H / HK, D), scaled, the same for the H / HK value heads of a key head; D a power of two, at least 64.
+        k: (T, HK, H / HK, D), of unit length, likewise.
+        v: (T, H, D).
         decay: (N, H, 64) float32, the log of the decay cumulated inside each chunk, see gates.py. Where a chunk has no
             token, the chunk's last value.
         beta: (N, H, 64) float32 above 0; 0 where the chunk has no token.
