@@ -2,7 +2,8 @@
 (Triton, CUDA only).
 
 A program reads a few tokens of one head, so no program holds a whole token: with 40 heads of 256 its registers would
-spill. A component that is rotated also reads its partner, which the cache holds.
+spill. Of a query or a key it reads the rotated components a second time, as pairs, which the cache holds: partners
+that were looked up one by one would be read number by number.
 
 T = tokens, G = groups of heads, R = query heads per group, d = head dim, p = pairs of components that are rotated. Row
 t of the projection holds, group by group, R queries, R gates, a key and a value: 2 R + 2 heads of d numbers.
@@ -12,104 +13,115 @@ import torch
 import triton
 import triton.language as tl
 
-_TOKENS = 8  # of a program's tile; 256 threads then read 16 bytes each
+_TOKENS = 16  # of a tile, which 128 threads read by 16 bytes each
+_WARPS = 4
 _SUMS = 64  # programs of each head that sum the gradients of the norms' weights
 _BLOCK = 2048  # numbers of a program of the gates
 
 
 @triton.jit
-def _columns(cos, sin, t, inside, PAIRS: tl.constexpr, WIDTH: tl.constexpr):
-    """Return components, their partners, whether they are rotated, and the two factors of the rotation for tokens t."""
-    column = tl.arange(0, WIDTH)[None, :]
-    is_first, is_rotated = column < PAIRS, column < 2 * PAIRS
-    partner = tl.where(is_first, column + PAIRS, column - PAIRS)
-    angle = tl.where(is_first, column, column - PAIRS)
-    c = tl.load(cos + t * PAIRS + angle, mask=inside & is_rotated, other=1.0)
-    s = tl.load(sin + t * PAIRS + angle, mask=inside & is_rotated, other=0.0)
-    return column, partner, is_rotated, c, tl.where(is_first, -s, s)
-
-
-@triton.jit
-def _weights(q_weight, k_weight, column, seen, is_key, centre):
-    """Return the weights of the head's norm: (q_weight or k_weight) + centre, in float32."""
-    if is_key:
-        weight = tl.load(k_weight + column, mask=seen, other=0.0).to(tl.float32)
-    else:
-        weight = tl.load(q_weight + column, mask=seen, other=0.0).to(tl.float32)
-    return weight + centre
+def _load_pairs(at, PAIRS: tl.constexpr, mask):
+    """Return the first and the second components of pairs, in float32."""
+    return tl.load(at, mask=mask, other=0.0).to(tl.float32), tl.load(at + PAIRS, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _forward(
     mixed, cos, sin, q_weight, k_weight, q, k, v, gate, eps, centre, tokens,
-    G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
+    G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):  # fmt: skip
     SLOTS: tl.constexpr = 2 * R + 2
     t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
     group, slot = tl.program_id(1) // SLOTS, tl.program_id(1) % SLOTS
-    inside = t < tokens
     source = mixed + (t * G * SLOTS + tl.program_id(1)) * D
     of_group = t * G + group  # of a key or a value
     head = of_group * R + slot % R  # of a query or a gate
-    column, partner, is_rotated, c, s = _columns(cos, sin, t, inside, PAIRS, WIDTH)
-    seen = inside & (column < D)
+    column, pair = tl.arange(0, WIDTH)[None, :], tl.arange(0, HALF)[None, :]
+    seen, is_pair = (t < tokens) & (column < D), (t < tokens) & (pair < PAIRS)
     x = tl.load(source + column, mask=seen, other=0.0).to(tl.float32)
     if (slot < R) | (slot == SLOTS - 2):
-        is_key = slot == SLOTS - 2
+        weight, place = q_weight, q + head * D
+        if slot == SLOTS - 2:
+            weight, place = k_weight, k + of_group * D
         rate = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
-        other = tl.load(source + partner, mask=inside & is_rotated, other=0.0).to(tl.float32)
-        x *= rate * _weights(q_weight, k_weight, column, column < D, is_key, centre)
-        other *= rate * _weights(q_weight, k_weight, partner, is_rotated, is_key, centre)
-        y = x * c + other * s
-        if is_key:
-            tl.store(k + of_group * D + column, y, mask=seen)
-        else:
-            tl.store(q + head * D + column, y, mask=seen)
-    elif slot == SLOTS - 1:
-        tl.store(v + of_group * D + column, x, mask=seen)
+        x *= rate * (tl.load(weight + column, mask=column < D, other=0.0).to(tl.float32) + centre)
+        tl.store(place + column, x, mask=seen & (column >= 2 * PAIRS))
+        c = tl.load(cos + t * PAIRS + pair, mask=is_pair, other=0.0)
+        s = tl.load(sin + t * PAIRS + pair, mask=is_pair, other=0.0)
+        first, second = _load_pairs(source + pair, PAIRS, is_pair)
+        of_first, of_second = _load_pairs(weight + pair, PAIRS, pair < PAIRS)
+        first *= rate * (of_first + centre)
+        second *= rate * (of_second + centre)
+        tl.store(place + pair, first * c - second * s, mask=is_pair)
+        tl.store(place + PAIRS + pair, second * c + first * s, mask=is_pair)
     else:
-        tl.store(gate + head * D + column, x, mask=seen)
+        place = gate + head * D
+        if slot == SLOTS - 1:
+            place = v + of_group * D
+        tl.store(place + column, x, mask=seen)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _backward(
     dq, dk, dv, d_gate, mixed, cos, sin, q_weight, k_weight, d_mixed, sums, eps, centre, tokens,
-    G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
+    G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):  # fmt: skip
     SLOTS: tl.constexpr = 2 * R + 2
     group, slot = tl.program_id(1) // SLOTS, tl.program_id(1) % SLOTS
-    is_key = slot == SLOTS - 2
+    is_head = (slot < R) | (slot == SLOTS - 2)  # of queries or keys
+    column, pair = tl.arange(0, WIDTH)[None, :], tl.arange(0, HALF)[None, :]
+    weight = q_weight
+    if slot == SLOTS - 2:
+        weight = k_weight
+    w = tl.load(weight + column, mask=column < D, other=0.0).to(tl.float32) + centre
+    w_first, w_second = _load_pairs(weight + pair, PAIRS, pair < PAIRS)
+    w_first, w_second = w_first + centre, w_second + centre
     total = tl.zeros((TOKENS, WIDTH), tl.float32)
+    total_first, total_second = tl.zeros((TOKENS, HALF), tl.float32), tl.zeros((TOKENS, HALF), tl.float32)
     for block in range(tl.program_id(0), tl.cdiv(tokens, TOKENS), tl.num_programs(0)):
         t = tl.arange(0, TOKENS).to(tl.int64)[:, None] + block * TOKENS
-        inside = t < tokens
         place = (t * G * SLOTS + tl.program_id(1)) * D
-        of_group = t * G + group
-        head = of_group * R + slot % R
-        column, partner, is_rotated, c, s = _columns(cos, sin, t, inside, PAIRS, WIDTH)
-        seen = inside & (column < D)
-        if (slot < R) | is_key:
-            if is_key:
-                g = tl.load(dk + of_group * D + column, mask=seen, other=0.0).to(tl.float32)
-                other = tl.load(dk + of_group * D + partner, mask=inside & is_rotated, other=0.0).to(tl.float32)
-            else:
-                g = tl.load(dq + head * D + column, mask=seen, other=0.0).to(tl.float32)
-                other = tl.load(dq + head * D + partner, mask=inside & is_rotated, other=0.0).to(tl.float32)
-            g = g * c - other * s
-            x = tl.load(mixed + place + column, mask=seen, other=0.0).to(tl.float32)
-            rate = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
-            x *= rate
-            total += g * x
-            g *= _weights(q_weight, k_weight, column, column < D, is_key, centre)
-            g = rate * (g - x * (tl.sum(g * x, 1) / D)[:, None])
+        of_group = (t * G + group) * D
+        of_head = ((t * G + group) * R + slot % R) * D
+        seen, is_pair = (t < tokens) & (column < D), (t < tokens) & (pair < PAIRS)
+        at = d_gate + of_head
+        if slot < R:
+            at = dq + of_head
+        elif slot == SLOTS - 2:
+            at = dk + of_group
         elif slot == SLOTS - 1:
-            g = tl.load(dv + of_group * D + column, mask=seen, other=0.0).to(tl.float32)
-        else:
-            g = tl.load(d_gate + head * D + column, mask=seen, other=0.0).to(tl.float32)
+            at = dv + of_group
+        g = tl.load(at + column, mask=seen, other=0.0).to(tl.float32)
+        if is_head:
+            g = tl.where(column >= 2 * PAIRS, g, 0.0)
+            x = tl.load(mixed + place + column, mask=seen, other=0.0).to(tl.float32)
+            first, second = _load_pairs(mixed + place + pair, PAIRS, is_pair)
+            rate = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+            x, first, second = x * rate, first * rate, second * rate
+            c = tl.load(cos + t * PAIRS + pair, mask=is_pair, other=0.0)
+            s = tl.load(sin + t * PAIRS + pair, mask=is_pair, other=0.0)
+            turned_first, turned_second = _load_pairs(at + pair, PAIRS, is_pair)
+            g_first = turned_first * c + turned_second * s
+            g_second = turned_second * c - turned_first * s
+            total += g * x
+            total_first += g_first * first
+            total_second += g_second * second
+            g, g_first, g_second = g * w, g_first * w_first, g_second * w_second
+            mean = tl.sum(g * x, 1) + tl.sum(g_first * first + g_second * second, 1)
+            mean = mean[:, None] / D
+            tl.store(d_mixed + place + pair, rate * (g_first - first * mean), mask=is_pair)
+            tl.store(d_mixed + place + PAIRS + pair, rate * (g_second - second * mean), mask=is_pair)
+            g = rate * (g - x * mean)
+            seen &= column >= 2 * PAIRS
         tl.store(d_mixed + place + column, g, mask=seen)
-    column = tl.arange(0, WIDTH)
-    at = (tl.program_id(0) * G * SLOTS + tl.program_id(1)) * D + column
-    tl.store(sums + at, tl.sum(total, 0), mask=column < D)
+    if is_head:
+        at = sums + (tl.program_id(0) * G * SLOTS + tl.program_id(1)) * D
+        own = (column < D) & (column >= 2 * PAIRS)
+        tl.store(at + column, tl.sum(total, 0)[None, :], mask=own)
+        tl.store(at + pair, tl.sum(total_first, 0)[None, :], mask=pair < PAIRS)
+        tl.store(at + PAIRS + pair, tl.sum(total_second, 0)[None, :], mask=pair < PAIRS)
 
 
 class _SplitNormRotate(torch.autograd.Function):
@@ -120,7 +132,8 @@ class _SplitNormRotate(torch.autograd.Function):
         q, gate = (mixed.new_empty(tokens, groups * per_group, head_dim) for _ in range(2))
         k, v = (mixed.new_empty(tokens, groups, head_dim) for _ in range(2))
         sizes = {"G": groups, "R": per_group, "D": head_dim, "PAIRS": cos.size(1)}
-        ctx.meta = {**sizes, "WIDTH": triton.next_power_of_2(head_dim), "TOKENS": _TOKENS, "num_warps": 8}
+        widths = {"WIDTH": triton.next_power_of_2(head_dim), "HALF": triton.next_power_of_2(cos.size(1))}
+        ctx.meta = {**sizes, **widths, "TOKENS": _TOKENS, "num_warps": _WARPS}
         ctx.numbers = *numbers, tokens
         grid = (triton.cdiv(tokens, _TOKENS), groups * (2 * per_group + 2))
         _forward[grid](mixed, cos, sin, q_weight, k_weight, q, k, v, gate, *ctx.numbers, **ctx.meta)
