@@ -10,7 +10,6 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -23,6 +22,7 @@ from megatron.core.utils import make_viewless_tensor
 from trainer.contract.parallel import ParallelConfig
 from trainer.layers.chosen_rows import ChosenRows, RoutedTokens
 from trainer.layers.cuda_graphs import LayerGraphs
+from trainer.layers.kernels.input_embedding import InputEmbedding
 from trainer.layers.module_set import ACTIVATIONS, FLOAT8_ROWS, shared_config
 from trainer.layers.mtp import MultiTokenPredictor
 from trainer.layers.output_loss import OutputLayer
@@ -202,7 +202,7 @@ class LanguageModel(MegatronModule):
         self.pre_process, self.post_process = pre_process, post_process
         tied = shape.tie_word_embeddings
         if pre_process or (post_process and tied):
-            self.embedding = tensor_parallel.VocabParallelEmbedding(
+            self.embedding = InputEmbedding(
                 shape.vocab_size,
                 shape.hidden_size,
                 init_method=config.init_method,

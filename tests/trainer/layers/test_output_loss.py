@@ -20,6 +20,7 @@ from tests.helpers.single_rank import build_tiny, single_rank
 from trainer.data.geometry import geometry_of
 from trainer.data.micro_batch import make_micro_batch
 from trainer.layers import output_loss
+from trainer.layers.kernels.input_embedding import add_rows
 from trainer.layers.output_loss import OutputLayer
 
 WORDS, HIDDEN, CHUNK, SEQ_LEN = 50, 16, 8, 128
@@ -195,11 +196,12 @@ def test_what_is_frozen_gets_no_gradient(fuse, mesh):
 
 @pytest.mark.parametrize("shape", ["first", "second"])
 def test_the_models_gradient_buffers_hold_the_same_either_way(shape, mesh):
-    """Tied and untied: what the output layer adds by itself, and what megatron-core's hook adds of the embedding's."""
+    """Tied and untied: what output layer and embedding add by themselves, and what megatron-core's hook adds."""
     grads = []
     for fuse in (False, True):
         model = build_tiny(random_hf_dir(shape), mesh, SEQ_LEN)
-        model.language.output_layer.fuse_wgrad_accumulation = fuse
+        for module in (model.language.output_layer, model.language.embedding):
+            module.fuse_wgrad_accumulation = fuse
         config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
         chunk = DistributedDataParallel(model.config, config, model)
         samples = make_samples(MIXED, geometry_of(model.shape), range(20, 300))
@@ -210,3 +212,15 @@ def test_the_models_gradient_buffers_hold_the_same_either_way(shape, mesh):
     for name, grad in grads[0].items():
         scale = float(grad.norm())
         assert scale and float((grads[1][name] - grad).norm()) <= 1e-5 * scale, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [[5], [3, 0, 3, 7, 0, 3], [7, 6, 5, 4, 3, 2, 1, 0], [2] * 30])
+def test_rows_of_an_embedding_get_the_bits_of_a_whole_gradient(tokens, dtype):
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.tensor(tokens)
+    grad = torch.randn(len(tokens), 4, generator=draw).to(dtype)
+    buffer = torch.randn(8, 4, generator=draw)
+    whole = buffer + torch.ops.aten.embedding_dense_backward(grad, tokens, len(buffer), -1, False)
+    add_rows(buffer, tokens, grad)
+    assert torch.equal(buffer, whole)
