@@ -33,7 +33,8 @@ CASES = {
     "dp2": ({}, "first", {}, 2),
     "delta": ({}, "hybrid-third", {}, 1),
     "delta wide": ({}, "hybrid-wide", {}, 1),
-    "delta plain rule": ({}, "hybrid-second", {}, 1),
+    # FlashAttention 4 sums the gradients of keys over the queries of a group in no fixed order: not with three of them.
+    "delta plain rule": ({}, "hybrid-first", {}, 1),
     "delta selective": ({"recompute": "selective"}, "hybrid-third", {}, 1),
     "delta frozen vision": ({}, "hybrid-third", FROZEN["vision"], 1),
     "delta tp2-sp": ({"tp": 2, "sequence_parallel": True}, "hybrid-third", {}, 2),
