@@ -1,14 +1,16 @@
 """The tiers of the suite: which tests a change takes, which files became slow, and whether the breaks still apply."""
 
 import subprocess
+import time
 from fnmatch import fnmatch
+from types import SimpleNamespace
 
 import pytest
 
 from tests.breaks.__main__ import FOLDER, read_breaks
 from tests.tiers import changed
 from tests.tiers.passed import ROOT
-from tests.tiers.plugin import slower_than_recorded
+from tests.tiers.plugin import Tiers, slower_than_recorded
 
 # Patterns of `PATHS` without a file: `make test-full` writes the first two, and the third is for a future file.
 MAY_BE_MISSING = ("tests/durations.json", "tests/full_pass.json")
@@ -110,3 +112,25 @@ def test_a_slow_file_is_told_by_the_speed_of_the_machine():
     (line,) = slower_than_recorded(grown, recorded)
     assert line.startswith("slower than recorded: b: 900 s, expected 50")
     assert slower_than_recorded({"new": 5.0}, recorded) == []
+
+
+def test_a_budget_leaves_out_files_that_would_not_end_in_it(monkeypatch):
+    seconds = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: seconds[0])
+    tiers = Tiers(SimpleNamespace(option=SimpleNamespace(markexpr="full", budget=100.0)))
+    tiers.recorded = {"long": 120.0, "short": 60.0, "late": 60.0}
+
+    def begins(file: str) -> bool:
+        try:
+            tiers.pytest_runtest_setup(SimpleNamespace(nodeid=f"{file}::test"))
+        except pytest.skip.Exception:
+            return False
+        return True
+
+    assert not begins("long")
+    assert begins("short")
+    seconds[0] = 50.0
+    assert not begins("late")
+    assert begins("new")  # without a record
+    seconds[0] = 150.0
+    assert begins("short")  # its next test

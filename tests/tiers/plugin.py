@@ -1,4 +1,5 @@
-"""Runs the longest files first, reports files that became slow, and stops when a budget of seconds is used up.
+"""Runs the longest files first, reports files that became slow, and skips those that do not fit into a number of
+seconds.
 
 `tests/durations.json` holds, for each file and tier, the seconds that its tests took when `--record-durations` was last
 used.
@@ -19,7 +20,7 @@ SLOWER, LEAST_SECONDS = 1.5, 10.0  # a file is reported from this many times its
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("tiers")
     group.addoption("--record-durations", action="store_true", help="write the seconds of each file's tests")
-    group.addoption("--budget", type=float, help="seconds after which no further file is begun; its tests are skipped")
+    group.addoption("--budget", type=float, help="seconds within which a file must end, by its record; else it is skipped")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -53,10 +54,12 @@ class Tiers:
         gc.freeze()
 
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        """Skip the tests of a file that would start after the budget's end."""
+        """Skip the tests of a file that by its record would not end within the budget."""
         budget, file = self.config.option.budget, _file(item.nodeid)
-        if budget is not None and file not in self.begun and time.monotonic() - self.began > budget:
-            pytest.skip(f"out of time: the budget of {budget:.0f} s was used up")
+        if budget is not None and file not in self.begun:
+            ended = time.monotonic() - self.began + self.recorded.get(file, 0.0)
+            if ended > budget:
+                pytest.skip(f"out of time: would end after {ended:.0f} s of a budget of {budget:.0f} s")
         self.begun.add(file)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
