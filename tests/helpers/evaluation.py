@@ -1,10 +1,8 @@
 """Shared parts of the generation tests: a model with varied answers, images, and artifacts to evaluate on."""
 
-import atexit
 import functools
 import io
 import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -24,6 +22,7 @@ from stages.artifacts.workers import StageResources
 from stages.evaluate.config import EvaluateConfig
 from stages.evaluate.stage import STAGE as EVALUATE
 from stages.inputs.tiny_model import make_tiny_hf_dir
+from tests.helpers.process_dir import process_dir
 from tests.helpers.tiny_model import FIRST, TEXTS
 
 
@@ -31,8 +30,7 @@ from tests.helpers.tiny_model import FIRST, TEXTS
 def talkative_hf_dir() -> Path:
     """Return a tiny model whose weights are so large that its answers differ from prompt to prompt. Copy before
     changing."""
-    directory = Path(tempfile.mkdtemp(prefix="athanor-talkative-"))
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    directory = process_dir("talkative")
     return make_tiny_hf_dir(directory / "hf", FIRST.model_copy(update={"initializer_range": 0.25}), TEXTS)
 
 

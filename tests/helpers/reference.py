@@ -2,13 +2,13 @@
 
 import functools
 import shutil
-import tempfile
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
 from dataset_builders.contracts.tokenized import PatchFormat, TokenizedSample
+from tests.helpers.process_dir import process_dir
 from tests.helpers.tiny_model import tiny_hf_dir
 from trainer.model.late_import import load
 from trainer.model.registry import read_model
@@ -21,7 +21,7 @@ PIXELS = PatchFormat(
 @functools.cache
 def random_hf_dir(shape: str) -> Path:
     """Return a tiny HF directory without tensors of special values: norms are not one, and biases are not zero."""
-    directory = Path(tempfile.mkdtemp(prefix="athanor-random-")) / shape
+    directory = process_dir("random") / shape
     shutil.copytree(tiny_hf_dir(shape), directory)
     model = load_reference(directory)
     generator = torch.Generator().manual_seed(11)

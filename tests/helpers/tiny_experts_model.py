@@ -3,13 +3,13 @@
 import functools
 import json
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
+from tests.helpers.process_dir import process_dir
 from tests.helpers.tiny_hybrid_model import hybrid_config, randomize_hybrid, with_mtp
 from tests.helpers.tiny_model import tiny_hf_dir
 
@@ -54,7 +54,7 @@ def experts_config(shape: str) -> dict[str, Any]:
 @functools.cache
 def experts_hf_dir(shape: str) -> Path:
     """Return the directory of a shape, none of whose tensors has a special value. It is made once per process."""
-    directory = Path(tempfile.mkdtemp(prefix="athanor-experts-")) / shape
+    directory = process_dir("experts") / shape
     shutil.copytree(tiny_hf_dir(), directory)
     model = transformers.AutoModelForImageTextToText.from_config(
         transformers.AutoConfig.for_model(**experts_config(shape))

@@ -3,7 +3,6 @@
 import functools
 import json
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tests.helpers.process_dir import process_dir
 from tests.helpers.tiny_model import tiny_hf_dir
 
 DELTA, ATTENTION = "linear_attention", "full_attention"
@@ -113,7 +113,7 @@ def hybrid_config(shape: str = "first") -> dict[str, Any]:
 @functools.cache
 def hybrid_hf_dir(shape: str = "first") -> Path:
     """Return the directory of a shape, none of whose tensors has a special value. It is made once per process."""
-    directory = Path(tempfile.mkdtemp(prefix="athanor-hybrid-")) / shape
+    directory = process_dir("hybrid") / shape
     shutil.copytree(tiny_hf_dir(), directory)
     config = hybrid_config(shape)
     model = transformers.Qwen3_5ForConditionalGeneration(transformers.AutoConfig.for_model(**config))
@@ -132,7 +132,7 @@ def mtp_hf_dir(shape: str = "first") -> Path:
 
 def with_mtp(hf_dir: Path) -> Path:
     """Return a copy of a directory with all tensors of multi-token prediction; its layer has the sizes of another."""
-    directory = Path(tempfile.mkdtemp(prefix="athanor-mtp-")) / hf_dir.name
+    directory = process_dir("mtp") / hf_dir.name
     shutil.copytree(hf_dir, directory)
     config = json.loads((directory / "config.json").read_text())
     text = config["text_config"]
@@ -154,7 +154,7 @@ def with_mtp(hf_dir: Path) -> Path:
 @functools.cache
 def talkative_hybrid_dir() -> Path:
     """Return the first shape with weights so large that its answers differ from prompt to prompt."""
-    directory = Path(tempfile.mkdtemp(prefix="athanor-hybrid-")) / "talkative"
+    directory = process_dir("hybrid") / "talkative"
     shutil.copytree(hybrid_hf_dir(), directory)
     tensors = load_file(directory / "model.safetensors")
     for name, tensor in tensors.items():

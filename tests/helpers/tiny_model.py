@@ -1,12 +1,10 @@
 """Tiny Qwen3-VL directories for tests, made once a process for each shape."""
 
-import atexit
 import functools
-import shutil
-import tempfile
 from pathlib import Path
 
 from stages.inputs.tiny_model import EmbeddedModelConfig, make_tiny_hf_dir
+from tests.helpers.process_dir import process_dir
 
 TEXTS = [
     "Which digit is in the picture?",
@@ -76,6 +74,5 @@ SHAPES = {"first": FIRST, "second": SECOND, "deep": DEEP, "wide": WIDE, "odd": O
 def tiny_hf_dir(shape: str = "first") -> Path:
     """Return the directory of a shape. It is made once per process and deleted at its end. Copy it before
     changing it."""
-    directory = Path(tempfile.mkdtemp(prefix="athanor-tiny-"))
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    directory = process_dir("tiny")
     return make_tiny_hf_dir(directory / shape, SHAPES[shape], TEXTS)

@@ -3,13 +3,13 @@
 import functools
 import json
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
+from tests.helpers.process_dir import process_dir
 from tests.helpers.tiny_model import tiny_hf_dir
 
 # Tied and grouped; untied, with heads wider than hidden_size / num_attention_heads.
@@ -41,7 +41,7 @@ def text_config(shape: str = "first", **changes: object) -> dict[str, Any]:
 @functools.cache
 def text_hf_dir(shape: str = "first") -> Path:
     """Return the directory of a shape, none of whose tensors has a special value. It is made once per process."""
-    directory = Path(tempfile.mkdtemp(prefix="athanor-text-")) / shape
+    directory = process_dir("text") / shape
     write_text_model(directory, text_config(shape))
     return directory
 

@@ -148,7 +148,7 @@ def main(argv: list[str]) -> int:
     """Print which test files are taken and why, and run them, the longest first."""
     parser = argparse.ArgumentParser(prog="python -m tests.tiers.changed")
     parser.add_argument("--since", help="a commit; default: the newest of which all tests passed")
-    parser.add_argument("--budget", type=float, help="seconds within which a file must end, by its record; else it is skipped")
+    parser.add_argument("--budget", type=float, help="seconds; a file that would end later, by its record, is skipped")
     parser.add_argument("--workers", type=int, default=1, help="processes; files of tests/service/ run one by one")
     args, rest = parser.parse_known_args(argv)
     began = time.monotonic()

@@ -20,7 +20,7 @@ SLOWER, LEAST_SECONDS = 1.5, 10.0  # a file is reported from this many times its
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("tiers")
     group.addoption("--record-durations", action="store_true", help="write the seconds of each file's tests")
-    group.addoption("--budget", type=float, help="seconds within which a file must end, by its record; else it is skipped")
+    group.addoption("--budget", type=float, help="seconds; a file that would end later, by its record, is skipped")
 
 
 def pytest_configure(config: pytest.Config) -> None:
