@@ -19,7 +19,7 @@ from trainer.contract.experts import ExpertsConfig
 from trainer.contract.parallel import ParallelConfig
 from trainer.layers import cuda_graphs as layer_graphs
 from trainer.layers.attention_cores import TorchVarlenAttention
-from trainer.layers.cuda_graphs import Slot, plan_pieces
+from trainer.layers.cuda_graphs import GraphSection, Slot, plan_pieces
 from trainer.layers.segments import Places, Rotation, joined
 from trainer.loop import train as loop
 from trainer.parts.attention import module as attention
@@ -154,7 +154,8 @@ class InFixedMemory(torch.autograd.Function):
         with torch.enable_grad():
             ctx.piece, ctx.inputs = piece, [x.detach().requires_grad_() for x in piece.inputs]
             ctx.outputs = piece.run(*ctx.inputs)
-        return tuple(x.detach() for x in ctx.outputs)
+        layer_graphs._put(piece.outputs, ctx.outputs)
+        return tuple(x.detach() for x in piece.outputs)
 
     @staticmethod
     def backward(ctx, *grads):
@@ -163,18 +164,22 @@ class InFixedMemory(torch.autograd.Function):
         found = torch.autograd.grad(ctx.outputs, [*ctx.inputs, *piece.trained], piece.grad_outputs)
         for param, grad in zip(piece.trained, found[len(ctx.inputs) :]):
             param.grad = grad.clone()
-        return None, *found[: len(ctx.inputs)]
+        layer_graphs._put(piece.grad_inputs, found[: len(ctx.inputs)])
+        return None, *(x.detach() for x in piece.grad_inputs)
 
 
-def fix_memory(slot: Slot) -> None:
-    """Give the pieces the tensors that a capture gives them: layers of one kind share those of q, k and v."""
-    hidden, shared = slot._hidden, {}
+def capture_here(slot: Slot) -> None:
+    """Capture the pieces without a GPU: they compute once, and their tensors are those of a capture."""
+
+    def capturing(piece: GraphSection, pool: object) -> contextlib.AbstractContextManager:
+        piece._graphs.append(Mock())
+        return contextlib.nullcontext()
+
     for piece in slot.pieces:
-        piece._graphs = [Mock()]
-        piece.inputs = [torch.zeros_like(hidden), *slot._attended_of(piece)]
-        qkv = piece.before.before_attention(hidden, slot.rotation) if piece.before else ()
-        kind = shared.setdefault(tuple(x.shape for x in qkv), layer_graphs._memory_like(qkv))
-        piece.grad_outputs = [torch.empty_like(hidden), *kind]
+        for param in piece.trained:
+            param.main_grad = torch.zeros_like(param)
+    with patch.object(GraphSection, "_capturing", capturing), patch.object(torch.cuda, "graph_pool_handle"):
+        slot._capture()
 
 
 class InPlaces(torch.autograd.Function):
@@ -231,7 +236,7 @@ def test_an_attention_may_write_into_the_memory_of_the_pieces(pair, monkeypatch)
     monkeypatch.setattr(InPlaces, "used", 0)
     layers = model.language.decoder.layers
     with in_pieces(model) as graphs:
-        fix_memory(graphs.slots[0])
+        capture_here(graphs.slots[0])
         for _ in range(2):
             model.zero_grad()
             model(pair.batch).sum().backward()
