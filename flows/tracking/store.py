@@ -118,10 +118,15 @@ def connect(root: StorePath) -> MlflowClient:
 
 def make_tables(root: StorePath) -> None:
     """Make the root's own database if there is none. The file gets its name when it has all tables, because MLflow
-    refuses tables for ever that a killed process or a full disk left half made."""
+    refuses tables for ever that a killed process or a full disk left half made.
+
+    Raises:
+        InputError: what has the database's name is no file.
+    """
     database = (side_dir(root) / DATABASE).resolve()
-    if database.exists() and database.stat().st_size:
+    if database.is_file() and database.stat().st_size:
         return
+    check_own_database(root)  # MLflow would try to open a directory again and again
     unfinished = database.with_name(f"{DATABASE}.tmp")
     for path in database.parent.glob(f"{unfinished.name}*"):
         path.unlink()

@@ -45,3 +45,10 @@ def test_a_ruined_database_is_named_with_the_way_out(tmp_path, monkeypatch, how)
     line = error_line(caught.value)
     assert line.startswith(str(database)) and not tracker.is_sent()
     assert ("cannot be written; permit it" if how == "closed" else f"move {database}* away") in line
+
+
+def test_a_directory_in_its_place_is_named_before_mlflow_tries_to_open_it(tmp_path, monkeypatch):
+    (tmp_path / store.DATABASE).mkdir()
+    monkeypatch.setattr(store, "MlflowClient", lambda **_: 1 / 0)
+    with pytest.raises(InputError, match=f"{store.DATABASE} is no whole SQLite database .it is no file.; put a copy"):
+        store.connect(tmp_path)
