@@ -28,7 +28,7 @@ STAGES = (
 def athanor(*arguments: str) -> str:
     env = {k: v for k, v in os.environ.items() if k not in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "PREFECT_HOME")}
     env["OMP_NUM_THREADS"] = str(os.cpu_count())
-    done = subprocess.run([ATHANOR, *arguments], capture_output=True, text=True, env=env, timeout=900)
+    done = subprocess.run([ATHANOR, *arguments], capture_output=True, text=True, env=env, timeout=1800)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
