@@ -5,17 +5,14 @@ Files run in the order of their recorded durations, longest first, because on fe
 tests are finished.
 """
 
-import atexit
 import os
-import shutil
-import tempfile
+
+from tests.helpers.process_dir import process_dir
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("DO_NOT_TRACK", "true")
 
-_HOME = tempfile.mkdtemp(prefix="athanor-prefect-")
-atexit.register(shutil.rmtree, _HOME, ignore_errors=True)
-os.environ["PREFECT_HOME"] = _HOME
+os.environ["PREFECT_HOME"] = str(process_dir("prefect"))
 
 pytest_plugins = ("tests.tiers.plugin",)

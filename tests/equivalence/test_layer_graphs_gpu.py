@@ -33,7 +33,8 @@ CASES = {
     "dp2": ({}, "first", {}, 2),
     "delta": ({}, "hybrid-third", {}, 1),
     "delta wide": ({}, "hybrid-wide", {}, 1),
-    # FlashAttention 4 sums the gradients of keys over the queries of a group in no fixed order: not with three of them.
+    # Two queries share a key: FlashAttention 4 adds the gradients of a key over its queries in no fixed order, and the
+    # sum of three depends on the order.
     "delta plain rule": ({}, "hybrid-first", {}, 1),
     "delta selective": ({"recompute": "selective"}, "hybrid-third", {}, 1),
     "delta frozen vision": ({}, "hybrid-third", FROZEN["vision"], 1),

@@ -49,7 +49,8 @@ _VISION: dict[str, Any] = {
 }
 _ODD_VISION = {"hidden_size": 144, "num_heads": 2, "intermediate_size": 96}  # a head size of 72, as in the large models
 # As many value heads as key heads, tied. Three times as many, untied, delta layers first and last. Heads of 128, tied,
-# and the published eps; "wide" has as many value heads as slices need that kernels write into beside one another.
+# and the published eps; "wide" has 16 value heads, so that CUDA graphs get the gradients of a delta layer's inputs as
+# slices of one tensor.
 SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "first": ({}, {}, True),
     "second": (

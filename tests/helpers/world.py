@@ -176,7 +176,7 @@ def _end_all_when_one_fails(ranks: list[multiprocessing.Process]) -> None:
 
 
 def _rank(directory: Path, rank: int, world: int, port: int, save: bool, all_there) -> None:
-    # Sixteen ranks on two cores left other tests' servers a tenth of a core, in which they do not start in time.
+    # Otherwise many ranks on two cores keep the servers of other tests from starting in time.
     os.nice(5)
     all_there.wait()
     log = os.open(directory / f"rank-{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)

@@ -1,4 +1,4 @@
-"""The input embedding, whose gradient is added where it belongs.
+"""The input embedding, whose gradient reads and writes the rows of a bin's words alone.
 
 torch makes a gradient as large as the whole vocabulary, and adding it to the float32 sums reads and writes all of them:
 3 ms a bin at 248,320 words of 2,560 numbers on an H200, for the few thousand words of a bin.
