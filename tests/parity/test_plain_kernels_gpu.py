@@ -43,6 +43,34 @@ def test_rms_norm(shape, centred, dtype):
 
 @requires_gpus(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("shape", [(1000, 1, 2560), (7, 1, 5120), (5, 96)])
+def test_sum_and_norm(shape, centred, dtype):
+    """Both have the bits of a sum and a norm one by one; the gradient of the sum is that of both uses."""
+    from trainer.layers.kernels.rms_norm import rms_norm, sum_and_norm
+
+    torch.manual_seed(0)
+    x, delta, d_total, d_normed = (torch.randn(*shape, device="cuda", dtype=dtype) for _ in range(4))
+    weight = (0.1 * torch.randn(shape[-1], device="cuda")).to(dtype).requires_grad_()
+    inputs = [x.requires_grad_(), delta.requires_grad_(), weight]
+    total, normed = sum_and_norm(*inputs, 1e-6, zero_centred=centred)
+    assert torch.equal(total, x + delta)
+    assert torch.equal(normed, rms_norm(total, weight, 1e-6, zero_centred=centred))
+    alone, again = sum_and_norm(total.detach(), None, weight, 1e-6, zero_centred=centred)
+    assert torch.equal(alone, total)
+    assert torch.equal(again, normed)
+
+    found = torch.autograd.grad([total, normed], inputs, [d_total, d_normed])
+    assert torch.equal(found[0], found[1])
+    exact = [total.detach().double().requires_grad_(), weight.detach().double().requires_grad_()]
+    outputs = [exact[0] * 1, exact_norm(*exact, float(centred))]
+    wanted = torch.autograd.grad(outputs, exact, [d_total.double(), d_normed.double()])
+    for ours, truth in zip(found[1:], wanted, strict=True):
+        assert float((ours.double() - truth).norm() / truth.norm()) < BOUND[dtype]
+
+
+@requires_gpus(1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1000, 1, 2 * 6144), (3, 2 * 40), (129, 1, 2 * 1025)])
 def test_swiglu(shape, dtype):
     from trainer.layers.kernels.swiglu import swiglu

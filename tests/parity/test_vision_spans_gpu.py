@@ -14,10 +14,6 @@ from trainer.layers.segments import PackedSegments, Rotation, recomputed
 # Qwen3-VL's vision encoders: of 2B, of 8B, whose heads of 72 are padded
 SHAPES = [(1024, 4096), (1152, 4304)]
 LENGTHS = [1, 63, 64, 65, 745, 900, 5000]
-NORMS = {
-    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-}
 
 
 def build(hidden: int, inner: int, mesh, dtype: torch.dtype) -> list[torch.nn.Module]:
@@ -44,26 +40,16 @@ def build(hidden: int, inner: int, mesh, dtype: torch.dtype) -> list[torch.nn.Mo
     )
     modules = choose_modules("engine", mesh.device) if dtype is torch.bfloat16 else TorchModules()
     attention = attention_spec(modules, head_dim=hidden // 16, causal=False, qk_norm=False)
-    spec = layer_around(attention, mlp_spec(modules), modules, first_linears=("linear_qkv", "linear_fc1"))
+    spec = layer_around(attention, mlp_spec(modules), modules)
     groups = ProcessGroupCollection(tp=mesh.groups.tp, cp=mesh.alone, pp=mesh.alone)
     layers = [build_module(spec, config=config, layer_number=i + 1, pg_collection=groups).cuda() for i in range(2)]
     for number, layer in enumerate(layers):
         with torch.no_grad():
-            for place, (name, param) in enumerate(sorted(named(layer).items())):
+            for place, (name, param) in enumerate(sorted(layer.named_parameters())):
                 generator = torch.Generator("cuda").manual_seed(100 * number + place)
                 noise = torch.randn(param.shape, device="cuda", generator=generator)
                 param.copy_((1 + 0.2 * noise if "norm" in name and "weight" in name else 0.04 * noise).bfloat16())
     return layers
-
-
-def named(layer: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Return a layer's parameters by their names in Transformer Engine's modules."""
-    params = {}
-    for name, param in layer.named_parameters():
-        for ours, theirs in NORMS.items():
-            name = name.replace(ours, theirs)
-        params[name] = param
-    return params
 
 
 def one_by_one(layers, *args, call=lambda layer, *args: layer(*args)) -> list[torch.Tensor]:
@@ -86,7 +72,7 @@ def outputs_and_gradients(run, layers, data) -> dict[str, torch.Tensor]:
     dtype = next(layers[0].parameters()).dtype
     hidden = hidden.to(dtype).requires_grad_()
     outputs = list(run(layers, hidden, rotation, segments))
-    params = {f"{i}.{name}": param for i, layer in enumerate(layers) for name, param in named(layer).items()}
+    params = {f"{i}.{name}": param for i, layer in enumerate(layers) for name, param in layer.named_parameters()}
     grads = torch.autograd.grad(outputs, [hidden, *params.values()], [x.to(dtype) for x in upstream])
     return dict(zip(["first", "second", "hidden", *params], [*outputs, *grads]))
 

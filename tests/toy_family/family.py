@@ -67,7 +67,6 @@ class BlendedMLPs(FeedForward):
     """
 
     spec = "tests.toy_family.model:blended_spec"
-    first_linear = ""
     role = "mlp"
 
     hidden_size: int

@@ -74,10 +74,12 @@ class GraphSection:
 
     def run(self, hidden: torch.Tensor, *attended: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Map (s, 1, D) and the previous attention's output to (s, 1, D) and the next attention's q, k, v."""
+        delta = None
         if self.after:
-            hidden = self.after.after_attention(hidden, *attended, routed=self.routed)
-        qkv = self.before.before_attention(hidden, self.rotation) if self.before else ()
-        return hidden, *qkv
+            hidden, delta = self.after.after_attention(hidden, *attended, routed=self.routed)
+        if self.before is None:
+            return (hidden + delta,)
+        return self.before.before_attention(hidden, self.rotation, delta)
 
     def capture_forward(self, pool: tuple[int, int], hidden: torch.Tensor, *attended: torch.Tensor) -> None:
         """Capture the forward pass on these input tensors; `outputs` then holds the output tensors."""

@@ -154,7 +154,8 @@ class DecoderBlock(TransformerBlock):
         if self.graphs is not None and torch.is_grad_enabled():
             hidden, attended = self.graphs(hidden, rotation, segments, go_between)
             last = self.layers[-1]
-            hidden = go_between(last, last.after_attention(hidden, attended, rows, segments.routed))
+            hidden, delta = last.after_attention(hidden, attended, rows, segments.routed)
+            hidden = go_between(last, hidden + delta)
         else:
             for layer in self.layers:
                 # Only the layer itself is recomputed, without `between`.

@@ -14,7 +14,6 @@ from megatron.core.tensor_parallel import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
@@ -56,6 +55,11 @@ class TorchNorm(torch.nn.Module):
         if self.bias is None:
             return self.weight * F.rms_norm(x.float(), self.shape, None, self.eps).to(x.dtype)
         return F.layer_norm(x.float(), self.shape, self.weight.float(), self.bias.float(), self.eps).to(x.dtype)
+
+    def sum_and_norm(self, x: torch.Tensor, delta: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return x + delta, or x if delta is None, and its norm; all are (..., hidden)."""
+        total = x if delta is None else x + delta
+        return total, self(total)
 
 
 class TorchSwiglu:
@@ -141,32 +145,14 @@ def mark_tensor_parallel(model: torch.nn.Module) -> None:
                 param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, axis, 1
 
 
-def column_after_norm(modules: BackendSpecProvider) -> type:
-    """Return the class of the first linear layer of a half of a layer; in a fused set it contains the norm."""
-    fused = modules.fuse_layernorm_and_linear()
-    return modules.column_parallel_layer_norm_linear() if fused else modules.column_parallel_linear()
-
-
-def layer_around(
-    mixer: ModuleSpec, feed_forward: ModuleSpec, modules: BackendSpecProvider, *, first_linears: tuple[str, str]
-) -> ModuleSpec:
-    """Return the spec of a layer with these halves.
-
-    Args:
-        first_linears: name of the `column_after_norm` layer in each half; empty: the half has none.
-    """
-    fused = modules.fuse_layernorm_and_linear()
-    norms = [IdentityOp if fused and linear else modules.layer_norm() for linear in first_linears]
-    # Checkpoints always use the fused modules' names of the norms, whichever set wrote them.
-    halves = zip(("input_layernorm.", "pre_mlp_layernorm."), ("self_attention", "mlp"), first_linears)
-    stored = {norm: f"{half}.{linear}.layer_norm_" for norm, half, linear in halves if linear}
+def layer_around(mixer: ModuleSpec, feed_forward: ModuleSpec, modules: BackendSpecProvider) -> ModuleSpec:
+    """Return the spec of a layer with these halves."""
     return ModuleSpec(
         module=PackedLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=norms[0],
+            input_layernorm=modules.layer_norm(),
             self_attention=mixer,
-            pre_mlp_layernorm=norms[1],
+            pre_mlp_layernorm=modules.layer_norm(),
             mlp=feed_forward,
-            sharded_state_dict_keys_map={} if fused else stored,
         ),
     )

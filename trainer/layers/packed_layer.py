@@ -46,15 +46,25 @@ class PackedLayer(TransformerLayer):
         self, hidden: torch.Tensor, rotation: Rotation, segments: PackedSegments, rows: ChosenRows | None = None
     ) -> torch.Tensor:
         """Map (s, 1, D) to (s, 1, D), or only to the chosen rows."""
-        attended = self.attend(*self.before_attention(hidden, rotation), segments)
-        return self.after_attention(hidden, attended, rows, segments.routed)
+        hidden, *qkv = self.before_attention(hidden, rotation)
+        hidden, delta = self.after_attention(hidden, self.attend(*qkv, segments), rows, segments.routed)
+        return hidden + delta
 
-    def before_attention(self, hidden: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, ...]:
-        """Map (s, 1, D) to queries (T, h, d) and to keys and values (T, g, d)."""
-        return self.self_attention.prepare(self.input_layernorm(hidden), rotation)
+    def before_attention(
+        self, hidden: torch.Tensor, rotation: Rotation, delta: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """Map the layer's input (s, 1, D) to itself, to queries (T, h, d) and to keys and values (T, g, d).
+
+        What follows must take the returned input: its gradient is summed where the norm's is computed.
+
+        Args:
+            delta: (s, 1, D), what is still to be added to the input; None: nothing.
+        """
+        hidden, normed = self.input_layernorm.sum_and_norm(hidden, delta)
+        return hidden, *self.self_attention.prepare(normed, rotation)
 
     def attend(self, *qkv_and_segments: object) -> torch.Tensor:
-        """Attend, given the results of `before_attention` and the segments; return (T, 1, h * d)."""
+        """Attend, given queries, keys and values of `before_attention` and the segments; return (T, 1, h * d)."""
         return self.self_attention.attend(*qkv_and_segments)
 
     @property
@@ -76,20 +86,22 @@ class PackedLayer(TransformerLayer):
         attended: torch.Tensor,
         rows: ChosenRows | None = None,
         routed: RoutedTokens | None = None,
-    ) -> torch.Tensor:
-        """Map the layer's input (s, 1, D) and attention's output (T, 1, h * d) to (s, 1, D), or to the chosen rows.
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Map the layer's input (s, 1, D) and attention's output (T, 1, h * d) to two tensors (s, 1, D), or of the
+        chosen rows, whose sum is the layer's output.
 
         Args:
             routed: the tokens of the bin, for a feed-forward part that routes them.
         """
         if routed is not None and self.routes_tokens:
-            hidden = hidden + _with_bias(*self.self_attention.linear_proj(attended))
-            out = self.mlp(self.pre_mlp_layernorm(hidden), rows, routed)
-            return (hidden if rows is None else rows.of_hidden(hidden)) + out
+            delta = _with_bias(*self.self_attention.linear_proj(attended))
+            hidden, normed = self.pre_mlp_layernorm.sum_and_norm(hidden, delta)
+            return (hidden if rows is None else rows.of_hidden(hidden)), self.mlp(normed, rows, routed)
         if rows is not None:
             hidden, attended = rows.of_hidden(hidden), rows.of_attended(attended)
-        hidden = hidden + _with_bias(*self.self_attention.linear_proj(attended))
-        return hidden + _with_bias(*self.mlp(self.pre_mlp_layernorm(hidden)))
+        delta = _with_bias(*self.self_attention.linear_proj(attended))
+        hidden, normed = self.pre_mlp_layernorm.sum_and_norm(hidden, delta)
+        return hidden, _with_bias(*self.mlp(normed))
 
 
 def _with_bias(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -117,7 +117,7 @@ class PackedModel(MegatronModule):
         """Return the spec of a layer: a `PackedLayer`, or a module with its methods."""
         mixer, feed_forward = layer.halves
         specs = (load(half.spec)(half, modules) for half in (mixer, feed_forward))
-        return layer_around(*specs, modules, first_linears=(mixer.first_linear, feed_forward.first_linear))
+        return layer_around(*specs, modules)
 
     @property
     def predicts_second(self) -> bool:

@@ -31,13 +31,10 @@ class Part(ABC):
 
     Attributes:
         spec: "module:function" that returns the megatron-core spec of the half: (part, set of modules) -> ModuleSpec.
-        first_linear: name of the module's first linear layer. In a fused set of modules it contains the norm. Empty:
-            the norm is always a module of its own.
         role: name by which `train.adapter.targets` selects the linear layers of the part.
     """
 
     spec: ClassVar[str]
-    first_linear: ClassVar[str]
     role: ClassVar[str]
 
     @property

@@ -6,7 +6,6 @@ a gated MLP; HF keeps them in separate tensors. A family with another layout def
 Importing this file does not load torch: a recipe's check reads only the table.
 """
 
-import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -18,11 +17,6 @@ Tensor = Any  # torch's
 
 def _cat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
     return load("torch:cat")(tuple(parts), dim)
-
-
-# Transformer Engine keeps a norm and the linear layer after it in one module.
-_FUSED_NORM = re.compile(r"(self_attention|mlp)\.\w+\.layer_norm_")
-_NORMS = {"self_attention": "input_layernorm.", "mlp": "pre_mlp_layernorm."}
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,10 +238,10 @@ def stored_rules(rules: Iterable[Rule], names: Collection[str]) -> list[Rule]:
 
 
 def global_names(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter with its name in the table: layers counted over all pipeline ranks, norms unfused."""
+    """Yield every parameter with its name in the table: layers counted over all pipeline ranks."""
     decoder = "language.decoder.layers."
     for name, param in model.named_parameters():
         if name.startswith(decoder):
             local, rest = name.removeprefix(decoder).split(".", 1)
             name = f"{decoder}{model.language.decoder.layers[int(local)].layer_number - 1}.{rest}"
-        yield _FUSED_NORM.sub(lambda found: _NORMS[found[1]], name), param
+        yield name, param

@@ -37,8 +37,8 @@ CHOICE, BACKEND = {"use_fused_attention", "fused_attention_backend"}, {"F16_arbi
 
 def changes() -> Iterator[str]:
     yield from changed(RECORDED)
-    from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TELinear
-    from transformer_engine.pytorch import DotProductAttention, LayerNormLinear, Linear
+    from megatron.core.extensions.transformer_engine import TELinear
+    from transformer_engine.pytorch import DotProductAttention, Linear
     from transformer_engine.pytorch.attention.dot_product_attention import backends, dot_product_attention
     from transformer_engine.pytorch.cpp_extensions.fused_attn import FusedAttnBackend
 
@@ -49,9 +49,7 @@ def changes() -> Iterator[str]:
             *("cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type"),
         ),
         Linear: ("gemm_bias_unfused_add",),
-        LayerNormLinear: ("return_layernorm_output",),
         TELinear: ("te_return_bias",),
-        TELayerNormColumnParallelLinear: ("te_return_bias",),
     }
     for module, names in attributes.items():
         yield from unmentioned(module.__init__, *names)

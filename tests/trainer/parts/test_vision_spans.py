@@ -71,26 +71,31 @@ def both(grad):
     return grad, grad.sum(0)
 
 
-def linear(rows: int, columns: int, *, norm: bool = False) -> SimpleNamespace:
-    draw = lambda *shape: torch.randn(*shape, dtype=torch.float64).mul_(0.3).requires_grad_()  # noqa: E731
-    names = {"weight": draw(rows, columns), "bias": draw(rows)}
-    if norm:
-        names = {"layer_norm_weight": draw(columns), "layer_norm_bias": draw(columns), **names}
-    return SimpleNamespace(**names, fuse_wgrad_accumulation=False)
+def draw(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64).mul_(0.3).requires_grad_()
+
+
+def linear(rows: int, columns: int) -> SimpleNamespace:
+    return SimpleNamespace(weight=draw(rows, columns), bias=draw(rows), fuse_wgrad_accumulation=False)
+
+
+def norm() -> SimpleNamespace:
+    return SimpleNamespace(weight=draw(D), bias=draw(D))
 
 
 def layer() -> SimpleNamespace:
     attention = SimpleNamespace(
-        linear_qkv=linear(3 * D, D, norm=True),
+        linear_qkv=linear(3 * D, D),
         linear_proj=linear(D, D),
         core_attention=None,
         num_query_groups_per_partition=HEADS,
         num_attention_heads_per_partition=HEADS,
         hidden_size_per_attention_head=D // HEADS,
     )
-    mlp = SimpleNamespace(linear_fc1=linear(INNER, D, norm=True), linear_fc2=linear(D, INNER))
+    mlp = SimpleNamespace(linear_fc1=linear(INNER, D), linear_fc2=linear(D, INNER))
     config = SimpleNamespace(layernorm_epsilon=EPS)
-    return SimpleNamespace(self_attention=attention, mlp=mlp, config=config, attend=attend)
+    norms = {"input_layernorm": norm(), "pre_mlp_layernorm": norm()}
+    return SimpleNamespace(self_attention=attention, mlp=mlp, config=config, attend=attend, **norms)
 
 
 def attend(query, key, value, segments):
@@ -98,17 +103,19 @@ def attend(query, key, value, segments):
     return F.scaled_dot_product_attention(query, key, value).transpose(0, 1).reshape(ROWS, 1, D)
 
 
-def applied(x, linear):
-    if hasattr(linear, "layer_norm_weight"):
-        x = F.layer_norm(x, (D,), linear.layer_norm_weight, linear.layer_norm_bias, EPS)
+def applied(x, linear, norm=None):
+    if norm is not None:
+        x = F.layer_norm(x, (D,), norm.weight, norm.bias, EPS)
     return F.linear(x, linear.weight, linear.bias)
 
 
 def by_autograd(layers, hidden, rotation):
     for layer in layers:
-        qkv = split(applied(hidden[:, 0], layer.self_attention.linear_qkv), *rotation)
+        qkv = split(applied(hidden[:, 0], layer.self_attention.linear_qkv, layer.input_layernorm), *rotation)
         hidden = hidden + applied(attend(*qkv, None), layer.self_attention.linear_proj)
-        hidden = hidden + applied(gelu(applied(hidden, layer.mlp.linear_fc1)), layer.mlp.linear_fc2)
+        hidden = hidden + applied(
+            gelu(applied(hidden, layer.mlp.linear_fc1, layer.pre_mlp_layernorm)), layer.mlp.linear_fc2
+        )
         yield hidden
 
 
@@ -119,8 +126,8 @@ def test_all_gradients_are_those_of_autograd(monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(1)
     layers = [layer(), layer()]
     layers[1].mlp.linear_fc2.weight.requires_grad_(False)
-    linears = [x for one in layers for x in (*vars(one.self_attention).values(), *vars(one.mlp).values())]
-    params = [p for x in linears if isinstance(x, SimpleNamespace) for p in vars(x).values() if torch.is_tensor(p)]
+    modules = [x for one in layers for part in (one, one.self_attention, one.mlp) for x in vars(part).values()]
+    params = [p for x in modules if hasattr(x, "weight") for p in (x.weight, x.bias)]
     params = [param for param in params if param.requires_grad]
     hidden = torch.randn(ROWS, 1, D, dtype=torch.float64).requires_grad_()
     rotation = Rotation.of(torch.randn(ROWS, D // HEADS // 2, dtype=torch.float64))

@@ -30,8 +30,6 @@ def add_adapters(model: torch.nn.Module, layers: Sequence[Adapted], config: Adap
         adapter = LinearAdapter(linear, layer.rule, layer.chosen, config, is_column=_is_column(linear))
         adapter.initialise(layer.modules, seed)
         linear.adapter = adapter
-        if hasattr(linear, "return_layernorm_output"):  # a Transformer Engine layer that contains the norm
-            linear.return_layernorm_output = True
         linear.__class__ = _with_adapter(type(linear))
 
 
@@ -79,8 +77,6 @@ def _with_adapter(kind: type) -> type:
     class WithAdapter(kind):
         def forward(self, x: torch.Tensor, *args: object, **kwargs: object):
             out, bias = super().forward(x, *args, **kwargs)
-            if isinstance(out, tuple):  # the adapter takes the input of the matrix product, after the norm
-                out, x = out
             return self.adapter(self, x, out, _bias_within(self)), bias
 
         def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):

@@ -6,8 +6,7 @@ Private parts, as they are in Transformer Engine 2.11.0:
 - `_attention_backends`, in which the attention module notes its choice
 - `swiglu` and `dswiglu` of the C++ extension
 - `general_gemm`, with a GELU as its epilogue
-- attributes of its modules, among them `gemm_bias_unfused_add`; `trainer/layers/lora/` uses
-  `return_layernorm_output` and `te_return_bias`
+- attributes of its modules, among them `gemm_bias_unfused_add`; `trainer/layers/lora/` uses `te_return_bias`
 
 `tests/trainer/layers/test_engine_private_gpu.py` compares them with the installed Transformer Engine.
 """
@@ -15,8 +14,8 @@ Private parts, as they are in Transformer Engine 2.11.0:
 import torch
 import transformer_engine_torch as tex
 from megatron.core.extensions.transformer_engine import (
+    TEColumnParallelLinear,
     TEDotProductAttention,
-    TELayerNormColumnParallelLinear,
     TERowParallelLinear,
 )
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
@@ -29,6 +28,7 @@ from transformer_engine.pytorch.cpp_extensions.gemm import general_gemm
 
 from dataset_builders.known_version import check_version
 from trainer.layers.attention_cores import CUDNN_HEAD_DIM, FlashAttention
+from trainer.layers.modules.norm import OnePassNorm
 from trainer.layers.segments import PackedSegments
 
 KNOWN = "==2.11.0"
@@ -38,8 +38,8 @@ _MASKS = {AttnMaskType.causal: "padding_causal", AttnMaskType.no_mask: "padding"
 _CUDNN = FusedAttnBackend["F16_arbitrary_seqlen"]
 
 
-class NormColumnLinear(TELayerNormColumnParallelLinear):
-    """A fused norm and column-parallel linear layer, with the bias added in the matrix product.
+class ColumnLinear(TEColumnParallelLinear):
+    """A column-parallel linear layer, with the bias added in the matrix product.
 
     megatron-core's `skip_bias_add` would cost one more pass over memory forward and one backward.
     """
@@ -178,6 +178,8 @@ def weight_gradient(
 class FusedModules(TESpecProvider):
     """megatron-core's set of Transformer Engine modules, with some replaced by ours.
 
+    Norms are ours, apart from the linear layers: a norm then also computes the sum before it, in one kernel.
+
     Args:
         fast_attention: the class of attention cores in place of Transformer Engine's.
         cp: ranks that divide the tokens of a segment. They keep Transformer Engine's attention, which passes keys and
@@ -188,8 +190,11 @@ class FusedModules(TESpecProvider):
         super().__init__()
         self._fast_attention, self._cp = fast_attention, cp
 
-    def column_parallel_layer_norm_linear(self) -> type:
-        return NormColumnLinear
+    def column_parallel_linear(self) -> type:
+        return ColumnLinear
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+        return OnePassNorm
 
     def row_parallel_linear(self) -> type:
         return RowLinear

@@ -10,27 +10,13 @@ from torch.autograd.function import once_differentiable
 
 from trainer.layers.attention_cores import FlashAttention
 from trainer.layers.kernels.permission import can_import, kernels_run
-from trainer.layers.module_set import TorchModules, TorchNorm, TorchSwiglu
+from trainer.layers.module_set import TorchModules, TorchSwiglu
+from trainer.layers.modules.norm import OnePassNorm
 from trainer.layers.output_loss import add_product
 from trainer.libraries.megatron_private import OneRankProduct
 
 if can_import():
-    from trainer.layers.kernels.rms_norm import rms_norm
     from trainer.layers.kernels.swiglu import swiglu
-
-
-class PlainNorm(TorchNorm):
-    """A norm in one pass: it reads and writes the input's dtype, computes in float32, and rounds once."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise the last dimension: (..., hidden) -> (..., hidden)."""
-        if self.bias is not None:
-            return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
-        if kernels_run(x.device):
-            return rms_norm(x, self.weight, self.eps, zero_centred=self.zero_centred)
-        if self.zero_centred:
-            return super().forward(x)
-        return F.rms_norm(x, self.shape, self.weight, self.eps)
 
 
 class PlainSwiglu(TorchSwiglu):
@@ -119,7 +105,7 @@ class PlainModules(TorchModules):
         return PlainRowLinear
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
-        return PlainNorm
+        return OnePassNorm
 
     def core_attention(self, head_dim: int = 0, *, causal: bool = True) -> type:
         return self._fast_attention or FlashAttention

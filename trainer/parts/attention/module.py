@@ -12,7 +12,6 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from trainer.layers.kernels.permission import can_import, kernels_run
-from trainer.layers.module_set import column_after_norm
 from trainer.layers.segments import PackedSegments, Places, Rotation, recomputed
 from trainer.parts.attention.part import Attention
 
@@ -142,7 +141,7 @@ def attention_spec(
         module=GatedSelfAttention if gated else RotarySelfAttention,
         params={"attn_mask_type": AttnMaskType.causal if causal else AttnMaskType.no_mask},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=column_after_norm(modules),
+            linear_qkv=modules.column_parallel_linear(),
             core_attention=modules.core_attention(head_dim, causal=causal),
             linear_proj=modules.row_parallel_linear(),
             q_layernorm=norm,

@@ -18,7 +18,6 @@ class Attention(Mixer):
     """
 
     spec = "trainer.parts.attention.module:spec"
-    first_linear = "linear_qkv"
     role = "attention"
 
     hidden_size: int

@@ -18,7 +18,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 
 from trainer.layers.gather import to_heads, to_sequence
-from trainer.layers.module_set import column_after_norm
 from trainer.layers.segments import PackedSegments, Rotation, joined, recomputed
 from trainer.layers.sharded_runs import in_runs
 from trainer.model.late_import import load
@@ -220,7 +219,7 @@ def _heads(part: DeltaNet) -> DeltaHeads:
 
 def spec(part: DeltaNet, modules: BackendSpecProvider) -> ModuleSpec:
     """Return the spec of a decoder layer's mixer."""
-    projections = DeltaSubmodules(column_after_norm(modules), modules.row_parallel_linear())
+    projections = DeltaSubmodules(modules.column_parallel_linear(), modules.row_parallel_linear())
     return ModuleSpec(module=DeltaAttention, params={"heads": _heads(part)}, submodules=projections)
 
 

@@ -19,7 +19,6 @@ class DeltaNet(Mixer):
     """
 
     spec = "trainer.parts.delta.module:spec"
-    first_linear = "in_proj"
     role = "delta"
     in_chunks = True
     check_device = "trainer.parts.delta.module:check_device"

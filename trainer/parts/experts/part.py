@@ -22,7 +22,6 @@ class Experts(FeedForward):
     """
 
     spec = "trainer.parts.experts.module:spec"
-    first_linear = ""
     role = "mlp"
     routes_tokens = True
 

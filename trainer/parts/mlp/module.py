@@ -6,7 +6,6 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from trainer.layers.module_set import column_after_norm
 from trainer.parts.mlp.part import GatedMLP
 
 
@@ -34,7 +33,7 @@ def mlp_spec(modules: BackendSpecProvider) -> ModuleSpec:
     return ModuleSpec(
         module=PackedMLP,
         submodules=MLPSubmodules(
-            linear_fc1=column_after_norm(modules),
+            linear_fc1=modules.column_parallel_linear(),
             linear_fc2=modules.row_parallel_linear(),
             activation_func=modules.activation_func(),  # used if the config's `use_te_activation_func` is true
         ),

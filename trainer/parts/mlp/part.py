@@ -17,7 +17,6 @@ class GatedMLP(FeedForward):
     """
 
     spec = "trainer.parts.mlp.module:spec"
-    first_linear = "linear_fc1"
     role = "mlp"
 
     hidden_size: int

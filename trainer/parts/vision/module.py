@@ -170,7 +170,7 @@ class VisionEncoder(MegatronModule):
             torch.empty(shape.num_positions, shape.hidden_size, dtype=config.params_dtype)
         )
         attention = attention_spec(modules, head_dim=shape.head_dim, causal=False, qk_norm=False)
-        spec = layer_around(attention, mlp_spec(modules), modules, first_linears=("linear_qkv", "linear_fc1"))
+        spec = layer_around(attention, mlp_spec(modules), modules)
         self.blocks = TransformerBlock(
             config,
             TransformerBlockSubmodules(layer_specs=[spec] * shape.num_layers),

@@ -24,7 +24,7 @@ if can_import():
     from trainer.parts.vision.norm_kernel import add_norm, add_norm_gradients
 if HAVE_TE:
     from trainer.layers.modules.engine import (
-        NormColumnLinear,
+        ColumnLinear,
         RowLinear,
         gelu_product,
         gelu_product_gradient,
@@ -50,7 +50,7 @@ def can_join(layers: Sequence[PackedLayer]) -> bool:
 def _is_ours(layer: PackedLayer) -> bool:
     columns = layer.self_attention.linear_qkv, layer.mlp.linear_fc1
     rows = layer.self_attention.linear_proj, layer.mlp.linear_fc2
-    kinds = {type(x) for x in columns} == {NormColumnLinear} and {type(x) for x in rows} == {RowLinear}
+    kinds = {type(x) for x in columns} == {ColumnLinear} and {type(x) for x in rows} == {RowLinear}
     return kinds and columns[0].tp_size == 1
 
 
@@ -88,12 +88,15 @@ class Span:
         return Heads(groups, per_group, head_dim, getattr(attention.core_attention, "head_width", head_dim))
 
     @property
-    def linears(self) -> list[torch.nn.Module]:
-        """The linear layers, in the order of their use."""
-        linears = []
+    def modules(self) -> list[torch.nn.Module]:
+        """The linear layers and norms, in the order of their use; each has a weight and a bias."""
+        modules = []
         if self.after:
-            linears += [self.after.self_attention.linear_proj, self.after.mlp.linear_fc1, self.after.mlp.linear_fc2]
-        return [*linears, self.before.self_attention.linear_qkv] if self.before else linears
+            attention, norm, mlp = self.after.self_attention, self.after.pre_mlp_layernorm, self.after.mlp
+            modules += [attention.linear_proj, norm, mlp.linear_fc1, mlp.linear_fc2]
+        if self.before:
+            modules += [self.before.input_layernorm, self.before.self_attention.linear_qkv]
+        return modules
 
     @property
     def eps(self) -> float:
@@ -103,8 +106,7 @@ class Span:
 
 def _run(span: Span, hidden: torch.Tensor, rotation: Rotation, *attended: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Map (P, D) and the previous attention's output (P, h * d) to (P, D) and the next attention's q, k, v."""
-    names = ("layer_norm_weight", "layer_norm_bias", "weight", "bias")
-    params = [getattr(linear, name) for linear in span.linears for name in names if hasattr(linear, name)]
+    params = [param for module in span.modules for param in (module.weight, module.bias)]
     return _Span.apply(span, hidden, *(attended or (None,)), *rotation, *params)
 
 
@@ -140,14 +142,14 @@ class _Span(torch.autograd.Function):
     def backward(ctx, d_hidden, *d_qkv):
         saved = ctx.saved_tensors  # read once: a recomputed layer gives them once
         kept, params = saved[: ctx.num_kept], saved[ctx.num_kept :]
-        span, linears, needed = ctx.span, ctx.span.linears, ctx.needs_input_grad[5:]
+        span, modules, needed = ctx.span, ctx.span.modules, ctx.needs_input_grad[5:]
         d_hidden, d_attended, grads = d_hidden.contiguous(), None, []
         fc2_bias_grad = None
         if span.before:
             cos, sin, hidden, normed, statistics = kept[-5:]
             norm, _, qkv, _ = params[-4:]
             d_mixed, qkv_bias_grad = split_gradients(d_qkv, cos, sin, span.heads)
-            qkv_grad = _of_weight(linears[-1], needed[-2], d_mixed, normed)
+            qkv_grad = _of_weight(modules[-1], needed[-2], d_mixed, normed)
             d_hidden, sums = add_norm_gradients(*(d_hidden, product_gradient(d_mixed, qkv), hidden, statistics, norm))
             *norm_grads, fc2_bias_grad = sums
             grads = [*norm_grads, qkv_grad, qkv_bias_grad]
@@ -157,12 +159,12 @@ class _Span(torch.autograd.Function):
             if fc2_bias_grad is None:
                 fc2_bias_grad = d_hidden.sum(0, dtype=torch.float32)
             d_inner = gelu_product_gradient(d_hidden, fc2, before_gelu)
-            fc2_grad = _of_weight(linears[2], needed[6], d_hidden, inner)
-            fc1_grad, fc1_bias_grad = _of_weight_and_bias(linears[1], needed[4:6], d_inner, normed, fc1_bias)
+            fc2_grad = _of_weight(modules[3], needed[6], d_hidden, inner)
+            fc1_grad, fc1_bias_grad = _of_weight_and_bias(modules[2], needed[4:6], d_inner, normed, fc1_bias)
             d_hidden, sums = add_norm_gradients(*(d_hidden, product_gradient(d_inner, fc1), middle, statistics, norm))
             *norm_grads, proj_bias_grad = sums
             d_attended = product_gradient(d_hidden, proj)
-            proj_grad = _of_weight(linears[0], needed[0], d_hidden, attended)
+            proj_grad = _of_weight(modules[0], needed[0], d_hidden, attended)
             of_mlp = [fc1_grad, fc1_bias_grad, fc2_grad, fc2_bias_grad]
             grads = [proj_grad, proj_bias_grad, *norm_grads, *of_mlp, *grads]
         grads = [grad if grad is None else grad.to(param.dtype) for grad, param in zip(grads, params)]
