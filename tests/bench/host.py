@@ -26,13 +26,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A machine. `rate` is that of `product`; `peak` is the data sheet's value or None. Both are dense FLOP/s of one
-    device."""
+    """A machine, with dense FLOP/s of one device.
+
+    Attributes:
+        rate: of `product`, at once.
+        sustained: of `product`, after five seconds of products: then the power that a GPU may draw sets its clock, as
+            in a training.
+        peak: the data sheet's value, or None.
+    """
 
     device: str
     versions: str
     product: str
     rate: float
+    sustained: float
     peak: float | None
 
     @classmethod
@@ -88,21 +95,30 @@ def _cudnn() -> str:
         return "the system's"
 
 
-def matrix_rate(rounds: int = 31) -> tuple[str, float]:
-    """Return (what was multiplied, its rate in FLOP/s): the median over products without gaps, after as many to warm
-    up."""
+def matrix_rate(rounds: int = 31, seconds: float = 5.0) -> tuple[str, float, float]:
+    """Return (what was multiplied, its rate in FLOP/s at once, on a GPU after some seconds of products).
+
+    Each rate is the median over products without gaps, after as many to warm up.
+    """
     cuda = torch.cuda.is_available()
     size, dtype, device = (8192, torch.bfloat16, "cuda") if cuda else (512, torch.float32, "cpu")
     a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
     out = torch.empty_like(a)
-    marks = []
-    for _ in range(2 * rounds + 1):
-        marks.append(_mark(cuda))
-        torch.mm(a, b, out=out)
-    if cuda:
-        torch.cuda.synchronize()
-    seconds = [_between(*pair) for pair in zip(marks[rounds:-1], marks[rounds + 1 :])]
-    return f"{size}^3 {str(dtype).removeprefix('torch.')}", 2 * size**3 / statistics.median(seconds)
+
+    def rate() -> float:
+        marks = []
+        for _ in range(2 * rounds + 1):
+            marks.append(_mark(cuda))
+            torch.mm(a, b, out=out)
+        if cuda:
+            torch.cuda.synchronize()
+        return 2 * size**3 / statistics.median(_between(*pair) for pair in zip(marks[rounds:-1], marks[rounds + 1 :]))
+
+    at_once = sustained = rate()
+    end = time.monotonic() + seconds
+    while cuda and time.monotonic() < end:
+        sustained = rate()
+    return f"{size}^3 {str(dtype).removeprefix('torch.')}", at_once, sustained
 
 
 def _mark(cuda: bool) -> torch.cuda.Event | float:

@@ -99,7 +99,11 @@ def column_of_peer(measured: Measured, row: PeerRow) -> Column:
 
 def _arithmetic(measured: Measured, flops: float) -> Column:
     mfu = {"MFU, %": 100 * flops / measured.host.peak} if measured.host.peak else {}
-    share = {f"of the host's {measured.host.product} rate, %": 100 * flops / measured.host.rate}
+    host = measured.host
+    share = {
+        f"of the host's {host.product} rate, %": 100 * flops / host.rate,
+        "of the sustained rate, %": 100 * flops / host.sustained,
+    }
     return {"TFLOP/s/GPU, vision + language": flops / 1e12, **mfu, **share}
 
 
@@ -165,7 +169,8 @@ def _heading(measured: Measured) -> str:
             f"{mix.samples} samples on disk: {mix.work.tokens / mix.samples:.0f} tokens, "
             f"{mix.work.loss_tokens / mix.samples:.0f} loss tokens, {mix.images / mix.samples:.2f} images, "
             f"{mix.work.patches / mix.samples:.0f} patches a sample.",
-            f"{measured.host.product} matrix product of this host: {measured.host.rate / 1e12:,.4g} TFLOP/s.",
+            f"{measured.host.product} matrix product of this host: {measured.host.rate / 1e12:,.4g} TFLOP/s; after five "
+            f"seconds of them {measured.host.sustained / 1e12:,.4g}.",
         ]
     )
 

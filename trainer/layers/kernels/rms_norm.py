@@ -13,7 +13,9 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 _NUMBERS = 2048  # values that a program handles at a time, but at least one row
-_PROGRAMS = 132 * 2  # programs of the backward pass; each sums the weight's gradient over its rows
+# For the backward pass, by the width of a row: rows at a time, warps, and programs, each of which sums the weight's
+# gradient over its rows. On an H200 this is 14% to 36% faster than what `row_blocks` gives, with 264 programs.
+_BACKWARD = {2048: (2, 8, 132 * 3), 4096: (2, 4, 132 * 2)}
 
 
 @triton.jit
@@ -84,7 +86,9 @@ class _SumNorm(torch.autograd.Function):
             return d_total, d_total if ctx.adds else None, None, None, None
         shape, d_x = row_blocks(total), torch.empty_like(total)
         rows = total.numel() // total.size(-1)
-        programs = min(_PROGRAMS, triton.cdiv(rows, shape["ROWS"]))
+        at_a_time, warps, most = _BACKWARD.get(shape["D_P2"], (shape["ROWS"], shape["num_warps"], 132 * 2))
+        shape |= {"ROWS": at_a_time, "num_warps": warps}
+        programs = min(most, triton.cdiv(rows, at_a_time))
         sums = total.new_empty(programs, total.size(-1), dtype=torch.float32)
         d_total = None if d_total is None else d_total.contiguous()
         _sum_norm_bwd[(programs,)](

@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
@@ -15,7 +16,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from trainer.contract.adapter import AdapterConfig
 from trainer.layers.lora.adapter import Adapter
 from trainer.parallel.late_memory import put
-from trainer.parts.experts.products import grouped_product
+from trainer.parts.experts.products import WHOLE, grouped_product
 
 
 class ExpertsAdapter(Adapter):
@@ -52,7 +53,13 @@ class ExpertsAdapter(Adapter):
 
     def forward(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """Return what the adapters add to the products of rows (R, in): (R, out)."""
-        return grouped_product(grouped_product(rows, self.a, ends) * self.scaling, self.b, ends)
+        a, b = self.matrices()
+        return grouped_product(grouped_product(rows, a, ends) * self.scaling, b, ends)
+
+    def matrices(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return A (E, r', in) and B (E, out, r'), with zeros up to a rank r' that is a multiple of `WHOLE`."""
+        missing = -self.a.size(1) % WHOLE
+        return F.pad(self.a, (0, 0, 0, missing)), F.pad(self.b, (0, missing))
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None

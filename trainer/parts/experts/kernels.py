@@ -22,7 +22,6 @@ from torch.autograd.function import once_differentiable
 from trainer.layers.kernels.float8 import unpack_rows
 from trainer.parts.experts.products import Order
 
-RANKS = 8  # rows of grouped products begin at multiples of 16 bytes
 _WARPS, _COLUMNS = 4, 2048
 
 
@@ -243,7 +242,7 @@ def mixed_experts(
         hidden: (s, D) bf16.
         weights: (s, k) bf16.
         order: the order of the rows by expert; the last expert's end is R.
-        gate_up: out = 2 N, in = D; the rank of adapters is a multiple of `RANKS`.
+        gate_up: out = 2 N, in = D; the rank of adapters is a multiple of `WHOLE`.
         down: out = D, in = N.
     """
     of_order = order.order, order.inverse, order.ends

@@ -33,7 +33,7 @@ from trainer.parts.experts.products import Order, PackedProduct, grouped_product
 from trainer.parts.experts.routing import LoadPool, Routing, WithAuxiliaryLoss, route, tokens_of_experts
 
 if can_import():
-    from trainer.parts.experts.kernels import RANKS, Matrices, mixed_experts
+    from trainer.parts.experts.kernels import Matrices, mixed_experts
 
 _OF_EXPERTS = ("gate_up", "down")
 _LOADS = "trainer.parts.experts.part:loads"
@@ -186,8 +186,7 @@ class RoutedExperts(MegatronModule):
         return out + self.adapter[name](rows, ends) if name in self.adapter else out
 
     def _kernels_run(self, hidden: torch.Tensor) -> bool:
-        fits = self.part.activation == "silu" and is_grouped(hidden) and kernels_run(hidden.device)
-        return fits and all(adapter.a.size(1) % RANKS == 0 for adapter in self.adapter.values())
+        return self.part.activation == "silu" and is_grouped(hidden) and kernels_run(hidden.device)
 
     def _matrices(self, name: str) -> "Matrices":
         """Return a parameter's matrices and their adapters, for the kernels."""
@@ -195,8 +194,8 @@ class RoutedExperts(MegatronModule):
         scale = self.get_buffer(f"{name}_scale") if base.dtype is torch.uint8 else None
         if name not in self.adapter:
             return Matrices(base, scale)
-        adapter = self.adapter[name]
-        return Matrices(base, scale, adapter.a, adapter.b * adapter.scaling)
+        a, b = self.adapter[name].matrices()
+        return Matrices(base, scale, a, b * self.adapter[name].scaling)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None

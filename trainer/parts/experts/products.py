@@ -9,6 +9,8 @@ from torch.autograd.function import once_differentiable
 
 from trainer.layers.lora.float8_base import unpack
 
+WHOLE = 8  # bf16 numbers: rows of grouped products begin at multiples of 16 bytes
+
 
 class Dispatch(torch.autograd.Function):
     """Rows of tokens in the order of their experts: (s, D) -> (R, D). Its gradient is a sum over a token's rows.
@@ -108,7 +110,7 @@ def grouped_product(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tenso
 
     Args:
         rows: (R, in), sorted by expert; the last expert's end is R.
-        weights: (E, out, in).
+        weights: (E, out, in); in and out are multiples of `WHOLE`.
         ends: (E,) int32 the end of each expert's rows.
 
     Returns:
