@@ -169,8 +169,8 @@ def _heading(measured: Measured) -> str:
             f"{mix.samples} samples on disk: {mix.work.tokens / mix.samples:.0f} tokens, "
             f"{mix.work.loss_tokens / mix.samples:.0f} loss tokens, {mix.images / mix.samples:.2f} images, "
             f"{mix.work.patches / mix.samples:.0f} patches a sample.",
-            f"{measured.host.product} matrix product of this host: {measured.host.rate / 1e12:,.4g} TFLOP/s; after five "
-            f"seconds of them {measured.host.sustained / 1e12:,.4g}.",
+            f"{measured.host.product} matrix product of this host: {measured.host.rate / 1e12:,.4g} TFLOP/s; "
+            f"after five seconds of them {measured.host.sustained / 1e12:,.4g}.",
         ]
     )
 

@@ -111,7 +111,7 @@ def _with_float8(kind: type) -> type:
                     return super().forward(*args, **kwargs)
             finally:
                 parameters_of(self)["weight"] = codes
-                weight.untyped_storage().resize_(0)  # Transformer Engine 2.11 keeps a reference that it does not use
+                weight.untyped_storage().resize_(0)  # a layer of Transformer Engine 2.11 keeps a reference
 
     WithFloat8.__name__ = f"{kind.__name__}WithFloat8"
     return WithFloat8
