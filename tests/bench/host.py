@@ -30,8 +30,8 @@ class Host:
 
     Attributes:
         rate: of `product`, at once.
-        sustained: of `product`, after five seconds of products: then the power that a GPU may draw sets its clock, as
-            in a training.
+        sustained: of `product`, on a GPU after five seconds of products: then the power that the GPU may draw sets its
+            clock, as in a training. On a CPU the same as `rate`.
         peak: the data sheet's value, or None.
     """
 

@@ -98,8 +98,8 @@ def column_of_peer(measured: Measured, row: PeerRow) -> Column:
 
 
 def _arithmetic(measured: Measured, flops: float) -> Column:
-    mfu = {"MFU, %": 100 * flops / measured.host.peak} if measured.host.peak else {}
     host = measured.host
+    mfu = {"MFU, %": 100 * flops / host.peak} if host.peak else {}
     share = {
         f"of the host's {host.product} rate, %": 100 * flops / host.rate,
         "of the sustained rate, %": 100 * flops / host.sustained,
@@ -169,8 +169,8 @@ def _heading(measured: Measured) -> str:
             f"{mix.samples} samples on disk: {mix.work.tokens / mix.samples:.0f} tokens, "
             f"{mix.work.loss_tokens / mix.samples:.0f} loss tokens, {mix.images / mix.samples:.2f} images, "
             f"{mix.work.patches / mix.samples:.0f} patches a sample.",
-            f"{measured.host.product} matrix product of this host: {measured.host.rate / 1e12:,.4g} TFLOP/s; "
-            f"after five seconds of them {measured.host.sustained / 1e12:,.4g}.",
+            f"{measured.host.product} matrix product of this host: {measured.host.rate / 1e12:,.4g} TFLOP/s at once, "
+            f"{measured.host.sustained / 1e12:,.4g} sustained (on a GPU after five seconds of products).",
         ]
     )
 

@@ -53,12 +53,14 @@ class PackedLayer(TransformerLayer):
     def before_attention(
         self, hidden: torch.Tensor, rotation: Rotation, delta: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, ...]:
-        """Map the layer's input (s, 1, D) to itself, to queries (T, h, d) and to keys and values (T, g, d).
+        """Return the layer's input (s, 1, D), its queries (T, h, d), and its keys and values (T, g, d).
 
-        What follows must take the returned input: its gradient is summed where the norm's is computed.
+        `after_attention` must get the returned input and not `hidden`: the kernel that computes the norm's gradient
+        adds the gradient of the returned input.
 
         Args:
-            delta: (s, 1, D), what is still to be added to the input; None: nothing.
+            hidden: the layer's input, or a part of it.
+            delta: (s, 1, D), the rest of the input, which is added to `hidden`; None: `hidden` is the input.
         """
         hidden, normed = self.input_layernorm.sum_and_norm(hidden, delta)
         return hidden, *self.self_attention.prepare(normed, rotation)

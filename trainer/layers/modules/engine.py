@@ -178,7 +178,8 @@ def weight_gradient(
 class FusedModules(TESpecProvider):
     """megatron-core's set of Transformer Engine modules, with some replaced by ours.
 
-    Norms are ours, apart from the linear layers: a norm then also computes the sum before it, in one kernel.
+    A norm is a module of ours and no part of the linear layer after it, so that one kernel computes the norm and the
+    sum before it.
 
     Args:
         fast_attention: the class of attention cores in place of Transformer Engine's.

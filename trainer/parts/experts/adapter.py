@@ -16,7 +16,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from trainer.contract.adapter import AdapterConfig
 from trainer.layers.lora.adapter import Adapter
 from trainer.parallel.late_memory import put
-from trainer.parts.experts.products import WHOLE, grouped_product
+from trainer.parts.experts.products import ROW_MULTIPLE, grouped_product
 
 
 class ExpertsAdapter(Adapter):
@@ -57,8 +57,10 @@ class ExpertsAdapter(Adapter):
         return grouped_product(grouped_product(rows, a, ends) * self.scaling, b, ends)
 
     def matrices(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return A (E, r', in) and B (E, out, r'), with zeros up to a rank r' that is a multiple of `WHOLE`."""
-        missing = -self.a.size(1) % WHOLE
+        """Return A (E, r', in) and B (E, out, r'). If r is no multiple of ROW_MULTIPLE, zeros fill up to the next."""
+        missing = -self.a.size(1) % ROW_MULTIPLE
+        if not missing:  # torch would copy them
+            return self.a, self.b
         return F.pad(self.a, (0, 0, 0, missing)), F.pad(self.b, (0, missing))
 
     def sharded_state_dict(

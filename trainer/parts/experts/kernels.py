@@ -242,7 +242,7 @@ def mixed_experts(
         hidden: (s, D) bf16.
         weights: (s, k) bf16.
         order: the order of the rows by expert; the last expert's end is R.
-        gate_up: out = 2 N, in = D; the rank of adapters is a multiple of `WHOLE`.
+        gate_up: out = 2 N, in = D; the rank of adapters is a multiple of ROW_MULTIPLE.
         down: out = D, in = N.
     """
     of_order = order.order, order.inverse, order.ends

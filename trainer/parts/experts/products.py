@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from trainer.layers.lora.float8_base import unpack
 
-WHOLE = 8  # bf16 numbers: rows of grouped products begin at multiples of 16 bytes
+ROW_MULTIPLE = 8  # bf16 numbers: for torch's grouped product on a GPU, rows begin at multiples of 16 bytes
 
 
 class Dispatch(torch.autograd.Function):
@@ -110,7 +110,7 @@ def grouped_product(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tenso
 
     Args:
         rows: (R, in), sorted by expert; the last expert's end is R.
-        weights: (E, out, in); in and out are multiples of `WHOLE`.
+        weights: (E, out, in); for torch's grouped product, in and out are multiples of ROW_MULTIPLE.
         ends: (E,) int32 the end of each expert's rows.
 
     Returns:
