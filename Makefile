@@ -36,13 +36,11 @@ test: $(STAMP) ## the core of the test suite: every module, each guarantee once;
 	@$(BIN)/python -m pytest $(SPREAD) -m "not full" $(ARGS)
 
 test-full: export ATHANOR_FUZZ_SEED ?= $(shell date +%s)
-test-full: $(STAMP) $(TORCHVISION) ## all tests: every layout, fuzz with a new seed, `athanor up` whole; an hour on two cores
+test-full: $(STAMP) $(TORCHVISION) ## all tests, in six parts that can be stopped and resumed, or one by PART=3/6
 	@echo "spoilt inputs of ATHANOR_FUZZ_SEED=$(ATHANOR_FUZZ_SEED)"
-	@$(BIN)/python -m pytest $(SPREAD) --record-durations --ignore=tests/service $(ARGS)
-	@$(BIN)/python -m pytest --record-durations tests/service $(ARGS)
-	@$(BIN)/python -m tests.tiers.passed
+	@$(BIN)/python -m tests.tiers.full --workers $(JOBS) $(if $(PART),--part $(PART)) $(ARGS)
 
-test-changed: $(STAMP) $(TORCHVISION) ## of all tests those that the change since the last full pass can reach, longest first
+test-changed: $(STAMP) $(TORCHVISION) ## of all tests those that the change since the last full pass can reach
 	@$(BIN)/python -m tests.tiers.changed --workers $(JOBS) $(ARGS)
 
 breaks: $(STAMP) ## break the code on purpose, one break at a time, and report the breaks that no core test sees

@@ -7,6 +7,7 @@ tests are finished.
 
 import os
 
+from tests.helpers.patience import measure_start
 from tests.helpers.process_dir import process_dir
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -14,5 +15,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("DO_NOT_TRACK", "true")
 
 os.environ["PREFECT_HOME"] = str(process_dir("prefect"))
+measure_start()
 
 pytest_plugins = ("tests.tiers.plugin",)

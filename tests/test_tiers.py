@@ -1,16 +1,15 @@
 """The tiers of the suite: which tests a change takes, which files became slow, and whether the breaks still apply."""
 
 import subprocess
-import time
+import sys
 from fnmatch import fnmatch
-from types import SimpleNamespace
 
 import pytest
 
 from tests.breaks.__main__ import FOLDER, read_breaks
-from tests.tiers import changed
-from tests.tiers.passed import ROOT
-from tests.tiers.plugin import Tiers, slower_than_recorded
+from tests.tiers import changed, full
+from tests.tiers.plugin import ROOT, passed_in, read_ledger, slower_than_recorded
+from tests.tiers.processor import processor_seconds
 
 # Patterns of `PATHS` without a file: `make test-full` writes the first two, and the third is for a future file.
 MAY_BE_MISSING = ("tests/durations.json", "tests/full_pass.json")
@@ -114,23 +113,65 @@ def test_a_slow_file_is_told_by_the_speed_of_the_machine():
     assert slower_than_recorded({"new": 5.0}, recorded) == []
 
 
-def test_a_budget_leaves_out_files_that_would_not_end_in_it(monkeypatch):
-    seconds = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: seconds[0])
-    tiers = Tiers(SimpleNamespace(option=SimpleNamespace(markexpr="full", budget=100.0)))
-    tiers.recorded = {"long": 120.0, "short": 60.0, "late": 60.0}
+def test_a_budget_takes_the_nearest_files_whose_tests_of_the_full_tier_fit(tree, monkeypatch):
+    for test in TESTS:
+        (tree / test).write_text("import pytest\n@pytest.mark.full\n")
+    (tree / "tests/test_named.py").write_text("")  # has core tests alone
+    recorded = {test: {"core": 100.0, "full": 140.0} for test in TESTS} | {"tests/test_direct.py": {"full": 200.0}}
+    monkeypatch.setattr(changed, "read_durations", lambda: recorded)
+    nearest = ["tests/test_direct.py", "tests/test_named.py", "tests/test_through.py", "tests/test_unrelated.py"]
+    assert changed.within(245.0, nearest) == {"tests/test_direct.py": 200.0, "tests/test_through.py": 40.0}
 
-    def begins(file: str) -> bool:
-        try:
-            tiers.pytest_runtest_setup(SimpleNamespace(nodeid=f"{file}::test"))
-        except pytest.skip.Exception:
-            return False
-        return True
 
-    assert not begins("long")
-    assert begins("short")
-    seconds[0] = 50.0
-    assert not begins("late")
-    assert begins("new")  # without a record
-    seconds[0] = 150.0
-    assert begins("short")  # its next test
+def test_the_nearest_to_a_change_comes_first(tree):
+    (tree / "tests/test_first.py").write_text("import stages.second")
+    (tree / "tests/test_last.py").write_text("import stages.first")
+    clear_caches()
+    taken = list(changed.tests_for(["stages/first.py"]))
+    assert taken.index("tests/test_last.py") < taken.index("tests/test_first.py")
+
+
+SUITE = """
+import pytest, subprocess, sys
+@pytest.mark.parametrize("number", range(3))
+def test_it(number):
+    subprocess.run([sys.executable, "-c", "sum(range(10**7))"])
+def test_skips(): pytest.skip("no GPU")
+def test_fails(): assert {passes}
+"""
+
+
+def test_a_part_is_resumed_where_it_stopped_and_a_pass_tells_what_it_rests_on(tmp_path, monkeypatch):
+    """Also with several processes. The seconds of a program that a test starts are the test's."""
+    suite, ledger, rows = tmp_path / "test_it.py", tmp_path / "ledger.jsonl", []
+    monkeypatch.setattr(full, "ROOT", tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    for passes in (False, True):
+        suite.write_text(SUITE.replace("{passes}", str(passes)))
+        assert full.run_part("1/1", ["test_it.py"], ledger, 2, ["-p", "tests.tiers.plugin"]) is passes
+        assert (full.joined(read_ledger(ledger), {"test_it.py"}) is not None) is passes
+        rows.append([row["test"] for row in read_ledger(ledger) if "test" in row])
+    assert len(rows[0]) == 5 and rows[1][5:] == ["test_it.py::test_fails"]
+    assert passed_in(ledger) == {*rows[0]}
+    whole = full.joined(read_ledger(ledger), {"test_it.py"})
+    assert (whole["passed"], whole["skipped"]) == (4, {"no GPU": 1})
+    assert whole["failed_before_they_passed"] == ["test_it.py::test_fails"]
+    assert all(row["seconds"] > 0.1 for row in read_ledger(ledger) if "[" in row.get("test", ""))
+    assert full.joined(read_ledger(ledger), {"test_it.py", "test_other.py"}) is None
+
+
+def test_parts_have_about_the_same_seconds():
+    seconds = {f"{number:02d}": float(number) for number in range(30)}
+    divided = full.divide(seconds, 6)
+    sums = [sum(seconds[file] for file in part) for part in divided]
+    assert sorted(file for part in divided for file in part) == sorted(seconds) and max(sums) - min(sums) <= 3
+
+
+def test_processor_seconds_count_running_and_ended_children():
+    before = processor_seconds()
+    code = "import sys, time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\nsys.stdin.read()"
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    child.stdout.readline()
+    assert processor_seconds() - before >= 0.3
+    child.communicate()
+    assert 0.3 <= processor_seconds() - before < 30

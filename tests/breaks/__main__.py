@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.tiers.changed import tests_for
-from tests.tiers.passed import git
+from tests.tiers.full import git
 
 FOLDER = Path(__file__).parent
 SEEN_BY = "Seen by: "

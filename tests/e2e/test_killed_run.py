@@ -11,8 +11,8 @@ import pytest
 
 from flows.resources.run_record import read_runs
 from flows.service.orphans import end_orphans
-from tests.flows.pipeline.test_run import SMALL
 from tests.helpers.service import clean_environment, processes_with, wait_for
+from tests.helpers.small_run import SMALL
 
 SETTINGS = {**SMALL, "train.num_steps": 2000, "execution.checkpoint.save_interval": 1000}
 STATES = """

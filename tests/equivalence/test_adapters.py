@@ -106,7 +106,7 @@ def trained(tmp_path_factory):
 
 
 # What is the adapters' own: divided inputs and outputs (DoRA's lengths too), images elsewhere, delta layers, experts.
-CORE = ("pp2-dealt", "own-1+1", "hybrid-cp2", "experts-ep2-dp2")
+CORE = ("own-1+1", "hybrid-cp2", "experts-ep2-dp2")
 
 
 @pytest.mark.parametrize("name", tiered(LAYOUTS, CORE))
@@ -125,7 +125,7 @@ def test_copies_of_an_adapter_stay_identical(name, trained):
     assert all(rank["drift"] == 0.0 for rank in trained(name, shape, kind)[0].world.ranks)
 
 
-@pytest.mark.parametrize(("shape", "kind"), [("first", "lora"), ("first", "dora"), ("hybrid-first", "lora")])
+@pytest.mark.parametrize(("shape", "kind"), [full("first", "lora"), ("first", "dora"), ("hybrid-first", "lora")])
 def test_every_adapter_moves_and_the_rest_is_the_base(shape, kind, trained):
     outcome, adapters = trained("alone", shape, kind)
     assert all(float(adapter.abs().max()) > 0 for adapter in adapters.values()), "an adapter that was never trained"
@@ -136,7 +136,8 @@ def test_every_adapter_moves_and_the_rest_is_the_base(shape, kind, trained):
     assert sum(row.loss or 0 for row in outcome.heldout) < sum(row.loss or 0 for row in outcome.before)
 
 
-@pytest.mark.parametrize(("name", "shape"), [("full-recompute", "first"), full("hybrid-full", "hybrid-first")])
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "shape"), [("full-recompute", "first"), ("hybrid-full", "hybrid-first")])
 def test_what_is_computed_again_drops_the_same(name, shape, trained):
     (ours, adapters), (alone, expected) = trained(name, shape, "lora", 0.3), trained("alone", shape, "lora", 0.3)
     compare_steps(ours, alone)

@@ -104,7 +104,7 @@ def test_one_process_trains_as_with_computed_features(shape, outcome):
     compare(outcome("alone", shape, is_cached=True), outcome("alone", shape, is_cached=False))
 
 
-@pytest.mark.parametrize("name", tiered(LAYOUTS, ("dp2", "pp2", "tp2-sp")))
+@pytest.mark.parametrize("name", tiered(LAYOUTS, ("tp2-sp",)))
 def test_a_layout_trains_as_one_process_with_computed_features(name, outcome):
     shape = LAYOUTS[name][2]
     cached = outcome(name, shape, is_cached=True)
@@ -152,7 +152,7 @@ def test_behind_the_encoder_everything_is_the_same_to_the_bit(shape, job, featur
 
 
 def test_no_rank_reads_a_pixel_and_no_flops_of_vision_are_counted(outcome):
-    for name in ("alone", "dp2", "pp2", "tp2-sp"):
+    for name in ("alone", "tp2-sp"):
         cached = outcome(name, "first", is_cached=True).world
         assert not any(rank["pixels"] for rank in cached.ranks), name
         assert any(any(rank["encoded"]) for rank in cached.ranks), name

@@ -22,7 +22,7 @@ from tests.helpers.reference import random_hf_dir
 from tests.helpers.run_dir import OPTIM, changed, log_of, metrics_of, result_of, write_job
 from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.started import Started
-from tests.helpers.tiers import full
+from tests.helpers.tiers import full, tiered
 from tests.helpers.world import run_world
 from trainer.checkpoint import rng
 from trainer.checkpoint.directory import list_checkpoints
@@ -137,7 +137,7 @@ def test_what_is_written_late_is_the_state_at_the_step_of_the_save(undisturbed, 
     assert rows_of(run) == rows_of(undisturbed)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", tiered(PLACES, ("file", "publish")))
 def test_a_kill_at_any_point_of_a_save_costs_that_save_and_no_more(undisturbed, tmp_path, place):
     run = make_run(tmp_path, keep_last=1)
     if place != "delete":
@@ -180,7 +180,7 @@ def test_a_write_error_names_the_directory_and_the_reason(tmp_path, asynchronous
         full({"pp": 2}, 2),
         full({"pp": 2, "vision": "dealt"}, 2),
         full({"vision": {"ranks": 1}}, 2),
-        ({"sharding": "fsdp"}, 2),
+        full({"sharding": "fsdp"}, 2),
     ],
     ids=str,
 )
@@ -244,6 +244,7 @@ def test_a_killed_rank_of_images_ends_the_job_with_its_name(tmp_path):
     assert "lost rank 1 on " in result_of(run).message
 
 
+@pytest.mark.full
 def test_multiples_of_keep_every_stay_beside_the_newest(tmp_path):
     run = make_run(tmp_path, save_interval=1, keep_last=2, keep_every=3)
     assert start(run).wait(240) == 0, log_of(run)

@@ -48,7 +48,7 @@ def recognised(model, samples: list[TokenizedSample]) -> float:
     return float(np.mean([answer == sample.input_ids[-1] for answer, sample in zip(answers, samples)]))
 
 
-@pytest.mark.full  # in the core: the digits of the default recipe
+@pytest.mark.full
 def test_unseen_shades_are_called_by_their_colour(tmp_path):
     before = load_reference(random_hf_dir("first"))
     seen, unseen = shades("seen"), shades("unseen")

@@ -42,7 +42,7 @@ def saved(tmp_path_factory) -> tuple[RunConfig, World]:
     return run, run_world(run, 2, save=True)
 
 
-@pytest.mark.parametrize("name", tiered(LAYOUTS, ("alone", "ep4-tp2-sp")))
+@pytest.mark.parametrize("name", tiered(LAYOUTS, ("alone",)))
 def test_saved_on_ep2_and_resumed(name, saved):
     layout, processes = LAYOUTS[name]
     resumed = job(saved[0].output_dir.parent, f"resumed-{name}", layout, SHAPE)
@@ -87,6 +87,7 @@ def write_stacked(directory: Path) -> Path:
     return directory
 
 
+@pytest.mark.full
 def test_stacked_matrices_are_read_and_written_by_ranks_that_divide_the_experts(tmp_path, saved):
     run = changed(job(tmp_path, "stacked", EP2, SHAPE), hf_dir=write_stacked(tmp_path / "hf"))
     world = run_world(run, 2, save=True)
@@ -106,7 +107,8 @@ TRAININGS = {
 }
 
 
-@pytest.mark.parametrize("training", tiered(TRAININGS, ("adapters",)))
+@pytest.mark.full
+@pytest.mark.parametrize("training", TRAININGS)
 def test_other_trainings_on_ep2_are_those_of_one_process(training, tmp_path):
     rows = {}
     for name, layout, processes in (("alone", {}, 1), ("ep2", EP2, 2)):
@@ -119,7 +121,8 @@ def test_other_trainings_on_ep2_are_those_of_one_process(training, tmp_path):
         assert ours.param_norm == pytest.approx(theirs.param_norm, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", tiered(["alone", "ep4-tp2-sp", "ep2-pp2"], ("alone",)))
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["alone", "ep4-tp2-sp", "ep2-pp2"])
 def test_adapters_of_experts_resume_and_are_exported_in_other_layouts(name, tmp_path):
     adapter = AdapterConfig(rank=8, alpha=16, targets=("attention", "experts"))
     (layout, processes), given = LAYOUTS[name], {"adapter": adapter}

@@ -40,9 +40,11 @@ PLAIN = ParallelConfig(balance=False)
 NORMS = ("param_norm", "grad_norm", "vision_grad_norm", "merger_grad_norm", "language_grad_norm")
 
 
-def job(root: Path, parallel: ParallelConfig, name: str, shape: str = "first", **train: object) -> RunConfig:
-    """A run of five steps that saves after each second one, and keeps them all."""
-    sizes = {"num_steps": NUM_STEPS, "global_batch_size": GLOBAL_BATCH, "save_interval": 2}
+def job(
+    root: Path, parallel: ParallelConfig, name: str, shape: str = "first", steps: int = NUM_STEPS, **train: object
+) -> RunConfig:
+    """A run that saves after each second step, and keeps all checkpoints."""
+    sizes = {"num_steps": steps, "global_batch_size": GLOBAL_BATCH, "save_interval": 2}
     run = write_job(root, **sizes, shape=shape, parallel=parallel, name=name)
     kept = run.execution.checkpoint.model_copy(update={"keep_last": 9})
     config = TrainConfig(**{**run.train.model_dump(), "heldout_interval": 1, **train})
@@ -244,7 +246,7 @@ def test_bfloat16_rounds_as_the_other_does(shape, tmp_path):
     """
     runs = []
     for parallel in (FSDP, PLAIN):
-        run = job(tmp_path, parallel, parallel.sharding, shape, precision="bfloat16")
+        run = job(tmp_path, parallel, parallel.sharding, shape, steps=1, precision="bfloat16")
         run = run.model_copy(update={"hf_dir": rounded_hf_dir(tmp_path / "hf", shape)})
         run_world(run, 2)
         runs.append(metrics_of(run))
@@ -266,6 +268,7 @@ def test_layers_of_two_kinds_in_bfloat16_resumed(tmp_path):
             assert row.loss == pytest.approx(expected.loss, rel=close, abs=0), (name, row.step)
 
 
+@pytest.mark.full
 def test_bfloat16_keeps_float32_weights(tmp_path):
     run = trained(tmp_path, FSDP, 2, precision="bfloat16")
     with single_rank() as mesh:

@@ -55,7 +55,7 @@ def saved(root) -> tuple[RunConfig, World]:
     return run, run_world(run, 2, save=True)
 
 
-@pytest.mark.parametrize("name", tiered(LAYOUTS, ("alone", "tp2", "own-1+2-pp2", "cp2")))
+@pytest.mark.parametrize("name", tiered(LAYOUTS, ("tp2", "own-1+2-pp2", "cp2")))
 def test_saved_on_tp2_and_resumed(name, root, saved):
     layout, processes = LAYOUTS[name]
     assert_resumes(saved, job(root, f"resumed-{name}", layout), processes, exact=name == "tp2")
@@ -68,7 +68,8 @@ def test_saved_on_sixteen_ranks_and_resumed_on_one(root, saved):
     assert_resumes((run, saved[1]), job(root, "sixteen-to-one", {}), 1)
 
 
-@pytest.mark.parametrize("shape", ["first", full("hybrid-first")])
+@pytest.mark.full
+@pytest.mark.parametrize("shape", ["first", "hybrid-first"])
 def test_saved_beside_ranks_of_images_and_resumed_without_them(shape, tmp_path):
     run = job(tmp_path, "own", {"vision": {"ranks": 2}}, shape)
     assert_resumes((run, run_world(run, 3, save=True)), job(tmp_path, "own-to-one", {}, shape), 1)
@@ -85,7 +86,7 @@ def hybrid(tmp_path_factory) -> tuple[RunConfig, World]:
     return run, run_world(run, 2, save=True)
 
 
-@pytest.mark.parametrize("name", tiered(HYBRID, ("alone", "tp2-sp")))
+@pytest.mark.parametrize("name", tiered(HYBRID, ("alone",)))
 def test_layers_of_two_kinds_saved_on_tp2_and_resumed(name, hybrid):
     layout, processes = HYBRID[name]
     resumed = job(hybrid[0].output_dir.parent, f"resumed-{name}", layout, "hybrid-second")
@@ -99,7 +100,8 @@ def test_layers_of_two_kinds_saved_on_one_rank_and_resumed_on_tp2(hybrid):
     assert_resumes((run, hybrid[1]), job(run.output_dir.parent, "one-to-tp2", TP2, "hybrid-second"), 2)
 
 
-@pytest.mark.parametrize("name", tiered(("alone", "cp2", "tp2-sp"), ("alone",)))
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["alone", "cp2", "tp2-sp"])
 def test_multi_token_prediction_saved_on_tp2_and_resumed(name, tmp_path):
     saved = job(tmp_path, "saved", {**TP2, **SP}, "mtp-second")
     layout, processes = HYBRID[name]

@@ -54,7 +54,7 @@ def undisturbed(tmp_path_factory):
     return train_whole
 
 
-@pytest.mark.parametrize("shape", ["first", full("hybrid-first"), "hybrid-second"])
+@pytest.mark.parametrize("shape", ["first", full("hybrid-first"), full("hybrid-second")])
 def test_thirty_steps_equal_transformers_with_torch_adamw(shape, tmp_path):
     run = write_job(tmp_path, num_steps=30, shape=shape)
     run_alone(run)
@@ -74,7 +74,7 @@ def test_thirty_steps_equal_transformers_with_torch_adamw(shape, tmp_path):
         full("experts-shared", 0.0),
         full("experts-many", 1e-3),
         full("experts-sparse", 1e-3),
-        ("experts-listed", 0.1),
+        full("experts-listed", 0.1),
     ],
 )
 def test_thirty_steps_of_experts_equal_transformers(shape, coefficient, tmp_path):

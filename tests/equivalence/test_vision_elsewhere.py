@@ -21,7 +21,7 @@ from tests.helpers.tiers import full, tiered
 from tests.helpers.world import run_world, start_ranks
 from trainer.contract.parallel import ParallelConfig
 
-CORE = ("pp2-dealt", "own-1+1", "own-1+2-pp2", "own-2+1-vision-tp2", "hybrid-pp2-cp2-dealt")
+CORE = ("pp2-dealt", "own-2+1-vision-tp2")
 
 
 @pytest.mark.parametrize("name", tiered(ELSEWHERE, CORE))
@@ -49,7 +49,7 @@ FROZEN = [
     ("name", "frozen"),
     tiered(
         itertools.product(["pp2-dealt", "pp2-cp2-dealt", "own-1+2-pp2"], FROZEN),
-        [("pp2-dealt", ("language",)), ("own-1+2-pp2", ("vision",))],
+        [("own-1+2-pp2", ("vision",))],
     ),
     ids=str,
 )
@@ -57,7 +57,8 @@ def test_with_frozen_parts_too(name, frozen, outcome):  # noqa: F811
     compare(outcome(name, "first", frozen), outcome("alone", "first", frozen))
 
 
-@pytest.mark.parametrize("layout", [full({"pp": 2, **DEALT}), {"pp": 2, **own(1)}], ids=str)
+@pytest.mark.full
+@pytest.mark.parametrize("layout", [{"pp": 2, **DEALT}, {"pp": 2, **own(1)}], ids=str)
 def test_a_training_without_an_image_ends(layout, tmp_path):
     """Vision elsewhere has nothing to do, and nobody waits for it; its gradient is zero."""
     runs = {
@@ -79,7 +80,7 @@ def test_a_training_without_an_image_ends(layout, tmp_path):
         assert a.vision_grad_norm == b.vision_grad_norm == 0
 
 
-@pytest.mark.parametrize("name", ["pp2-dealt", "own-1+1"])
+@pytest.mark.parametrize("name", CORE)
 def test_the_work_of_vision_is_counted_wherever_it_is_done(name, outcome):  # noqa: F811
     assert all(row.vision_tflops > 0 for row in outcome(name, "first").world.rows)
 

@@ -19,7 +19,7 @@ from flows.prefect_server.access import PREFECT_CLIENT_SECRET, client_logins
 from flows.prefect_server.ports import is_free
 from flows.prefect_server.processes import SERVICE_VARIABLE
 from flows.prefect_server.service_record import ServiceRecord, read_service, service_dir
-from tests.flows.pipeline.test_run import SMALL
+from tests.helpers.small_run import SMALL
 
 READY_SECONDS = 180.0
 STOP_SECONDS = 60.0

@@ -14,6 +14,7 @@ from tests.helpers.bins import MIXED, Kind, make_samples
 from tests.helpers.parity import assert_logits_equal, assert_losses_and_gradients_equal
 from tests.helpers.reference import load_reference, reference_inputs, reference_losses
 from tests.helpers.single_rank import build_tiny, single_rank
+from tests.helpers.tiers import full, tiered
 from tests.helpers.tiny_experts_model import SHAPES, experts_hf_dir, zero_routers
 from trainer.checkpoint.hf_write import save_hf_weights
 from trainer.contract.experts import ExpertsConfig
@@ -75,7 +76,7 @@ def test_loss_and_the_gradient_of_every_parameter(pair):
     assert_losses_and_gradients_equal(pair, list(rules(pair.ours.shape)))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", tiered(SHAPES, ("listed", "shared")))
 def test_equal_logits_choose_the_experts_that_transformers_chooses(shape, mesh, tmp_path):
     """Every token has equal logits for all experts in every layer."""
     model = load_reference(experts_hf_dir(shape))
@@ -110,7 +111,10 @@ def stored_as(form: str, hf_dir: Path, directory: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("shape", "form"),
-    [("listed", "transposed"), *((shape, form) for shape in SHAPES for form in ("stacked", "single"))],
+    tiered(
+        [("listed", "transposed"), *((shape, form) for shape in SHAPES for form in ("stacked", "single"))],
+        [("listed", "transposed"), ("shared", "stacked"), ("listed", "single")],
+    ),
 )
 def test_weights_in_and_out_are_bit_equal_in_every_form_on_disk(shape, form, mesh, tmp_path):
     """The published Qwen3-VL is transposed, Qwen3.5 stacked; transformers writes them stacked and single."""
@@ -156,8 +160,9 @@ def test_loads_count_every_token_of_every_layer_and_no_padding(pair):
     assert read_reports(pair.ours) == {}
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("kind", ["pooled", "layer"])
+@pytest.mark.parametrize(
+    ("kind", "recompute"), [("pooled", False), ("layer", True), full("pooled", True), full("layer", False)]
+)
 def test_the_auxiliary_loss_and_its_gradient(pair, kind, recompute):
     """Pooled is transformers' own function; per layer it is the same function of one layer, divided by k."""
     prepare(pair.ours, auxiliary_loss=kind, coefficient=0.3)

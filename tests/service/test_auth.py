@@ -19,10 +19,10 @@ import websockets
 
 from flows.prefect_server.processes import service_processes
 from flows.prefect_server.service_record import ServiceRecord
-from tests.flows.pipeline.test_run import SMALL
 from tests.helpers.canary import SECRETS, assert_nowhere, environment
 from tests.helpers.command_lines import seen_command_lines
 from tests.helpers.service import RunningService, nested
+from tests.helpers.small_run import SMALL
 
 pytestmark = pytest.mark.full
 

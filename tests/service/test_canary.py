@@ -18,10 +18,10 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image, PngImagePlugin
 
-from tests.flows.pipeline.test_run import SMALL
 from tests.helpers.canary import CANARIES, SECRETS, assert_nowhere, environment, find, scan, spellings
 from tests.helpers.command_lines import seen_command_lines
 from tests.helpers.compose_file import INFRA
+from tests.helpers.small_run import SMALL
 
 pytestmark = pytest.mark.full
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from prefect.serializers import PickleSerializer
 
-from tests.flows.pipeline.test_run import SMALL
 from tests.helpers.browser import chromium, logged_in, requires_chromium
 from tests.helpers.service import RunningService, nested, running_service, wait_for
+from tests.helpers.small_run import SMALL
 
 pytestmark = pytest.mark.full
 END_SECONDS = 120

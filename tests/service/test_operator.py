@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.flows.pipeline.test_run import SMALL
 from tests.helpers.service import clean_environment, processes_with, wait_for
+from tests.helpers.small_run import SMALL
 from tests.helpers.trees import tree_digest
 
 pytestmark = pytest.mark.full

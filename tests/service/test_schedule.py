@@ -17,8 +17,8 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.schedules import CronSchedule
 
 from stages.launchers.config import ClusterConfig
-from tests.flows.pipeline.test_run import SMALL
 from tests.helpers.service import RunningService, nested, run_athanor, running_service, wait_for
+from tests.helpers.small_run import SMALL
 
 pytestmark = pytest.mark.full
 FIRES_SECONDS = 120  # at most a minute to the next start, and time for server and worker to react on a loaded machine

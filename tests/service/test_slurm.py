@@ -23,8 +23,8 @@ from stages.launchers.config import ClusterConfig
 from stages.launchers.slurm.script import SBATCH_FILE
 from stages.train import stage as train
 from stages.train.run_trainer import StageStopped
-from tests.flows.pipeline.test_run import SMALL
 from tests.helpers.slurm_cluster import SlurmCluster, slurm_cluster, why_not
+from tests.helpers.small_run import SMALL
 from trainer.contract.answer import MetricsRow, read_metrics
 from trainer.contract.names import CHECKPOINTS, METRICS_JSONL
 from trainer.contract.run import CheckpointConfig, TrainerExecution

@@ -15,9 +15,8 @@ from flows.prefect_server.processes import service_processes
 from flows.prefect_server.service_record import read_record
 from flows.tracking.store import server_url
 from stages.launchers.config import ClusterConfig
-from tests.flows.pipeline.test_run import SMALL
 from tests.helpers.service import RunningService, nested, run_athanor, running_service, wait_for
-from tests.helpers.tiers import full
+from tests.helpers.small_run import SMALL
 
 AGAIN_SECONDS = 240
 
@@ -119,7 +118,8 @@ def test_a_second_one_is_refused_with_the_addresses_of_the_first(service):
     assert read_record(service.root) == service.record
 
 
-@pytest.mark.parametrize("part", [full("mlflow"), full("prefect"), "worker"])
+@pytest.mark.full
+@pytest.mark.parametrize("part", ["mlflow", "prefect", "worker"])
 def test_a_killed_program_is_started_again_in_its_place(service, part):
     killed = program(service, part)
     killed.kill()

@@ -2,6 +2,9 @@
 
     python -m tests.tiers.changed [--since COMMIT] [--budget SECONDS] [--workers N] [pytest's arguments]
 
+A budget takes the tests of the full tier alone, of the files that are nearest to the change by their imports, as long
+as their recorded processor seconds fit.
+
 A change reaches a test file if the file imports a changed module, directly or through others. A module's name in a
 string counts as an import: registries, `python -m` and patches name modules so. `PATHS` says it for files that imports
 do not show. A change of anything else takes all tests.
@@ -13,15 +16,13 @@ import functools
 import re
 import subprocess
 import sys
-import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 
-import pytest
-
-from tests.tiers.passed import ROOT, git, read_full_pass
-from tests.tiers.plugin import read_durations
+from tests.tiers.full import UNKNOWN_SECONDS, git, read_full_pass, run_files
+from tests.tiers.plugin import ROOT, read_durations
 
 PACKAGES = ("flows", "stages", "dataset_builders", "trainer", "tests")
 # These tests start the product by its command, so every module of it reaches them.
@@ -51,6 +52,7 @@ PATHS = {
     "stages/pages/templates/*": ("tests/stages/", "tests/e2e/", "tests/test_security.py"),
     "stages/launchers/*": ("tests/stages/launchers/", "tests/service/test_slurm.py"),
 }
+_HAS_FULL = re.compile(r"mark\.full|\bfull\(|\btiered\(")
 _MODULE = re.compile(r"[a-z_][a-z0-9_]*(\.[a-z_][a-z0-9_]*)+(:\w+)?")
 
 
@@ -92,15 +94,16 @@ def imports() -> dict[str, set[str]]:
 
 
 def reached(changed: set[str]) -> dict[str, str]:
-    """Return module that imports one of `changed`, directly or indirectly -> the module through which it does so."""
+    """Return module that imports one of `changed`, directly or indirectly -> the module through which it does so; the
+    nearest first."""
     users: dict[str, set[str]] = {}
     for name, used in imports().items():
         for other in used:
             users.setdefault(other, set()).add(name)
-    found, waiting = {name: name for name in changed}, list(changed)
+    found, waiting = {name: name for name in sorted(changed)}, deque(sorted(changed))
     while waiting:
-        name = waiting.pop()
-        for user in users.get(name, ()):
+        name = waiting.popleft()
+        for user in sorted(users.get(name, ())):
             if user not in found:
                 found[user] = name
                 waiting.append(user)
@@ -108,30 +111,44 @@ def reached(changed: set[str]) -> dict[str, str]:
 
 
 def tests_for(paths: Iterable[str]) -> dict[str, str]:
-    """Return test file -> the reason why it is taken, for the paths that a change touches."""
+    """Return test file -> the reason why it is taken, for the paths that a change touches; the nearest to it first."""
     tests = sorted(str(path) for path in modules().values() if path.name.startswith("test_"))
     by_path = {str(path): name for name, path in modules().items()}
-    taken: dict[str, str] = {}
+    by_start: dict[str, str] = {}
     changed_modules: set[str] = set()
     for path in paths:
         if path in by_path:
             changed_modules.add(by_path[path])
             if path.endswith("/conftest.py"):  # pytest loads it, and no test imports it
-                taken |= {test: path for test in tests if test.startswith(path.removesuffix("conftest.py"))}
+                by_start |= {test: path for test in tests if test.startswith(path.removesuffix("conftest.py"))}
             if not path.startswith("tests/"):
                 starts = WHOLE + TRAINER if path.startswith("trainer/") else WHOLE
-                taken |= {test: f"starts a process that runs {path}" for test in tests if test.startswith(starts)}
+                by_start |= {test: f"starts a process that runs {path}" for test in tests if test.startswith(starts)}
             continue
         starts = next((starts for pattern, starts in PATHS.items() if fnmatch(path, pattern)), ("tests/",))
-        taken |= {test: path for test in tests if test.startswith(starts)}
-    for name, through in reached(changed_modules).items():
-        test = str(modules()[name])
-        if test in tests:
-            taken.setdefault(test, "changed" if name == through else f"imports {through}")
+        by_start |= {test: path for test in tests if test.startswith(starts)}
+    through = {str(modules()[name]): by for name, by in reached(changed_modules).items()}
+    named = {str(modules()[name]) for name in changed_modules}
+    taken = {t: "changed" if t in named else f"imports {by}" for t, by in through.items() if t in tests}
+    taken |= {test: reason for test, reason in by_start.items() if test not in taken}
     # These tests read the text of every file.
     always = [f"tests/test_{name}.py" for name in ("architecture", "security", "documents", "tiers")]
-    taken |= {test: "looks at every file" for test in always if test in tests and taken}
-    return taken
+    return taken | {test: "looks at every file" for test in always if test in tests and taken and test not in taken}
+
+
+def within(budget: float, tests: Iterable[str]) -> dict[str, float]:
+    """Return the files, in their order, whose tests of the full tier alone fit into a number of processor seconds ->
+    their recorded seconds."""
+    chosen: dict[str, float] = {}
+    recorded = read_durations()
+    for test in tests:
+        if not _HAS_FULL.search((ROOT / test).read_text()):
+            continue
+        tiers = recorded.get(test, {"full": UNKNOWN_SECONDS})
+        seconds = max(0.0, tiers.get("full", 0.0) - tiers.get("core", 0.0))
+        if sum(chosen.values()) + seconds <= budget:
+            chosen[test] = seconds
+    return chosen
 
 
 def changed_paths(since: str) -> list[str]:
@@ -145,28 +162,24 @@ def changed_paths(since: str) -> list[str]:
 
 
 def main(argv: list[str]) -> int:
-    """Print which test files are taken and why, and run them, the longest first."""
+    """Print which test files are taken and why, and run them."""
     parser = argparse.ArgumentParser(prog="python -m tests.tiers.changed")
     parser.add_argument("--since", help="a commit; default: the newest of which all tests passed")
-    parser.add_argument("--budget", type=float, help="seconds; a file that would end later, by its record, is skipped")
-    parser.add_argument("--workers", type=int, default=1, help="processes; files of tests/service/ run one by one")
+    parser.add_argument("--budget", type=float, help="recorded processor seconds of the tests of the full tier alone")
+    parser.add_argument("--workers", type=int, default=1, help="processes; two at most for tests/service/")
     args, rest = parser.parse_known_args(argv)
-    began = time.monotonic()
     since = args.since or read_full_pass()
     paths = changed_paths(since)
     taken = tests_for(paths)
-    print(f"{len(paths)} files differ from {since[:10]}; they reach {len(taken)} of the test files:")
-    seconds = read_durations()
-    for test in sorted(taken, key=lambda test: -seconds.get(test, {}).get("full", 0.0)):
-        print(f"  {seconds.get(test, {}).get('full', 0.0):6.0f} s  {test}: {taken[test]}")
-    service = {test for test in taken if test.startswith("tests/service/")}
-    spread = [f"--numprocesses={args.workers}", "--dist=loadfile", "--no-loadscope-reorder"] if args.workers > 1 else []
-    codes = []
-    for tests, options in ((set(taken) - service, spread), (service, ["-p", "no:xdist"])):
-        budget = [] if args.budget is None else [f"--budget={max(0.0, args.budget - time.monotonic() + began)}"]
-        command = [sys.executable, "-m", "pytest", *options, *budget, *rest, *sorted(tests)]
-        codes += [subprocess.run(command, cwd=ROOT, check=False).returncode] if tests else []
-    return max((code for code in codes if code != pytest.ExitCode.NO_TESTS_COLLECTED), default=0)
+    print(f"{len(paths)} files differ from {since[:10]}; they reach {len(taken)} of the test files")
+    if args.budget is None:
+        chosen = {test: read_durations().get(test, {}).get("full", 0.0) for test in taken}
+    else:
+        chosen, rest = within(args.budget, taken), ["-m", "full", *rest]
+        print(f"{len(chosen)} of them have tests of the full tier that fit into {args.budget:.0f} processor seconds:")
+    for test, seconds in chosen.items():
+        print(f"  {seconds:6.0f} s  {test}: {taken[test]}")
+    return run_files(sorted(chosen), args.workers, rest)
 
 
 if __name__ == "__main__":

@@ -1,26 +1,28 @@
-"""Runs the longest files first, reports files that became slow, and skips those that do not fit into a number of
-seconds.
+"""Runs the longest files first, measures what tests cost, reports files that became slow, keeps a ledger of results.
 
-`tests/durations.json` holds, for each file and tier, the seconds that its tests took when `--record-durations` was last
-used.
+`tests/durations.json` holds, for each file and tier, the processor seconds of its tests (user and system, with all
+processes that they started), so a loaded machine changes nothing.
 """
 
 import gc
 import json
-import time
 from collections import defaultdict
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 
-DURATIONS = Path(__file__).parents[1] / "durations.json"
+from tests.tiers.processor import processor_seconds
+
+ROOT = Path(__file__).parents[2]
+DURATIONS = ROOT / "tests" / "durations.json"
 SLOWER, LEAST_SECONDS = 1.5, 10.0  # a file is reported from this many times its record and this many seconds on
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("tiers")
-    group.addoption("--record-durations", action="store_true", help="write the seconds of each file's tests")
-    group.addoption("--budget", type=float, help="seconds; a file that would end later, by its record, is skipped")
+    group.addoption("--record-durations", action="store_true", help="write the processor seconds of each file's tests")
+    group.addoption("--ledger", help="append each result to this file; leave out tests that passed there")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -28,24 +30,39 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def read_durations() -> dict[str, dict[str, float]]:
-    """Return file -> tier -> recorded seconds."""
+    """Return file -> tier -> recorded processor seconds."""
     return json.loads(DURATIONS.read_text()) if DURATIONS.is_file() else {}
+
+
+def read_ledger(path: Path) -> list[dict]:
+    """Return the rows of a ledger: one for each test that ended, and one for each part of the suite."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def passed_in(path: Path) -> set[str]:
+    """Return the tests whose last result in a ledger is that they passed or were skipped."""
+    last = {row["test"]: row["outcome"] for row in read_ledger(path) if "test" in row}
+    return {test for test, outcome in last.items() if outcome != "failed"}
 
 
 class Tiers:
     """The hooks of one session, or of one of its workers."""
 
     def __init__(self, config: pytest.Config) -> None:
-        self.config, self.began = config, time.monotonic()
+        self.config = config
         self.tier = "core" if "not full" in config.option.markexpr else "full"
         self.recorded = {file: tiers.get(self.tier, 0.0) for file, tiers in read_durations().items()}
         self.seconds: dict[str, float] = defaultdict(float)
-        self.begun: set[str] = set()
-        self.left_out: set[str] = set()
+        self.reports: dict[str, list[pytest.TestReport]] = defaultdict(list)  # of tests that have not ended
+        self.used: float | None = None  # at the last report
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Sort the longest files first. A file without a record comes before all others, because it may be long."""
+        if ledger := self.config.option.ledger:
+            passed = passed_in(Path(ledger))
+            self.config.hook.pytest_deselected(items=[item for item in items if item.nodeid in passed])
+            items[:] = [item for item in items if item.nodeid not in passed]
         items.sort(key=lambda item: -self.recorded.get(_file(item.nodeid), float("inf")))
 
     def pytest_collection_finish(self) -> None:
@@ -53,38 +70,54 @@ class Tiers:
         again."""
         gc.freeze()
 
-    def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        """Skip the tests of a file that by its record would not end within the budget."""
-        budget, file = self.config.option.budget, _file(item.nodeid)
-        if budget is not None and file not in self.begun:
-            ended = time.monotonic() - self.began + self.recorded.get(file, 0.0)
-            if ended > budget:
-                pytest.skip(f"out of time: would end after {ended:.0f} s of a budget of {budget:.0f} s")
-        self.begun.add(file)
+    def pytest_runtest_logstart(self) -> None:
+        if self.used is None:  # the seconds of imports and collection are no test's
+            self.used = processor_seconds()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Write the processor seconds since the last report into each report."""
+        report = yield
+        now = processor_seconds()
+        report.processor_seconds = max(0.0, now - self.used)
+        self.used = now
+        return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Add the seconds of one phase of a test to those of its file."""
-        file = _file(report.nodeid)
-        self.seconds[file] += report.duration
-        if report.skipped and "out of time" in str(report.longrepr):
-            self.left_out.add(file)
+        """Add the seconds of one phase of a test to those of its file, and write a test that ended into the ledger."""
+        self.seconds[_file(report.nodeid)] += _seconds_of(report)
+        ledger = self.config.option.ledger
+        if ledger and not hasattr(self.config, "workerinput"):
+            self.reports[report.nodeid].append(report)
+            if report.when == "teardown" or not hasattr(report, "processor_seconds"):
+                with open(ledger, "a") as file:
+                    file.write(json.dumps(_row(report.nodeid, self.reports.pop(report.nodeid))) + "\n")
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Print what did not fit into the budget and which files became slow. Write the record if that is asked for."""
-        if self.left_out:
-            terminalreporter.write_line(f"did not fit into the budget: {', '.join(sorted(self.left_out))}")
+        """Print which files became slow. Write the record if that is asked for."""
         for line in slower_than_recorded(self.seconds, self.recorded):
             terminalreporter.write_line(line)
+        terminalreporter.write_line(f"{sum(self.seconds.values()):.0f} processor seconds in tests")
         if self.config.option.record_durations:
             write_durations(self.seconds, self.tier)
+
+
+def _seconds_of(report: pytest.TestReport) -> float:
+    return getattr(report, "processor_seconds", 0.0)  # a report of a worker that crashed has none
+
+
+def _row(test: str, reports: list[pytest.TestReport]) -> dict[str, object]:
+    outcomes = {report.outcome for report in reports}
+    outcome = next((found for found in ("failed", "skipped") if found in outcomes), "passed")
+    why = next((str(report.longrepr[2]) for report in reports if report.skipped), "") if outcome == "skipped" else ""
+    seconds = round(sum(map(_seconds_of, reports)), 2)
+    return {"test": test, "outcome": outcome, "why": why.removeprefix("Skipped: "), "seconds": seconds}
 
 
 def slower_than_recorded(seconds: dict[str, float], recorded: dict[str, float]) -> list[str]:
     """Return one line for each file that takes half as long again as recorded, relative to this machine's speed.
 
-    The machine's speed is the ratio of the seconds of all files to their recorded seconds, so that a busy or slow
-    machine
-    does not make every file slow.
+    The machine's speed is the ratio of the seconds of all files to their recorded seconds.
     """
     known = {file: recorded[file] for file in seconds if recorded.get(file)}
     speed = sum(seconds[file] for file in known) / sum(known.values()) if known else 1.0
@@ -99,8 +132,7 @@ def slower_than_recorded(seconds: dict[str, float], recorded: dict[str, float]) 
 
 def write_durations(seconds: dict[str, float], tier: str) -> None:
     """Replace the record of one tier's files; files that no longer exist are dropped."""
-    root = DURATIONS.parents[1]
-    found = {file: tiers for file, tiers in read_durations().items() if (root / file).is_file()}
+    found = {file: tiers for file, tiers in read_durations().items() if (ROOT / file).is_file()}
     for file, value in seconds.items():
         found.setdefault(file, {})[tier] = round(value, 1)
     DURATIONS.write_text(json.dumps(dict(sorted(found.items())), indent=0) + "\n")

@@ -24,7 +24,7 @@ from stages.artifacts.artifact import Artifact, artifact_dir, stage_identity
 from stages.artifacts.run_stage import run_stage
 from stages.evaluate.predictions import read_predictions
 from tests.flows.bench import lmms_eval_stand_in
-from tests.flows.pipeline.test_run import SMALL
+from tests.helpers.small_run import SMALL
 from tests.helpers.tracked_run import Nobody
 
 SETTINGS = [f"{name}={value}" for name, value in SMALL.items()] + [

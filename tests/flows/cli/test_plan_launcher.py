@@ -15,8 +15,8 @@ from stages.artifacts.workers import StageResources
 from stages.launchers.job import LAUNCHERS, JobFailed
 from stages.launchers.slurm.script import SBATCH_FILE
 from stages.train import stage as train
-from tests.flows.pipeline.test_run import SMALL
 from tests.helpers.compose_file import INFRA
+from tests.helpers.small_run import SMALL
 
 OVERRIDES = [f"{name}={value}" for name, value in SMALL.items()]
 HEADER = f"execution.cluster.job_file={INFRA}/slurm/header.sbatch"

@@ -13,7 +13,7 @@ from prefect.flows import load_flow_from_entrypoint
 from flows.deployments.flows import evaluate_request, prepare_data_request, vlm_sft_request
 from flows.deployments.offers import NIGHTLY, OFFERS, main, make_deployment, register
 from tests.flows.deployments.test_sweep import nested
-from tests.flows.pipeline.test_run import SMALL, error_line
+from tests.helpers.small_run import SMALL, error_line
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +41,7 @@ def test_five_are_offered_and_each_says_what_it_does():
         assert json.dumps(made._parameter_openapi_schema.model_dump())
 
 
+@pytest.mark.full
 def test_an_entrypoint_is_a_module_that_loads_anywhere(tmp_path):
     """A worker starts a flow run in an empty directory, and nothing is downloaded into it."""
     entrypoints = sorted({make_deployment(offer, "athanor").entrypoint for offer in OFFERS})

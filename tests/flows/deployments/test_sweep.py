@@ -12,10 +12,9 @@ from flows.cli.main import main
 from flows.deployments.grid import MAX_RUNS, expand, parse_grid
 from flows.deployments.sweep import check_grid
 from flows.tracking.store import connect
-from tests.flows.pipeline.test_run import SMALL, error_line, own_log_handlers
 from tests.helpers.service import nested
+from tests.helpers.small_run import SMALL, error_line
 
-__all__ = ["own_log_handlers"]
 GRID = ["train.optim.lr=[1e-3,3e-3]", "train.seed=[0,1]"]
 TWO = ["train.optim.lr=[1e-3,3e-3]", "train.seed=[0]"]  # results of the sweeps of this file, which run once
 
@@ -101,25 +100,26 @@ def test_data_stages_are_made_once_and_every_run_has_its_own_mlflow_run(root, ca
     assert [row[head.index("stages made")] for row in rows] == ["0 of 15"] * 2 and len(runs_of(root)) == len(runs)
 
 
-def test_a_run_that_fails_does_not_stop_the_others(root, capsys, monkeypatch):
-    """The first of two runs fails in its export with a full disk, which is not an error of athanor's own."""
+def test_a_run_that_fails_does_not_stop_the_others(small_run, tmp_path, capsys, monkeypatch):
+    """The first of two runs fails in its export with a full disk, which is not an error of athanor's own. The second
+    one finds every stage finished."""
     from flows.deployments import sweep as module
 
     real, started = module.vlm_sft, []
 
     def first_fails(config, *rest):
         started.append(config.train.optim.lr)
-        if config.train.optim.lr == 0.002:
+        if config.train.optim.lr == 0.003:
             raise InputError("disk full while export wrote; make room and run again\nmore")
         return real(config, *rest)
 
     monkeypatch.setattr(module, "vlm_sft", first_fails)
-    assert sweep(root, ["train.optim.lr=[2e-3,3e-3]", "train.seed=[0]"]) == 1
+    assert sweep(small_run.copy(tmp_path), ["train.optim.lr=[3e-3,2e-3]", "train.seed=[0]"]) == 1
     text = capsys.readouterr().out
-    assert started == [0.002, 0.003] and "1 of 2 runs failed" in text
+    assert started == [0.003, 0.002] and "1 of 2 runs failed" in text
     head, *rows = table_of(text)
     assert [row[head.index("state")] for row in rows] == ["failed", "finished"]
-    assert "\n  lr=0.002 seed=0: disk full while export wrote; make room and run again\n" in text
+    assert "\n  lr=0.003 seed=0: disk full while export wrote; make room and run again\n" in text
     assert "compare-runs" not in text  # of one run
 
 

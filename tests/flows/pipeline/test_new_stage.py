@@ -10,9 +10,9 @@ from prefect.client.orchestration import get_client
 from flows.cli.main import main
 from flows.pipeline.graph import NODES, PREPARE_DATA, Needs, Node
 from flows.tracking.store import connect
-from tests.flows.pipeline.test_run import athanor, own_log_handlers  # noqa: F401
 from tests.flows.pipeline.word_count.stage import WordCountConfig
 from tests.helpers.service import wait_for
+from tests.helpers.small_run import athanor
 
 STAGE = "tests.flows.pipeline.word_count.stage:STAGE"
 

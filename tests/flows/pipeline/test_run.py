@@ -8,7 +8,6 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import filelock
@@ -16,84 +15,23 @@ import pytest
 
 from flows.cli.main import main
 from flows.tracking.store import connect
-from stages.launchers.job import LAUNCHERS
 from tests.flows.pipeline.damages import KINDS, account
+from tests.helpers.small_run import SMALL, athanor, error_line, stand_in_trainer
 from tests.stages.encode.test_template import REWRITING, model_with
 
-SMALL = {
-    "data.num_scans": 40,
-    "data.num_multi": 8,
-    "data.num_pairs": 8,
-    "data.num_texts": 8,
-    "convert.heldout_fraction": 0.3,
-    "tokenize.system_prompt": "Be brief.",
-    "train.num_steps": 5,
-    "train.optim.lr": 0.002,
-    "train.optim.warmup_steps": 1,
-    "evaluate.max_new_tokens": 2,
-    "evaluate.max_samples_per_subset": 2,
-    "execution.num_workers": 1,
-    "execution.registry.gates": {},  # after five steps a model cannot end its answers yet
-}
 
-
-@pytest.fixture(autouse=True)
-def own_log_handlers():
-    before = list(logging.getLogger().handlers)
-    yield
-    logging.getLogger().handlers[:] = before
-
-
-def athanor(command: str, root: Path, *arguments: str, **changes: object) -> int:
-    sets = [f"--set={key.replace('__', '.')}={value}" for key, value in {**SMALL, **changes}.items()]
-    return main([command, *arguments, "--root", str(root), *sets])
-
-
-def error_line(capsys) -> str:
-    """Return the one line of stderr that is not a warning. On a loaded machine a warning about MLflow
-    may come first."""
-    (line,) = [line for line in capsys.readouterr().err.strip().splitlines() if not line.startswith("warning: ")]
-    return line
+@pytest.fixture(scope="module")
+def finished(small_run, tmp_path_factory) -> Path:
+    """Return a root with a finished run, from which the tests of this file go on."""
+    return small_run.copy(tmp_path_factory.mktemp("finished"))
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("root")
-
-
-def printed(root: Path) -> str:
-    """Return the output of a run that succeeds."""
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        assert athanor("run", root) == 0
-    return out.getvalue()
-
-
-@pytest.fixture(scope="module")
-def stand_in() -> Iterator[None]:
-    """Do for the fixtures of this file what tests/flows/conftest.py does for each test."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("PREFECT_API_URL", raising=False)
-        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
-        patch.setitem(LAUNCHERS, "torchrun", "tests.helpers.fake_trainer:FakeTrainerLauncher")
-        yield
-
-
-@pytest.fixture(scope="module")
-def first(root, stand_in) -> str:
-    """Return the output of the first run in the root."""
-    return printed(root)
-
-
-@pytest.fixture(scope="module")
-def second(root, first) -> str:
+def second(finished) -> str:
     """Return the output of the same run when it was repeated."""
-    return printed(root)
-
-
-@pytest.fixture
-def finished(root, first) -> Path:
-    """Make a root with a finished run, once."""
-    return root
+    with stand_in_trainer(), contextlib.redirect_stdout(io.StringIO()) as out:
+        assert athanor("run", finished) == 0
+    return out.getvalue()
 
 
 def test_an_engine_that_is_not_installed_is_said_before_anything_is_made(tmp_path, capsys):
@@ -109,8 +47,8 @@ def test_a_template_that_teaches_what_is_not_asked_is_refused_before_any_stage(t
     assert not list((tmp_path / "root").glob("artifacts/*"))
 
 
-def test_a_run_ends_with_scores_and_the_next_commands(root, first):
-    text = first
+def test_a_run_ends_with_scores_and_the_next_commands(small_run):
+    root, text = small_run.root, small_run.printed
     assert "15 of 15 stages made, 0 reused" in text and "overall" in text and "exact_match" in text
     assert re.search(r"train: 5 of 5  loss 0\.2000", text)
     hf_dir = Path(re.search(r"^Model: +(\S+)", text, re.M).group(1))
@@ -123,13 +61,13 @@ def test_a_run_ends_with_scores_and_the_next_commands(root, first):
     assert str(root) in text.split("--root")[1]
 
 
-def test_files_of_a_root_are_their_owners_alone(finished):
-    written = list(finished.rglob("*"))
+def test_files_of_a_root_are_their_owners_alone(small_run):
+    written = list(small_run.root.rglob("*"))
     assert len(written) > 100 and not [path for path in written if path.stat().st_mode & 0o077]
 
 
-def test_both_models_are_asked_the_same(finished):
-    found = [path.read_bytes() for path in finished.glob("artifacts/answer/*/answers.jsonl")]
+def test_both_models_are_asked_the_same(small_run):
+    found = [path.read_bytes() for path in small_run.root.glob("artifacts/answer/*/answers.jsonl")]
     assert len(found) > 1 and len(set(found)) == 1  # the stand-in trainer exports the weights that it was given
 
 
@@ -208,12 +146,7 @@ def test_another_learning_rate_makes_the_training_and_what_follows_once_nobody_e
     assert link.startswith("[Score and loss of all runs](#/experiments/") and "2 newest](#/compare-runs?runs=" in link
 
 
-def test_a_reused_training_is_whole_in_the_next_mlflow_run(finished, capsys):
-    assert athanor("run", finished, **{"evaluate.max_new_tokens": 3}) == 0
-    assert "7 of 15 stages made, 8 reused" in capsys.readouterr().out
-    client = connect(finished)
-    experiment = client.get_experiment_by_name("athanor-embedded")
-    (run,) = client.search_runs([experiment.experiment_id], "params.`evaluate.max_new_tokens` = '3'")
+def assert_a_reused_training_is_whole(client, run) -> None:
     assert [metric.step for metric in client.get_metric_history(run.info.run_id, "loss")] == [1, 2, 3, 4, 5]
     assert run.data.tags["mlflow.athanor.reused.train"] == "true" and len(run.inputs.dataset_inputs) == 4
 
@@ -235,15 +168,16 @@ def pushed(monkeypatch) -> list[tuple[Path, str, bool]]:
     return calls
 
 
-def test_a_model_whose_scores_do_not_hold_is_not_registered_and_not_pushed(finished, pushed):
+def test_a_model_whose_scores_do_not_hold_is_not_registered_and_not_pushed(finished, pushed, capsys):
     client, name = connect(finished), "athanor-embedded"
     before = len(client.search_model_versions(f"name='{name}'"))
     gates = "{exact_match: {min: 0.99}, score: {min_gain: 0.9}, same_answers: {max: 0.5}}"
     changes = {"evaluate.max_new_tokens": 1, "execution.registry.gates": gates}
     assert athanor("run", finished, **changes, **PUSHED) == 0
-    assert pushed == []
+    assert pushed == [] and "7 of 15 stages made, 8 reused" in capsys.readouterr().out
     experiment = client.get_experiment_by_name(name)
     (run,) = client.search_runs([experiment.experiment_id], "params.`evaluate.max_new_tokens` = '1'")
+    assert_a_reused_training_is_whole(client, run)
     reason = run.data.tags["athanor.champion"]
     assert reason.startswith("not registered: exact_match 0.") and "is below 0.99; the gain in score, " in reason
     assert reason.endswith("; same_answers 1.0000 is above 0.5") and run.data.metrics["same_answers"] == 1.0
@@ -259,8 +193,8 @@ def test_without_comparison_and_contamination_nothing_of_them_is_made(finished, 
     assert "Not looked for." in card
 
 
-def test_the_recipe_on_the_card_makes_the_same_model(finished, first, capsys, tmp_path):
-    card = (Path(re.search(r"^Model: +(\S+)", first, re.M).group(1)) / "README.md").read_text()
+def test_the_recipe_on_the_card_makes_the_same_model(small_run, finished, capsys, tmp_path):
+    card = (Path(re.search(r"^Model: +(\S+)", small_run.printed, re.M).group(1)) / "README.md").read_text()
     (tmp_path / "recipe.yaml").write_text(re.findall(r"```yaml\n(.*?)```", card, re.S)[0])
     assert main(["plan", str(tmp_path / "recipe.yaml"), "--root", str(finished)]) == 0
     assert "0 of 15 stages would be made" in capsys.readouterr().out

@@ -158,6 +158,7 @@ def test_one_that_never_gets_its_port_says_so(tmp_path, monkeypatch):
         server.wait()
 
 
+@pytest.mark.full
 def test_one_that_cannot_start_says_why(tmp_path, monkeypatch):
     monkeypatch.setenv("PREFECT_API_DATABASE_CONNECTION_URL", "nonsense")
     broken = TemporaryServer(tmp_path)

@@ -75,6 +75,7 @@ class Recorder(progress.Display):
         self.heard.setdefault(stage, []).append((done, total))
 
 
+@pytest.mark.full
 def test_prepare_data_makes_the_same_artifacts(address, tmp_path, monkeypatch):
     submitted: list[str] = []
     submit = dask_pool._ShardExecutor.submit

@@ -23,6 +23,7 @@ from tests.helpers.adapter_files import merge_adapter, write_adapter
 from tests.helpers.adapters import PLACES, adapted_model
 from tests.helpers.evaluation import answered, mixed_samples, samples_artifact, talkative_hf_dir
 from tests.helpers.single_rank import single_rank
+from tests.helpers.tiers import full, tiered
 from tests.helpers.tiny_experts_model import experts_hf_dir
 from tests.helpers.tiny_hybrid_model import hybrid_hf_dir, talkative_hybrid_dir
 from tests.helpers.tiny_model import tiny_hf_dir
@@ -87,7 +88,7 @@ def export_has_pictures(export: Artifact) -> bool:
     return (export.dir / "hf" / "preprocessor_config.json").is_file()
 
 
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", tiered(MODELS, ("qwen3_vl", "qwen3_5_moe")))
 def test_an_export_of_each_family_passes(family, tmp_path, in_this_process):
     hf_dir = MODELS[family]()
     stats = reloaded(tmp_path, exported(tmp_path / "export", hf_dir), hf_dir)
@@ -95,7 +96,7 @@ def test_an_export_of_each_family_passes(family, tmp_path, in_this_process):
     assert set(stats["loaders"]) == {"transformers", "mlflow"}
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("kind", [full("lora"), "dora"])
 def test_a_merged_export_and_its_adapter_pass(kind, tmp_path, in_this_process):
     base = talkative_hf_dir()
     adapter = write_adapter(tmp_path / "adapter", base, kind=kind)
@@ -106,7 +107,7 @@ def test_a_merged_export_and_its_adapter_pass(kind, tmp_path, in_this_process):
     }
 
 
-@pytest.mark.parametrize("shape", ["first", "hybrid-first", "experts-listed", "experts-shared"])
+@pytest.mark.parametrize("shape", [full("first"), "hybrid-first", full("experts-listed"), "experts-shared"])
 def test_what_the_trainer_exports_passes(shape, tmp_path, in_this_process):
     """Merged weights and the adapter, also of experts, as the trainer writes them."""
     targets = ROLES if "experts" in shape else PLACES[shape]

@@ -150,6 +150,7 @@ def test_max_pixels_is_obeyed(samples, tokenized, tmp_path):
     assert small.manifest.stats["total"]["num_patches"] < tokenized.manifest.stats["total"]["num_patches"]
 
 
+@pytest.mark.full
 def test_two_workers_write_the_same_bytes(samples, tokenized, tmp_path, monkeypatch):
     monkeypatch.setattr(tokenize_samples, "_PROCESS_WORTH", 1e-9)
     assert tree_digest(_tokenize(samples, tmp_path, num_workers=2).dir) == tree_digest(tokenized.dir)

@@ -12,6 +12,7 @@ from trainer.contract.adapter import AdapterConfig
 from trainer.contract.run import TrainConfig
 
 __all__ = ["fake_trainer", "inputs"]
+pytestmark = pytest.mark.full
 CONFIGS = [
     CONFIG.model_copy(update={"seed": seed, "adapter": AdapterConfig(rank=4 + seed, alpha=8)}) for seed in range(3)
 ]

@@ -103,8 +103,8 @@ def _tensors(state: object, name: str = "") -> Iterator[tuple[str, torch.Tensor]
 @pytest.mark.parametrize(
     ("shape", "base", "layout", "processes"),
     [
-        ("first", "train_precision", {}, 1),
-        ("first", "float8", {}, 1),
+        full("first", "train_precision", {}, 1),
+        full("first", "float8", {}, 1),
         full("hybrid-first", "float8", {}, 1),
         full("experts-shared", "float8", {}, 1),
         full("experts-shared", "train_precision", {}, 1),
@@ -128,6 +128,7 @@ def test_each_run_is_that_of_a_process_of_its_own_to_the_bit(tmp_path, shape, ba
     assert "step 6 loss" in (together[1].output_dir / "logs/trainer.log").read_text()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("base", ["train_precision", "float8"])
 def test_a_run_leaves_the_base_as_it_was_and_no_memory(tmp_path, base, monkeypatch):
     runs, modules, real = jobs(tmp_path, base=base), [], loop.set_up
@@ -175,9 +176,10 @@ def test_a_run_that_is_not_finite_does_not_end_the_others_and_another_failure_do
     assert "gradient norm is nan" in (runs[0].output_dir / "result.json").read_text()
 
 
+@pytest.mark.full
 def test_sigterm_saves_the_run_that_trains_and_the_next_start_goes_on(tmp_path):
     runs = jobs(tmp_path)
-    runs[1] = rewrite(runs[1], train=runs[1].train.model_copy(update={"num_steps": 300}))
+    runs[1] = rewrite(runs[1], train=runs[1].train.model_copy(update={"num_steps": 60}))
     (process,) = train_in_one(runs)
     while len(read_metrics(runs[1].output_dir)) < 2:
         assert process.poll() is None, log_of(runs[0])
@@ -185,7 +187,7 @@ def test_sigterm_saves_the_run_that_trains_and_the_next_start_goes_on(tmp_path):
     process.send_signal(signal.SIGTERM)
     assert process.wait() == EXIT_STOPPED
     first, second = (result_of(run) for run in runs[:2])
-    assert (first.status, second.status) == ("finished", "stopped") and 0 < second.step < 300
+    assert (first.status, second.status) == ("finished", "stopped") and 0 < second.step < 60
     assert not (runs[2].output_dir / "result.json").exists()
     train_in_one(runs[1:])[0].wait()
     assert [result_of(run).status for run in runs] == ["finished"] * 3

@@ -1,0 +1,144 @@
+"""Run all tests in parts that can be stopped and resumed: `make test-full`, or one part by `make test-full PART=3/6`.
+
+    python -m tests.tiers.full [--part K/N] [--workers N] [pytest's arguments]
+
+Every result is appended to build/full_pass/<commit>.jsonl at once. Tests that passed there do not run again, so the
+same command goes on after a stop. When all parts have passed on one commit, tests/full_pass.json is written: the
+commit, the machine, seconds, what passed, and why the rest was skipped.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.tiers.plugin import ROOT, passed_in, read_durations, read_ledger, write_durations
+
+FULL_PASS = ROOT / "tests" / "full_pass.json"
+WRITTEN = ("full_pass.json", "durations.json")  # by this module
+PARTS = 6
+UNKNOWN_SECONDS = 30.0  # of a file without a record
+
+
+def git(*arguments: str) -> str:
+    """Return the output of a git command.
+
+    Raises:
+        subprocess.CalledProcessError: git failed, or this is not a checkout.
+    """
+    return subprocess.run(("git", *arguments), cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def read_full_pass() -> str:
+    """Return the newest commit at which all tests passed."""
+    return json.loads(FULL_PASS.read_text())["commit"]
+
+
+def divide(seconds: dict[str, float], parts: int) -> list[list[str]]:
+    """Return the files of each part: the longest file first, each into the part that has the fewest seconds so far."""
+    divided: list[list[str]] = [[] for _ in range(parts)]
+    sums = [0.0] * parts
+    for file in sorted(seconds, key=lambda file: (-seconds[file], file)):
+        part = sums.index(min(sums))
+        divided[part].append(file)
+        sums[part] += seconds[file]
+    return divided
+
+
+def run_files(files: list[str], workers: int, arguments: list[str]) -> int:
+    """Run pytest on files, and return its exit code.
+
+    tests/service/ runs after the rest in two processes: its tests wait for servers, and more of them would starve each
+    other.
+    """
+    codes = [0]
+    service = [file for file in files if file.startswith("tests/service/")]
+    for chosen, processes in (([file for file in files if file not in service], workers), (service, min(2, workers))):
+        spread = [f"--numprocesses={processes}", "--dist=loadfile", "--no-loadscope-reorder"]
+        command = [sys.executable, "-m", "pytest", *spread, *arguments, *chosen]
+        codes += [subprocess.run(command, cwd=ROOT, check=False).returncode] if chosen else []
+    return max(code for code in codes if code != pytest.ExitCode.NO_TESTS_COLLECTED)
+
+
+def run_part(name: str, files: list[str], ledger: Path, workers: int, arguments: list[str]) -> bool:
+    """Run the files' tests that have not passed yet, and return whether all have passed now."""
+    began = time.monotonic()
+    has_passed = run_files(sorted(files), workers, [f"--ledger={ledger}", *arguments]) == 0
+    row = {"part": name, "clock_seconds": round(time.monotonic() - began), "passed": has_passed, "files": files}
+    with ledger.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    return has_passed
+
+
+def joined(rows: list[dict], files: set[str]) -> dict | None:
+    """Return what tests/full_pass.json says of a ledger, or None if a file has not passed yet."""
+    parts = [row for row in rows if "part" in row]
+    if not files <= {file for row in parts if row["passed"] for file in row["files"]}:
+        return None
+    tests = [row for row in rows if "test" in row]
+    last = {row["test"]: row for row in tests}
+    failed = sorted({row["test"] for row in tests if row["outcome"] == "failed"})
+    skipped = Counter(row["why"] for row in last.values() if row["outcome"] == "skipped")
+    clock: Counter[str] = Counter()
+    for row in parts:
+        clock[row["part"]] += row["clock_seconds"]
+    return {
+        "passed": len(last) - skipped.total(),
+        "skipped": dict(skipped.most_common()),
+        "failed_before_they_passed": failed,
+        "clock_seconds": dict(sorted(clock.items())),
+        "processor_seconds": round(sum(row["seconds"] for row in tests)),
+    }
+
+
+def main(argv: list[str]) -> int:
+    """Run one part or all, and record the commit if every part has passed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.tiers.full")
+    parser.add_argument(
+        "--part", default="", help=f"K/N: the K-th of N parts; default: all {PARTS}, one after the other"
+    )
+    parser.add_argument("--workers", type=int, default=4, help="processes")
+    args, rest = parser.parse_known_args(argv)
+    number, _, count = (args.part or f"0/{PARTS}").partition("/")
+    if not (number.isdigit() and count.isdigit() and int(number) <= int(count) and (int(number) or not args.part)):
+        parser.error(f"--part {args.part} is not of the form 3/6")
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", *(f":!tests/{name}" for name in WRITTEN))
+    commit = git("rev-parse", "HEAD")
+    ledger = ROOT / "build" / "full_pass" / f"{commit}.jsonl"
+    ledger.parent.mkdir(parents=True, exist_ok=True)
+    if changed:
+        print(f"these files differ from HEAD, so nothing is recorded of this run:\n{changed}")
+        ledger = ledger.with_name("uncommitted.jsonl")
+        ledger.unlink(missing_ok=True)
+    files = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests").rglob("test_*.py"))]
+    recorded = read_durations()
+    divided = divide({file: recorded.get(file, {}).get("full", UNKNOWN_SECONDS) for file in files}, int(count))
+    has_passed = True
+    for place, chosen in enumerate(divided, start=1):
+        if place == int(number) or not int(number):
+            has_passed &= run_part(f"{place}/{count}", chosen, ledger, args.workers, rest)
+    rows = read_ledger(ledger)
+    whole = None if changed or rest else joined(rows, set(files))
+    if whole:
+        made_on = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
+        date = git("log", "-1", "--format=%cs")
+        FULL_PASS.write_text(json.dumps({"commit": commit, "date": date, "machine": made_on, **whole}, indent=1) + "\n")
+        seconds: Counter[str] = Counter()
+        for row in rows:
+            seconds[row.get("test", "").partition("::")[0]] += row.get("seconds", 0.0)
+        write_durations({file: seconds[file] for file in files}, "full")
+        print(f"all tests of {commit[:10]} passed; recorded in {FULL_PASS.relative_to(ROOT)}")
+    else:
+        print(f"{len(passed_in(ledger))} tests have passed or were skipped by {ledger.relative_to(ROOT)}")
+    return 0 if has_passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
