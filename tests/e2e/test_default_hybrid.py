@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.patience import at_most
+
 ATHANOR = Path(sys.executable).parent / "athanor"
 # Fewer steps than the recipe's, without the model before training. Read right, seeds 0 and 1: 0.9257 and 0.9659 after
 # 500 steps, where the loss still falls fast; 0.9659 and 0.9690 after 800.
@@ -18,7 +20,7 @@ def digits_read(root: Path, *settings: str) -> Path:
     """Run the default recipe, check that it reads the held-out digits, and return the released directory."""
     env = {k: v for k, v in os.environ.items() if k not in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "PREFECT_HOME")}
     command = [ATHANOR, "run", "--root", str(root), *(f"--set={setting}" for setting in settings)]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=1500)
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=at_most(1500))
     assert done.returncode == 0, done.stdout + done.stderr
     (evaluated,) = (root / "artifacts" / "evaluate").iterdir()
     scores = json.loads((evaluated / "manifest.json").read_text())["stats"]["scores"]["digits_single"]

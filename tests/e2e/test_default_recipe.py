@@ -21,6 +21,7 @@ from dataset_builders.pictures.pixels import encode_image, pixel_values
 from flows.tracking.store import connect
 from stages.encode.images import load_image_config
 from stages.scoring.metrics.exact_match import normalize
+from tests.helpers.patience import at_most
 
 pytestmark = pytest.mark.full
 ATHANOR = Path(sys.executable).parent / "athanor"
@@ -33,7 +34,7 @@ STAGES = (
 def athanor(*arguments: str) -> str:
     env = {k: v for k, v in os.environ.items() if k not in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "PREFECT_HOME")}
     env["OMP_NUM_THREADS"] = str(os.cpu_count())
-    done = subprocess.run([ATHANOR, *arguments], capture_output=True, text=True, env=env, timeout=1800)
+    done = subprocess.run([ATHANOR, *arguments], capture_output=True, text=True, env=env, timeout=at_most(1800))
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -22,6 +22,7 @@ from stages.inputs.tiny_model import STAGE as EMBEDDED_MODEL
 from stages.plan_bins.stage import STAGE as PLAN_BINS
 from stages.tokenize.stage import STAGE as TOKENIZE
 from tests.helpers.object_store import BUCKET, CuttingProxy, environment, moto_server
+from tests.helpers.patience import at_most
 
 STEPS = ["--set", "train.num_steps=8", "--set", "train.optim.warmup_steps=2", "--set", "train.heldout_interval=4"]
 DATA_STAGES = ("convert", "tokenize", "plan_bins")
@@ -45,7 +46,7 @@ def command(root: str, data: str, *more: str) -> list[str]:
 
 
 def athanor(cache: Path, *arguments: str) -> str:
-    done = subprocess.run(arguments, capture_output=True, text=True, env=_environment(cache), timeout=600)
+    done = subprocess.run(arguments, capture_output=True, text=True, env=_environment(cache), timeout=at_most(600))
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -116,7 +117,7 @@ def _kill_in_convert(cache: Path, source: str) -> None:
     process = subprocess.Popen(
         command(ROOT, source), env=_environment(cache), stdout=subprocess.DEVNULL, start_new_session=True
     )
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + at_most(300)
     while time.monotonic() < deadline and process.poll() is None:
         if any(f.name.endswith(".tar") for f in walk_files(location(ROOT) / "artifacts" / "convert")):
             break

@@ -17,6 +17,7 @@ import stages.tokenize.stage
 from stages.artifacts import workers
 from stages.artifacts.workers import StageResources
 from tests.helpers.data_stages import run_all, write_rows
+from tests.helpers.patience import at_most
 from tests.helpers.tiers import full
 from tests.helpers.tiny_model import tiny_hf_dir
 from tests.helpers.trees import tree_digest
@@ -128,7 +129,7 @@ def test_a_cluster_of_two_workers(source, expected, tmp_path, cluster_client):
 @pytest.mark.full
 def test_killed_three_times_in_each_stage(source, expected, tmp_path):
     command = [sys.executable, "-m", "tests.helpers.kill_data_stages", source, tiny_hf_dir(), tmp_path / "root", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=REPO, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPO, timeout=at_most(300))
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1]) == {"convert": 3, "tokenize": 3}
     assert_same(tmp_path / "root" / "artifacts", expected)

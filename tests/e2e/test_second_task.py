@@ -10,6 +10,7 @@ import pytest
 
 from dataset_builders.contracts.manifest import load_manifest
 from stages.inputs.adapter_directory import read_adapter_dir
+from tests.helpers.patience import at_most
 
 ATHANOR = Path(sys.executable).parent / "athanor"
 BASE = ("train.num_steps=400", "compare=null")
@@ -19,7 +20,7 @@ SECOND = ("train.num_steps=200", "evaluate.adapter=beside")
 def run(root: Path, *arguments: str) -> None:
     env = {k: v for k, v in os.environ.items() if k not in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "PREFECT_HOME")}
     command = [ATHANOR, "run", "--root", str(root), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=900)
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=at_most(900))
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import load, load_file
 from dataset_builders.errors import InputError
 from tests.equivalence.test_layouts import SEQ_LEN, SMOOTH, SP, kinds_of
 from tests.helpers.adapters import adapter_of, job_with
+from tests.helpers.patience import at_most
 from tests.helpers.resuming import SAVED_AT, STEPS, assert_resumes, checkpoint_of
 from tests.helpers.run_dir import changed, log_of, make_bins, start_trainer, write_job
 from tests.helpers.single_rank import single_rank
@@ -206,7 +207,7 @@ def test_a_killed_training_goes_on_to_the_bit(tmp_path):
     """kill -9 of the process after its first save, and the same command again."""
     whole, run = job(tmp_path, "whole", {}, "first"), job(tmp_path, "killed", {}, "first")
     assert written(whole).wait(240) == 0, log_of(whole)
-    process, stop = written(run), time.monotonic() + 120
+    process, stop = written(run), time.monotonic() + at_most(120)
     while not (checkpoint_of(run, SAVED_AT) / "athanor.json").is_file():
         assert time.monotonic() < stop and process.poll() is None, log_of(run)
         time.sleep(0.005)

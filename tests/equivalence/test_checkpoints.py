@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from tests.helpers import world
 from tests.helpers.held_writer import PLACES, is_held, release
+from tests.helpers.patience import at_most
 from tests.helpers.reference import random_hf_dir
 from tests.helpers.run_dir import OPTIM, changed, log_of, metrics_of, result_of, write_job
 from tests.helpers.single_rank import build_tiny, single_rank
@@ -67,7 +68,7 @@ def train_on(run: RunConfig, processes: int) -> None:
 
 
 def wait_for(condition, run: RunConfig, process: Started, seconds: float = 120) -> None:
-    stop = time.monotonic() + seconds
+    stop = time.monotonic() + at_most(seconds)
     while not condition():
         assert time.monotonic() < stop and process.poll() is None, log_of(run)
         time.sleep(0.005)

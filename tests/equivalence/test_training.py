@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
 
+from tests.helpers.patience import at_most
 from tests.helpers.reference import load_reference, reference_losses
 from tests.helpers.run_dir import (
     OPTIM,
@@ -193,7 +194,7 @@ def text_only_bin_in(step: int) -> bool:
 
 
 def wait_for(condition, run, seconds: float = 120) -> None:
-    stop = time.monotonic() + seconds
+    stop = time.monotonic() + at_most(seconds)
     while not condition():
         assert time.monotonic() < stop, log_of(run)
         time.sleep(0.005)

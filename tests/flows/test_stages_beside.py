@@ -15,6 +15,7 @@ from flows.pipeline.graph import NODES, PREPARE_DATA, TRAIN, Needs, Node, pipeli
 from flows.pipeline.recipe import load_recipe
 from stages.artifacts.artifact import Stage, StageOutput
 from stages.artifacts.workers import StageResources
+from tests.helpers.patience import at_most
 
 BOTH_RUN = threading.Barrier(2)
 ended: list[str] = []
@@ -30,7 +31,7 @@ class Settings(StrictModel):
 def _run(config: Settings, inputs: Mapping[str, object], work: StorePath, resources: StageResources) -> StageOutput:
     try:
         if config.then:
-            BOTH_RUN.wait(30)
+            BOTH_RUN.wait(at_most(30))
         if config.then == "fail":
             raise ValueError(f"{config.name} failed")
         deadline = time.monotonic() + (30 if config.then == "go on" else 0)

@@ -11,6 +11,8 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.helpers.patience import at_most
+
 
 class MlflowServer:
     """A server that keeps its address when its process is restarted.
@@ -43,7 +45,7 @@ class MlflowServer:
                 start_new_session=True,
                 env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"},
             )
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + at_most(seconds)
         while True:
             with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5):
                 return
@@ -55,7 +57,7 @@ class MlflowServer:
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait(30)
+            self.process.wait(at_most(30))
             self.process = None
 
     @contextlib.contextmanager

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 
 from upath import UPath
 
+from tests.helpers.patience import at_most
+
 KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
 BUCKET = "bucket"
 
@@ -63,7 +65,7 @@ def free_port() -> int:
 
 
 def _wait_for(address: str) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + at_most(60)
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/moto-api/", timeout=2):
             return

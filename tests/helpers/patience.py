@@ -22,7 +22,7 @@ def measure_start() -> None:
 
 
 @functools.cache
-def limit(seconds: float) -> float:
+def at_most(seconds: float) -> float:
     """Return a time limit for this machine: as many starts of a process as `seconds` are on a quick one."""
     return seconds * max(1.0, float(os.environ.get(_VARIABLE, _QUICK_SECONDS)) / _QUICK_SECONDS)
 
@@ -37,8 +37,8 @@ def wait_for(condition: Callable[[], object], seconds: float, what: str, about: 
     Raises:
         AssertionError: the condition is not true within the limit.
     """
-    deadline = time.monotonic() + limit(seconds)
+    deadline = time.monotonic() + at_most(seconds)
     while not (answer := condition()):
-        assert time.monotonic() < deadline, f"no {what} within {limit(seconds):.0f} s\n{about()}"
+        assert time.monotonic() < deadline, f"no {what} within {at_most(seconds):.0f} s\n{about()}"
         time.sleep(0.02)
     return answer

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,7 +19,10 @@ from flows.prefect_server.access import PREFECT_CLIENT_SECRET, client_logins
 from flows.prefect_server.ports import is_free
 from flows.prefect_server.processes import SERVICE_VARIABLE
 from flows.prefect_server.service_record import ServiceRecord, read_service, service_dir
+from tests.helpers.patience import at_most, wait_for
 from tests.helpers.small_run import SMALL
+
+__all__ = ["wait_for"]
 
 READY_SECONDS = 180.0
 STOP_SECONDS = 60.0
@@ -66,10 +69,12 @@ class RunningService:
 
     def wait_ready(self, seconds: float = READY_SECONDS) -> ServiceRecord:
         """Wait until all programs answer."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + at_most(seconds)
         while (record := read_service(self.root)) is None or record.pid != self.process.pid:
             assert self.process.poll() is None, f"athanor up ended by itself:\n{self.tell()}"
-            assert time.monotonic() < deadline, f"athanor up was not ready within {seconds:.0f} s:\n{self.tell()}"
+            assert time.monotonic() < deadline, (
+                f"athanor up was not ready within {at_most(seconds):.0f} s:\n{self.tell()}"
+            )
             time.sleep(0.1)
         self.record = record
         return record
@@ -95,7 +100,7 @@ class RunningService:
         login = base64.b64encode(self.login.encode()).decode()
         data = None if body is None else json.dumps(body).encode()
         sent = {"Content-Type": "application/json", "Authorization": f"Basic {login}", **headers}
-        with urllib.request.urlopen(urllib.request.Request(url, data, sent), timeout=30) as answer:
+        with urllib.request.urlopen(urllib.request.Request(url, data, sent), timeout=at_most(30)) as answer:
             return json.load(answer)
 
     def athanor(self, command: str, *arguments: str, **changes: object) -> subprocess.CompletedProcess:
@@ -107,10 +112,12 @@ class RunningService:
         if self.process.poll() is None:
             self.process.send_signal(signum)
             try:
-                self.process.wait(STOP_SECONDS)
+                self.process.wait(at_most(STOP_SECONDS))
             except subprocess.TimeoutExpired:
                 self.kill()
-                raise AssertionError(f"athanor up did not stop within {STOP_SECONDS:.0f} s:\n{self.tell()}") from None
+                raise AssertionError(
+                    f"athanor up did not stop within {at_most(STOP_SECONDS):.0f} s:\n{self.tell()}"
+                ) from None
         return self.process.returncode
 
     def kill(self) -> None:
@@ -166,7 +173,7 @@ def run_athanor(command: str, root: Path, *arguments: str, **changes: object) ->
     sets = {**SMALL, **{key.replace("__", "."): value for key, value in changes.items()}}
     words = [f"--set={key}={value}" for key, value in sets.items()] if command in ("run", "plan", "sweep") else []
     full = [sys.executable, "-m", "flows.cli.main", command, *arguments, "--root", str(root), *words]
-    return subprocess.run(full, env=clean_environment(), capture_output=True, text=True, timeout=280)
+    return subprocess.run(full, env=clean_environment(), capture_output=True, text=True, timeout=at_most(280))
 
 
 def nested(changes: Mapping[str, object]) -> dict[str, object]:
@@ -196,13 +203,3 @@ def processes_with(variable: str, value: str) -> list[psutil.Process]:
         except (psutil.Error, OSError):
             continue
     return found
-
-
-def wait_for(condition: Callable[[], object], seconds: float, what: str, about: Callable[[], str] = str) -> object:
-    """Wait for the first true value of `condition` and return it. Raise AssertionError, which names the condition,
-    after the time limit."""
-    deadline = time.monotonic() + seconds
-    while not (answer := condition()):
-        assert time.monotonic() < deadline, f"no {what} within {seconds:.0f} s\n{about()}"
-        time.sleep(0.2)
-    return answer

@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 
 from flows.prefect_server.ports import any_port
+from tests.helpers.patience import at_most
 
 START_SECONDS = 240.0
 
@@ -58,7 +59,7 @@ def serving(models: Sequence[Path], root: Path, *options: str) -> Iterator[Servi
             start_new_session=True,
         )
     try:
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + at_most(START_SECONDS)
         while "Ctrl-C" not in output.read_text():
             assert process.poll() is None and time.monotonic() < deadline, output.read_text()
             time.sleep(0.1)

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.helpers.patience import at_most
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scancel", "scontrol")
 START_SECONDS = 60.0
 KILL_WAIT_SECONDS = 15  # seconds between SIGTERM and SIGKILL of a plain scancel; Slurm's default is 30
@@ -151,7 +153,7 @@ class SlurmCluster:
             )
 
     def _until(self, condition, what: str) -> None:
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + at_most(START_SECONDS)
         while not condition():
             if time.monotonic() > deadline:
                 logs = {path.name: path.read_text(errors="replace")[-600:] for path in self.directory.glob("log/*")}

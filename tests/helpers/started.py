@@ -10,6 +10,8 @@ import time
 import traceback
 from pathlib import Path
 
+from tests.helpers.patience import at_most
+
 
 class Started:
     """A process that the fork server started. It is not a child of this process, so its exit status comes from a file.
@@ -30,10 +32,13 @@ class Started:
     def wait(self, timeout: float = 240) -> int:
         """Wait for the end and return the exit status.
 
+        Args:
+            timeout: seconds on a quick machine, see `at_most`.
+
         Raises:
-            subprocess.TimeoutExpired: the process is still running after `timeout` seconds.
+            subprocess.TimeoutExpired: the process is still running.
         """
-        stop = time.monotonic() + timeout
+        stop = time.monotonic() + at_most(timeout)
         while (code := self.poll()) is None:
             if time.monotonic() > stop:
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)

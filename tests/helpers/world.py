@@ -28,6 +28,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from safetensors.torch import load_file
 
+from tests.helpers.patience import at_most
 from tests.helpers.started import Started, start_module
 from trainer.checkpoint import saver
 from trainer.checkpoint.hf_read import is_of_experts
@@ -185,7 +186,7 @@ def _rank(directory: Path, rank: int, world: int, port: int, save: bool, all_the
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ.update({name: str(value) for name, value in place.items()})
-    faulthandler.dump_traceback_later(STUCK_SECONDS, exit=True)
+    faulthandler.dump_traceback_later(at_most(STUCK_SECONDS), exit=True)
     try:
         torch.set_num_threads(1)
         prepare_runtime()

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.compose_file import INFRA
+from tests.helpers.patience import at_most
 
 BIN = Path(sys.executable).parent
 YAML = sorted(map(str, INFRA.rglob("*.yaml")))
@@ -68,12 +69,12 @@ def postgres():
         cwd="/",
         **user,
     )
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + at_most(30)
     while _run(str(POSTGRES / "pg_isready"), "-h", str(data)).returncode and time.monotonic() < deadline:
         time.sleep(0.1)
     yield data
     process.terminate()
-    process.wait(30)
+    process.wait(at_most(30))
     shutil.rmtree(data, ignore_errors=True)
 
 

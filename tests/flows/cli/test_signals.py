@@ -4,6 +4,8 @@ import signal
 import subprocess
 import sys
 
+from tests.helpers.patience import at_most
+
 # The end of a run takes seconds at the exit of the interpreter too, where the temporary server is stopped.
 COMMAND = """
 import atexit, sys, time
@@ -34,6 +36,6 @@ def test_a_second_sigterm_interrupts_no_clean_up():
     for word in ("running", "cleaning", "exiting"):
         assert process.stdout.readline() == f"{word}\n"
         process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=at_most(30))
     assert errors == "athanor: stopped; the same command resumes from the finished work\n"
     assert process.returncode == 128 + signal.SIGTERM

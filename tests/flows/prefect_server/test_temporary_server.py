@@ -24,6 +24,7 @@ from dataset_builders.errors import InputError
 from flows.prefect_server import temporary as temporary_server
 from flows.prefect_server.temporary import TemporaryServer, is_temporary, server_of, start_early, start_prefect
 from flows.resources.limits import has_server
+from tests.helpers.patience import at_most
 from tests.helpers.service import clean_environment, processes_with, wait_for
 
 RUN = """
@@ -89,7 +90,7 @@ def test_it_is_nobody_elses_so_no_slots_are_asked_for(server):
 )
 def test_it_answers_its_process_alone(server, path, headers, status):
     with pytest.raises(urllib.error.HTTPError) as refused:
-        urllib.request.urlopen(urllib.request.Request(server.api + path, headers=headers), timeout=30)
+        urllib.request.urlopen(urllib.request.Request(server.api + path, headers=headers), timeout=at_most(30))
     assert refused.value.code == status
     assert "PREFECT_API_AUTH_STRING" not in os.environ and server.login not in repr(server)
 
@@ -143,7 +144,7 @@ def test_a_port_that_was_taken_for_a_moment_is_no_end(tmp_path):
         server.begin()
         other.bind((temporary_server.HOST, server.port))
         other.listen()
-        server.process.wait(120)
+        server.process.wait(at_most(120))
     try:
         server.wait()
     finally:
@@ -189,7 +190,7 @@ def test_runs_that_start_on_a_fresh_root_at_once_make_its_tables_one_after_the_o
     try:
         its_own, others = servers = [int(process.stdout.readline()) for process in processes]
         assert len(set(servers)) == 2 and flows_of(home) == [("asked",)]
-        assert ending.wait(120) == 0
+        assert ending.wait(at_most(120)) == 0
         wait_for(lambda: not psutil.pid_exists(its_own), 10, "end of the server with its process")
         assert psutil.pid_exists(others)
     finally:
@@ -205,8 +206,8 @@ def test_a_first_start_that_is_interrupted_leaves_whole_tables(tmp_path, signum)
     process = started(home)
     wait_for(lambda: (home / "prefect.db").exists() and (home / "prefect.db").stat().st_size, 60, "first tables")
     process.send_signal(signum)
-    process.wait(60)
+    process.wait(at_most(60))
     wait_for(lambda: not processes_with("PREFECT_HOME", str(home)), 60, "end of the server")
     if list(home.glob("schema-*")):  # the tables were made before the signal arrived
         assert flows_of(home) in ([], [("asked",)])
-    assert started(home).wait(120) == 0 and flows_of(home) == [("asked",)]
+    assert started(home).wait(at_most(120)) == 0 and flows_of(home) == [("asked",)]

@@ -26,6 +26,7 @@ from flows.resources.dask_worker import look, run_shard_task, versions
 from flows.resources.execution import ExecutionConfig
 from stages.artifacts.workers import StageResources, run_tasks
 from tests.helpers.kill_worker import kill_itself, kill_itself_once, slow_or_failing, work_until_released
+from tests.helpers.patience import at_most
 from tests.helpers.trees import tree_digest
 
 REPO = Path(__file__).parents[3]
@@ -203,7 +204,7 @@ def test_shards_of_a_killed_run_are_waited_for(address, tmp_path, monkeypatch):
     monkeypatch.setattr(dask_pool._log, "warning", lambda *_: (tmp_path / "release").touch())
     with Client(address, set_as_default=False) as client:
         dask_pool._ShardExecutor(client).submit(work_until_released, str(tmp_path))
-        end = time.monotonic() + 30
+        end = time.monotonic() + at_most(30)
         while not (tmp_path / "began").exists():
             assert time.monotonic() < end
             time.sleep(0.02)
@@ -232,4 +233,4 @@ def test_a_worker_of_many_threads_does_one_task_at_a_time():
 def test_nothing_of_dask_is_needed_without_an_address():
     code = "import sys\nfor name in ('dask', 'distributed'): sys.modules[name] = None\n"
     code += "import flows.resources.dask_pool\n"
-    subprocess.run([sys.executable, "-c", code], cwd=REPO, check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], cwd=REPO, check=True, timeout=at_most(120))

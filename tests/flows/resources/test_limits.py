@@ -27,6 +27,7 @@ from flows.resources import limits
 from flows.resources.limits import DEFAULT_LIMITS, HOST_LIMIT, Slot, create_limits, has_server, slot_of
 from flows.resources.run_record import LeaseRecord, read_leases, record_lease, this_process
 from stages.launchers.config import ClusterConfig
+from tests.helpers.patience import at_most
 from tests.helpers.service import wait_for
 
 
@@ -132,7 +133,7 @@ def test_the_second_waits_for_the_first_and_says_for_what(name, server, tmp_path
         said = f"waiting for a slot of the concurrency limit '{name}': 1 of 1 in use"
         wait_for(lambda: said in caplog.text, 30, "line about the wait")
         assert not got.is_set()
-    assert got.wait(30)
+    assert got.wait(at_most(30))
     thread.join()
     assert read(name).active_slots == 0 and read_leases(tmp_path) == []
 

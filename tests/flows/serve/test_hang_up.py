@@ -10,6 +10,7 @@ import pytest
 import uvicorn
 
 from flows.serve import hang_up
+from tests.helpers.patience import at_most
 
 ended = []
 
@@ -42,7 +43,10 @@ def port(monkeypatch):
 
 
 def test_half_a_head_is_not_waited_for(port):
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as client, contextlib.suppress(ConnectionError):
+    with (
+        socket.create_connection(("127.0.0.1", port), timeout=at_most(20)) as client,
+        contextlib.suppress(ConnectionError),
+    ):
         client.sendall(b"GET / HTT")
         assert client.recv(1) == b""
 
@@ -56,7 +60,7 @@ def test_an_answer_that_nobody_reads_ends_and_one_that_is_read_does_not(port, mo
         still.sendall(more)
         with socket.create_connection(("127.0.0.1", port)) as reader:
             reader.sendall(b"GET /read HTTP/1.1\r\nHost: a\r\n\r\n")
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + at_most(20)
             while "/still" not in ended and time.monotonic() < deadline:
                 assert reader.recv(100_000)
     assert ended[0] == "/still"

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 from flows.prefect_server.processes import SERVICE_VARIABLE
+from tests.helpers.patience import at_most
 
 
 def test_a_flow_run_prints_into_the_workers_log_and_needs_no_reader(tmp_path):
@@ -17,7 +18,7 @@ def test_a_flow_run_prints_into_the_workers_log_and_needs_no_reader(tmp_path):
         stdout=writer,
         stderr=writer,
         env={**os.environ, SERVICE_VARIABLE: str(tmp_path)},
-        timeout=120,
+        timeout=at_most(120),
     )
     os.close(writer)
     log = (tmp_path / "service" / "worker.log").read_text()

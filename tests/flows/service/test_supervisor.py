@@ -27,6 +27,7 @@ from flows.service import supervisor as supervised
 from flows.service.programs import Program
 from flows.service.supervisor import StartFailed, StatusLines, Supervisor
 from tests.helpers.object_store import free_port
+from tests.helpers.patience import at_most
 from tests.helpers.service import wait_for
 
 LASTING = "import time; print('here', flush=True); time.sleep(600)"
@@ -197,7 +198,7 @@ def test_leftovers_of_a_killed_service_are_ended_and_flow_runs_are_not(tmp_path)
     try:
         wait_for(lambda: len(service_processes(tmp_path)) == 2, 20, "start")
         assert end_leftovers(tmp_path, 10) == 1
-        assert server.wait(10) == -signal.SIGTERM and run_of_flow.poll() is None and other.poll() is None
+        assert server.wait(at_most(10)) == -signal.SIGTERM and run_of_flow.poll() is None and other.poll() is None
     finally:
         for process in (server, run_of_flow, other):
             process.kill()
@@ -215,7 +216,7 @@ def test_what_a_killed_service_left_is_ended_before_its_ports_are_taken(tmp_path
     try:
         wait_for(lambda: not is_free("127.0.0.1", ports["prefect"]), 20, "server")
         assert run_service.run_service(tmp_path, "127.0.0.1", 2, {}) == 0
-        assert plans[0].ports == ports and left.wait(10) == -signal.SIGTERM
+        assert plans[0].ports == ports and left.wait(at_most(10)) == -signal.SIGTERM
     finally:
         left.kill()
 

@@ -21,6 +21,7 @@ from flows.tracking.tracker import Opening, Tracker, open_run
 from stages.artifacts.artifact import Artifact
 from stages.scoring.names import flat_scores
 from tests.helpers.fake_trainer import metrics_row
+from tests.helpers.patience import at_most
 from tests.helpers.samples import make_sample
 from tests.helpers.store_writer import connect_and_log
 from tests.helpers.tracked_run import (
@@ -186,7 +187,7 @@ def test_a_row_is_sent_while_the_training_goes_on(root):
     run_id, client = _delivered(tracker), connect(root)
     with (root / "scratch" / METRICS_JSONL).open("a") as file:
         file.write(metrics_row(2).model_dump_json() + "\n")
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + at_most(120)
     while [point.step for point in client.get_metric_history(run_id, "loss")] != [1, 2]:
         assert time.monotonic() < deadline, "nobody looked at the file"
         time.sleep(0.1)

@@ -13,6 +13,7 @@ from flows.tracking.sender import sender_of
 from flows.tracking.store import connect
 from flows.tracking.system import INTERVAL_SECONDS
 from tests.helpers.mlflow_server import MlflowServer
+from tests.helpers.patience import at_most
 from tests.helpers.tracked_run import make_trained, open_tracker
 from trainer.contract.names import METRICS_JSONL
 from trainer.loop.metrics import MetricsWriter
@@ -106,7 +107,7 @@ def test_a_server_that_answers_after_a_while_delays_nothing(tmp_path, server, mo
 
 
 def wait_for_step(training: Training, step: int) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + at_most(120)
     while training.step < step:
         assert time.monotonic() < deadline
         time.sleep(0.1)

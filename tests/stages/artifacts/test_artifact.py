@@ -21,6 +21,7 @@ from dataset_builders.storage.files import write_text
 from dataset_builders.storage.store import StorePath, location, side_dir, walk_files
 from stages.artifacts.artifact import Artifact, External, Stage, StageOutput, artifact_dir, stage_identity
 from stages.artifacts.run_stage import run_stage, why_rebuild
+from tests.helpers.patience import at_most
 
 
 class Config(BaseModel):
@@ -182,12 +183,12 @@ def test_what_the_first_has_made_the_second_uses(tmp_path, monkeypatch):
     def slow(config, inputs, work, resources):
         tries.append(1)
         working.set()
-        assert go_on.wait(30)
+        assert go_on.wait(at_most(30))
         return stage().run(config, inputs, work, resources)
 
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(run_stage, Stage("shards", 1, slow), Config(), {}, tmp_path)
-        assert working.wait(30)
+        assert working.wait(at_most(30))
         second = pool.submit(run_stage, Stage("shards", 1, slow), Config(), {}, tmp_path)
         time.sleep(0.1)
         go_on.set()

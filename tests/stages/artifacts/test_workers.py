@@ -14,6 +14,7 @@ import pytest
 from dataset_builders.errors import InputError
 from stages.artifacts import workers
 from stages.artifacts.workers import StageResources, run_tasks
+from tests.helpers.patience import at_most
 
 REPO = Path(__file__).parents[3]
 
@@ -153,7 +154,7 @@ def test_workers_die_with_a_killed_parent(tmp_path):
 
 
 def wait_until(condition, seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
+    end = time.monotonic() + at_most(seconds)
     while not condition():
         assert time.monotonic() < end, "waited too long"
         time.sleep(0.05)

@@ -9,6 +9,7 @@ from stages.answer.transformers_engine import Generator
 from stages.chat.batch import Batch
 from stages.chat.piece import AnswerSettings
 from tests.helpers.evaluation import mixed_samples, talkative_hf_dir
+from tests.helpers.patience import at_most
 from tests.helpers.tiny_hybrid_model import talkative_hybrid_dir
 
 LIMITS = [3, 20, 1, 7, 12, 2, 16, 5, 9, 15]
@@ -47,7 +48,7 @@ def answered(generator, prompts, rows=3, tokens=1 << 20):
 
     for place, prompt in enumerate(prompts):
         batch.ask(prompt, AnswerSettings(LIMITS[place]), listener(place))
-    assert all(ended.acquire(timeout=120) for _ in prompts)
+    assert all(ended.acquire(timeout=at_most(120)) for _ in prompts)
     batch.close()
     return [(texts[place], endings[place]) for place in range(len(prompts))]
 

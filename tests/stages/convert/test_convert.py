@@ -31,6 +31,7 @@ from stages.convert import stage as convert_module
 from stages.convert.scan import _nothing_lost, assert_parts_apart
 from stages.convert.stage import STAGE, ConvertConfig
 from stages.convert.write import write_all
+from tests.helpers.patience import at_most
 from tests.helpers.raw_rows import BAD_IMAGES, encode, mixed_rows, picture, plain_rows, png, row, write_source
 from tests.helpers.trees import damaged_shards, tree_digest
 
@@ -503,7 +504,7 @@ def test_killed_at_any_moment_and_run_again_gives_the_same_bytes(tmp_path, every
     config = ConvertConfig(**CONFIG | {"shard_size_mb": 0.1}).model_dump_json()
     command = [sys.executable, "-c", KILLER, str(source), str(tmp_path / "roots"), config, str(every)]
     environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=at_most(300))
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert int(done.stdout.split("killed")[1]) > 20 // every, done.stdout
     (whole,) = (tmp_path / "roots" / "whole" / "artifacts" / "convert").iterdir()

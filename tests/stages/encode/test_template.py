@@ -16,6 +16,7 @@ from dataset_builders.errors import InputError
 from stages.encode import template
 from stages.encode.chat import ChatEncoder
 from stages.encode.template import ChatTemplate, check_template, read_template
+from tests.helpers.patience import at_most
 from tests.helpers.samples import turns
 from tests.helpers.tiny_model import tiny_hf_dir
 
@@ -221,7 +222,7 @@ def test_the_process_ends_with_its_owner_even_one_that_is_killed():
     code += "print(chat._process.pid, flush=True)\nos.kill(os.getpid(), 9)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL
-    _, left = psutil.wait_procs(_processes(int(done.stdout)), timeout=60)
+    _, left = psutil.wait_procs(_processes(int(done.stdout)), timeout=at_most(60))
     assert not left
 
 

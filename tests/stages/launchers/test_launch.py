@@ -15,6 +15,7 @@ from stages.launchers.config import ClusterConfig
 from stages.launchers.job import Handle, Job, JobFailed, make_launcher, run_job
 from stages.launchers.processes import processes_of, runs
 from stages.launchers.torchrun import TorchrunLauncher
+from tests.helpers.patience import at_most
 
 
 def _job(tmp_path: Path, code: str, **kwargs) -> Job:
@@ -121,7 +122,7 @@ def test_an_interrupt_gives_time_to_save_and_leaves_nothing(tmp_path):
     """.format(path=str(tmp_path / "saved"))
     ready = threading.Event()
     job = _job(tmp_path, SLOW_WITH_CHILD.format(handler=handler.strip()), on_line=lambda _: ready.set())
-    threading.Thread(target=lambda: (ready.wait(60), os.kill(os.getpid(), signal.SIGINT))).start()
+    threading.Thread(target=lambda: (ready.wait(at_most(60)), os.kill(os.getpid(), signal.SIGINT))).start()
     with pytest.raises(KeyboardInterrupt):
         run_job(_plain(stop_grace_seconds=30), job)
     assert (tmp_path / "saved").read_text() == "saved"
@@ -157,7 +158,7 @@ def test_a_second_sigterm_does_not_cost_the_checkpoint(tmp_path, sigterm_stops):
     job = _job(tmp_path, SLOW_WITH_CHILD.format(handler=handler.strip()), on_line=lambda _: ready.set())
 
     def stop_twice():
-        ready.wait(60)
+        ready.wait(at_most(60))
         os.kill(os.getpid(), signal.SIGTERM)
         while not (tmp_path / "begun").exists():
             time.sleep(0.02)
@@ -196,7 +197,7 @@ def test_a_new_try_ends_what_a_killed_parent_left(tmp_path):
     _wait_ready(launcher, left)
     assert _alive(str(tmp_path))
     run_job(launcher, _job(tmp_path, "print('second')"))
-    assert left.process.wait(30) != 0
+    assert left.process.wait(at_most(30)) != 0
     assert not _alive(str(tmp_path))
 
 

@@ -29,6 +29,7 @@ from stages.release.flavor import mlmodel
 from stages.release.flavor.mlmodel import installed_versions, write_flavor
 from tests.helpers.evaluation import picture, talkative_hf_dir
 from tests.helpers.object_store import free_port
+from tests.helpers.patience import at_most
 from tests.helpers.tiny_model import tiny_hf_dir
 
 QUESTIONS = (
@@ -192,7 +193,7 @@ def test_mlflow_serves_it(directory, tmp_path):
     )
     address = f"http://127.0.0.1:{port}"
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + at_most(120)
         while True:
             try:
                 urllib.request.urlopen(f"{address}/ping", timeout=5)
@@ -202,9 +203,9 @@ def test_mlflow_serves_it(directory, tmp_path):
                 time.sleep(0.5)
         body = json.dumps({"dataframe_records": rows()}).encode()
         request = urllib.request.Request(f"{address}/invocations", body, {"Content-Type": "application/json"})
-        answers = json.load(urllib.request.urlopen(request, timeout=120))["predictions"]
+        answers = json.load(urllib.request.urlopen(request, timeout=at_most(120)))["predictions"]
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
-        process.wait(30)
+        process.wait(at_most(30))
     assert answers == our_answers(directory / "hf")

@@ -33,6 +33,7 @@ from stages.tokenize import stage as tokenize_samples
 from stages.tokenize.second_opinion import WITHOUT_TORCHVISION, ProcessorCheck, torchvision_version
 from stages.tokenize.stage import STAGE, TokenizeConfig
 from tests.helpers.index import read_index
+from tests.helpers.patience import at_most
 from tests.helpers.raw_rows import encode, picture
 from tests.helpers.samples import make_image, make_sample, make_samples_artifact, turns
 from tests.helpers.tiny_model import tiny_hf_dir
@@ -454,7 +455,7 @@ def test_an_incomplete_model_directory_is_one_line(samples, tmp_path, name, word
 def test_kill_at_many_moments_and_rerun_gives_the_same_bytes(tmp_path, every):
     """Runs tokenize and plan_bins in their own process, which forks the processes to be killed."""
     command = [sys.executable, "-m", "tests.helpers.kill_tokenize", str(tmp_path), str(every)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=at_most(300))
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["tokenize"]["kills"] >= 8 // every and result["plan_bins"]["kills"] >= 4 // every

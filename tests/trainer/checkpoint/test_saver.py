@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from dataset_builders.errors import InputError
+from tests.helpers.patience import at_most
 from tests.helpers.run_dir import changed, write_job
 from tests.helpers.single_rank import single_rank
 from tests.trainer.checkpoint.test_checkpoint_reader import make_parts, torch_adam  # noqa: F401, a fixture
@@ -139,7 +140,7 @@ def test_one_save_at_a_time_and_the_second_says_how_long_it_waited(parts, monkey
 
     def slow(*args):
         running.append(args)
-        assert may_go.wait(60)
+        assert may_go.wait(at_most(60))
         return write(*args)
 
     monkeypatch.setattr(RankFile, "write", slow)
@@ -159,7 +160,7 @@ def test_what_is_not_to_be_finished_ends_soon(parts, monkeypatch):
 
     def late(*args):
         for tensor in copy(*args):
-            assert may_go.wait(60)
+            assert may_go.wait(at_most(60))
             written.append(tensor)
             yield tensor
 

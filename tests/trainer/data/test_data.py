@@ -12,6 +12,7 @@ import pytest
 from dataset_builders.contracts.bins import read_bins, write_bin_partition, write_bins
 from dataset_builders.contracts.tokenized import INDEX_SCHEMA
 from tests.helpers.bins import ListedPlan
+from tests.helpers.patience import at_most
 from tests.helpers.run_dir import SEQ_LEN, write_job
 from trainer.data.balance import CostModel
 from trainer.data.geometry import geometry_of
@@ -163,7 +164,7 @@ def test_more_ranks_than_are_dealt_together_share_the_batch_in_groups(dp, plan):
 
 def test_threads_read_at_the_same_time_and_end_with_the_loop():
     earlier = set(threading.enumerate())  # of other loops in this process
-    together = threading.Barrier(3, timeout=20)
+    together = threading.Barrier(3, timeout=at_most(20))
     batches = prefetch(SimpleNamespace(read=lambda number: together.wait() * 0 + number), iter(range(30)), 4, False, 3)
     assert [next(batches) for _ in range(5)] == [0, 1, 2, 3, 4], "three had to read at once"
     together.abort()

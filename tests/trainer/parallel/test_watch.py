@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from tests.helpers.patience import at_most
 from tests.helpers.watched_rank import WORLD
 from trainer.parallel import watch
 from trainer.parallel.watch import name_ranks
@@ -38,7 +39,7 @@ class Ranks:
 
 
 def _wait_for(is_so):
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + at_most(SECONDS)
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -120,7 +121,7 @@ def test_a_stranger_does_not_become_a_rank():
         stranger = socket.create_connection(server.getsockname())
         stranger.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
         connections = [watch._call(rank, place, True) for rank in (2, 1)]
-        accepting.join(10)
+        accepting.join(at_most(10))
     assert sorted(found) == [1, 2] and all(connections)
 
 

@@ -27,6 +27,7 @@ from stages.launchers.kubernetes.launcher import KubernetesHandle, KubernetesLau
 from stages.launchers.kubernetes.trainjob import make_trainjob, trainjob_name
 from stages.launchers.rank_logs import as_rank
 from tests.helpers.fake_kubernetes import FakeCluster, fake_cluster, pod_spec_of
+from tests.helpers.patience import at_most
 from tests.helpers.run_dir import metrics_of, result_of, write_job
 
 REPO = Path(__file__).parents[4]
@@ -87,7 +88,7 @@ def _own_lines(lines) -> list[str]:
 
 
 def _poll_until(launcher: KubernetesLauncher, handle: KubernetesHandle, condition) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + at_most(120)
     while not condition():
         assert launcher.poll(handle) is None and time.monotonic() < deadline
         time.sleep(0.02)
@@ -354,7 +355,7 @@ def test_an_outage_is_no_end_of_the_job(tmp_path, fake):
     fake.outage = True
     _poll_until(launcher, handle, lambda: any("the job goes on" in line for line in handle.lines))
     fake.outage = False
-    run = time.monotonic() + 120
+    run = time.monotonic() + at_most(120)
     while (status := launcher.poll(handle)) is None and time.monotonic() < run:
         time.sleep(0.02)
     assert status == 0 and _own_lines(handle.job.log_path.read_text().splitlines()) == ["ready", "done"]

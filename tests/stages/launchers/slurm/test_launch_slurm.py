@@ -20,6 +20,7 @@ from stages.launchers.slurm.client import seconds_of
 from stages.launchers.slurm.header import read_header
 from stages.launchers.slurm.launcher import SlurmLauncher
 from stages.launchers.slurm.script import END_FILE, SBATCH_FILE, job_name, render_sbatch
+from tests.helpers.patience import at_most
 
 JOB_ID = 7
 COMMANDS = {
@@ -121,7 +122,7 @@ def cluster(tmp_path) -> Callable[..., ClusterConfig]:
 
 
 def _poll_until(launcher: SlurmLauncher, handle, condition) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + at_most(20)
     while not condition():
         assert launcher.poll(handle) is None and time.monotonic() < deadline
         time.sleep(0.02)
@@ -421,12 +422,12 @@ def _run_script(
     process = subprocess.Popen(["bash", str(path)], cwd=run_dir, env={**os.environ, **own}, start_new_session=True)
     try:
         if tell is not None:
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + at_most(20)
             while not (fake / "step").exists():
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
             process.send_signal(tell)
-        return process.wait(20)
+        return process.wait(at_most(20))
     finally:
         process.poll() is None and os.killpg(process.pid, signal.SIGKILL)
 
