@@ -21,7 +21,7 @@ from tests.equivalence.test_layouts import (
     own,
 )
 from tests.helpers.run_dir import make_bins, metrics_of, model_dir, write_job
-from tests.helpers.tiers import full, tiered
+from tests.helpers.tiers import full
 from tests.helpers.world import exported, run_world
 from trainer.checkpoint.directory import list_checkpoints
 from trainer.contract.adapter import AdapterConfig
@@ -108,7 +108,8 @@ def assert_close(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         torch.testing.assert_close(tensor, expected[key], rtol=0, atol=2e-6, msg=lambda text, k=key: f"{k}: {text}")
 
 
-@pytest.mark.parametrize("name", tiered(LAYOUTS, ("hybrid-cp2",)))
+@pytest.mark.full
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_trains_as_one_process_does(name, trained):
     _, _, shape, kind = LAYOUTS[name]
     (ours, adapters), (alone, expected) = trained(name, shape, kind), trained("alone", shape, kind)

@@ -13,7 +13,6 @@ from dataset_builders.errors import InputError
 from tests.helpers.reference import random_hf_dir
 from tests.helpers.run_dir import SEQ_LEN, make_bins, metrics_of, write_job
 from tests.helpers.single_rank import build_tiny, single_rank
-from tests.helpers.tiers import full
 from tests.helpers.world import run_world
 from trainer.checkpoint import save_and_load as checkpoint
 from trainer.checkpoint.directory import list_checkpoints
@@ -80,7 +79,7 @@ def parameters(run: RunConfig, mesh, *, trained: bool) -> dict[str, torch.Tensor
     return {name: param.detach() for name, param in model.named_parameters()}
 
 
-@pytest.mark.parametrize("frozen", tiered_freezings((), ("vision",), ("merger", "language")))
+@pytest.mark.parametrize("frozen", tiered_freezings(("vision",), ("merger", "language")))
 def test_what_is_frozen_keeps_its_bits_and_all_else_learns(frozen, mesh, tmp_path):
     run = job(tmp_path, frozen_parts(frozen), num_steps=9)
     assert train(run, mesh).status == "finished"
@@ -118,7 +117,8 @@ def comparable(run: RunConfig) -> list[dict[str, object]]:
     return [row.model_dump(exclude=TIMES | {"loss_tokens"}) for row in metrics_of(run)]
 
 
-@pytest.mark.parametrize("parts", [pytest.param(RATES, id="three rates"), full({}, id="one rate")])
+@pytest.mark.full
+@pytest.mark.parametrize("parts", [pytest.param(RATES, id="three rates"), pytest.param({}, id="one rate")])
 def test_three_steps_and_three_resumed_are_six(parts, mesh, tmp_path, monkeypatch):
     whole = job(tmp_path, parts, name="whole")
     train(whole, mesh)

@@ -173,6 +173,7 @@ def test_sigterm_finishes_the_step_saves_and_says_so(tmp_path):
     assert f"step-{result.step:06d}" in result.checkpoint
 
 
+@pytest.mark.full
 def test_two_ranks_equal_one(undisturbed, tmp_path):
     run = write_job(tmp_path, num_steps=6)
     assert run_trainer(run, processes=2) == 0, log_of(run)

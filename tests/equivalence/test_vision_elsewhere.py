@@ -46,12 +46,10 @@ FROZEN = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "frozen"),
-    tiered(
-        itertools.product(["pp2-dealt", "pp2-cp2-dealt", "own-1+2-pp2"], FROZEN),
-        [("own-1+2-pp2", ("vision",))],
-    ),
+    itertools.product(["pp2-dealt", "pp2-cp2-dealt", "own-1+2-pp2"], FROZEN),
     ids=str,
 )
 def test_with_frozen_parts_too(name, frozen, outcome):  # noqa: F811
@@ -86,6 +84,7 @@ def test_the_work_of_vision_is_counted_wherever_it_is_done(name, outcome):  # no
     assert all(row.vision_tflops > 0 for row in outcome(name, "first").world.rows)
 
 
+@pytest.mark.full
 def test_dealt_images_wait_for_few_micro_batches(tmp_path):
     """16 micro batches a step; two pipeline ranks hold images of at most four, besides the one that they encode."""
     run = write_job(

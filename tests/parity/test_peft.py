@@ -34,7 +34,7 @@ EVERYWHERE = {
 RANKS = {"experts-listed": 8, "experts-shared": 8}  # of the others 4
 
 
-CORE = (("first", "lora"), ("hybrid-first", "dora"), ("experts-shared", "lora"))
+CORE = (("first", "lora"), ("hybrid-first", "dora"))
 
 
 @pytest.mark.parametrize(

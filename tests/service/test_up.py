@@ -18,6 +18,7 @@ from stages.launchers.config import ClusterConfig
 from tests.helpers.service import RunningService, nested, run_athanor, running_service, wait_for
 from tests.helpers.small_run import SMALL
 
+pytestmark = pytest.mark.full
 AGAIN_SECONDS = 240
 
 
@@ -93,7 +94,6 @@ def test_deployments_pool_worker_and_limits_are_there(service):
     assert limits[ClusterConfig().limit] == 1
 
 
-@pytest.mark.full
 def test_a_run_finds_it_and_shows_up_in_both(service):
     done = service.athanor("run")
     assert done.returncode == 0, done.stderr + service.tell()
@@ -108,7 +108,6 @@ def test_a_run_finds_it_and_shows_up_in_both(service):
     assert list((service.root / "mlflow-artifacts" / place).rglob("manifest.json"))
 
 
-@pytest.mark.full
 def test_a_second_one_is_refused_with_the_addresses_of_the_first(service):
     done = run_athanor("up", service.root)
     (line,) = done.stderr.splitlines()
@@ -118,7 +117,6 @@ def test_a_second_one_is_refused_with_the_addresses_of_the_first(service):
     assert read_record(service.root) == service.record
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("part", ["mlflow", "prefect", "worker"])
 def test_a_killed_program_is_started_again_in_its_place(service, part):
     killed = program(service, part)
@@ -138,7 +136,6 @@ def test_a_killed_program_is_started_again_in_its_place(service, part):
     assert all(program(service, name) for name in ("prefect", "mlflow", "worker"))
 
 
-@pytest.mark.full
 def test_servers_that_hang_are_started_again(service):
     hung = {part: program(service, part) for part in ("mlflow", "prefect")}
     for process in hung.values():
@@ -164,7 +161,6 @@ def _is_new(service: RunningService, part: str, old: int) -> bool:
     return found is not None and found.pid != old
 
 
-@pytest.mark.full
 def test_killed_itself_the_next_one_cleans_up_on_the_same_ports_and_ctrl_c_leaves_nothing(service):
     before = {process.pid for process in service.processes()}
     service.kill()
@@ -200,7 +196,6 @@ def start_training(service: RunningService) -> str:
     return run["id"]
 
 
-@pytest.mark.full
 def test_a_program_that_cannot_start_is_told_with_the_end_of_its_log(tmp_path):
     root = tmp_path / "root"
     root.mkdir()

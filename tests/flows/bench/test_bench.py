@@ -35,6 +35,8 @@ UNREAD = ("tokenize", "plan_bins", "train", "export", "answer_base", "evaluate_b
 KEY = "a" * 16
 GATES = {"bench/heldout/exact_match": {"min": 0.9, "min_gain": 0.5}}
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> tuple[Path, dict[str, Artifact]]:

@@ -11,6 +11,7 @@ from stages.rate.random_model import config_of
 from tests.helpers.fake_trainer import metrics_row
 
 
+@pytest.mark.full
 def test_a_card_of_a_tiny_model(tmp_path, capsys):
     out = tmp_path / "card.md"
     words = ["rate", "qwen3_vl_tiny", "--steps", "1", "--set", "global_batch_size=1", "--set", "seq_len=128"]
@@ -57,6 +58,7 @@ def test_what_does_not_fit_is_refused_in_one_line(arguments, words, tmp_path, ca
     assert words in line and not (tmp_path / "root").exists()
 
 
+@pytest.mark.full
 def test_a_trainer_that_ends_early_says_why(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("flows.bench.rate.write_random_model", _without_weights)
     assert main(["rate", "qwen3_vl_tiny", "--steps", "1", "--root", str(tmp_path)]) == 1

@@ -28,6 +28,7 @@ def rows(tmp_path):
     return write_suite(tmp_path / "drawn", dict.fromkeys(SUBSETS, 12))
 
 
+@pytest.mark.full
 def test_a_directory_of_rows_and_one_of_a_model_go_in_place_of_the_hub_s(rows, tmp_path, capsys):
     sets = {
         "data": rows,

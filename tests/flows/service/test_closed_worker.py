@@ -155,6 +155,7 @@ print(ResultRecord.deserialize.__module__)
 """
 
 
+@pytest.mark.full
 def test_every_process_that_runs_a_flow_refuses_them():
     """The engine imports the flow's module; `athanor run` and `sweep` import their own modules."""
     modules = {make_deployment(offer, POOL).entrypoint.rpartition(".")[0] for offer in OFFERS}

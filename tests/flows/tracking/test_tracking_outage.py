@@ -77,7 +77,8 @@ def assert_whole(root: Path, run_id: str, training: Training) -> None:
     assert training.tracker.problems == []
 
 
-@pytest.mark.parametrize("seconds", [5, pytest.param(60, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("seconds", [5, 60])
 def test_a_server_that_is_down_leaves_no_hole_and_no_double_point(tmp_path, server, monkeypatch, seconds):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.url)
     training = Training(tmp_path, "down")

@@ -73,6 +73,7 @@ def test_two_ranks_write_the_same_bytes(job, made, tmp_path):
     assert tree_digest(both.dir) == tree_digest(made.dir)
 
 
+@pytest.mark.full
 def test_a_killed_try_goes_on_with_its_finished_shards(job, made, tmp_path):
     scratch = tmp_path / "scratch" / f"encode_images-{made.dir.name}"
     entry = made.manifest.shards[1]

@@ -36,6 +36,7 @@ def _digests(directory: Path) -> dict[str, str]:
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(directory.iterdir())}
 
 
+@pytest.mark.full
 def test_another_process_makes_the_same_bytes(tmp_path):
     subprocess.run([sys.executable, "-c", _MAKE_SHAPES, str(tmp_path)], check=True)
     for shape in SHAPES:

@@ -451,7 +451,8 @@ def test_an_incomplete_model_directory_is_one_line(samples, tmp_path, name, word
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("every", [1])
 def test_kill_at_many_moments_and_rerun_gives_the_same_bytes(tmp_path, every):
     """Runs tokenize and plan_bins in their own process, which forks the processes to be killed."""
     command = [sys.executable, "-m", "tests.helpers.kill_tokenize", str(tmp_path), str(every)]

@@ -46,6 +46,7 @@ def megatrons_own():
     return module.DistributedOptimizer.sharded_param_state_fully_reshardable
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("writer", ["megatron-core", "athanor"])
 def test_a_checkpoint_of_before_is_loaded_as_one_of_today(tmp_path, writer, monkeypatch):
     run = write_job(tmp_path, num_steps=4)

@@ -2,6 +2,8 @@
 and bfloat16, with a float32 buffer for the weight's gradient and without."""
 
 import itertools
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.helpers.bins import MIXED, make_samples
 from tests.helpers.reference import random_hf_dir
 from tests.helpers.single_rank import build_tiny, single_rank
+from tests.helpers.world import start_ranks
 from trainer.data.geometry import geometry_of
 from trainer.data.micro_batch import make_micro_batch
 from trainer.layers import output_loss
@@ -95,7 +98,9 @@ def assert_equal_but_for_rounding(
             assert error <= ROUNDING * yardstick, name
 
 
-def _rank(rank: int, directory: str) -> None:
+def _rank(directory: str) -> None:
+    """Write this rank's results. This file is a module that `start_ranks` runs in each of two processes."""
+    rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
     output_loss.CHUNK = CHUNK
     store = dist.FileStore(f"{directory}/store", 2)
@@ -109,7 +114,9 @@ def _rank(rank: int, directory: str) -> None:
 def two_ranks(tmp_path_factory) -> list[dict[str, dict[str, torch.Tensor]]]:
     """Return the results of two tensor-parallel ranks, by case."""
     directory: Path = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(_rank, (str(directory),), nprocs=2)
+    log = directory / "log.txt"
+    ranks = start_ranks("tests.trainer.layers.test_output_loss", 2, directory, log=log)
+    assert [rank.wait() for rank in ranks] == [0, 0], log.read_text()[-3000:]
     return [torch.load(directory / f"{rank}.pt") for rank in range(2)]
 
 
@@ -224,3 +231,7 @@ def test_rows_of_an_embedding_get_the_bits_of_a_whole_gradient(tokens, dtype):
     whole = buffer + torch.ops.aten.embedding_dense_backward(grad, tokens, len(buffer), -1, False)
     add_rows(buffer, tokens, grad)
     assert torch.equal(buffer, whole)
+
+
+if __name__ == "__main__":
+    _rank(sys.argv[1])
