@@ -21,6 +21,11 @@ from tests.helpers.tiers import full, tiered
 from tests.helpers.world import run_world, start_ranks
 from trainer.contract.parallel import ParallelConfig
 
+pytestmark = pytest.mark.promise(
+    "Images dealt over pipeline ranks, or encoded by ranks of their own, train as in one process: losses to "
+    "1e-5, norms to 1e-4, weights to 2e-6."
+)
+
 CORE = ("pp2-dealt", "own-1+1", "own-1+2-pp2", "own-2+1-vision-tp2", "hybrid-pp2-cp2-dealt")
 
 

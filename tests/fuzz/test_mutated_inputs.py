@@ -19,6 +19,11 @@ from dataset_builders.sources.registry import BUILDERS
 from tests.fuzz.run_models import OUTCOMES
 from tests.fuzz.sources import KINDS
 
+pytestmark = pytest.mark.promise(
+    "10,000 mutated inputs become a sample or a named reason within 10 s and 1 GiB, 900 mutated model "
+    "directories are taken or refused; the core draws 500 and 90."
+)
+
 SEED = 20261121
 NEW_SEED = int(os.environ.get("ATHANOR_FUZZ_SEED") or secrets.randbelow(1 << 31))
 COUNTS = {  # numbers of the core tier and of the full tier

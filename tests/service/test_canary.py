@@ -23,7 +23,13 @@ from tests.helpers.canary import CANARIES, SECRETS, assert_nowhere, environment,
 from tests.helpers.command_lines import seen_command_lines
 from tests.helpers.compose_file import INFRA
 
-pytestmark = pytest.mark.full
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.promise(
+        "Secrets appear in no file, log, database or command line of a run, servers ask for a login, and no "
+        "foreign pickle or code runs."
+    ),
+]
 
 RUN = {**SMALL, "tokenize.codec": "u8_zstd", "train.num_steps": 3}
 SECONDS = 300

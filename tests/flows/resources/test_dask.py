@@ -28,6 +28,11 @@ from stages.artifacts.workers import StageResources, run_tasks
 from tests.helpers.kill_worker import kill_itself, kill_itself_once, slow_or_failing, work_until_released
 from tests.helpers.trees import tree_digest
 
+pytestmark = pytest.mark.promise(
+    "The data stages write the same bytes from one process, several, or a Dask cluster, in any order of "
+    "completion, and after kill -9."
+)
+
 REPO = Path(__file__).parents[3]
 SMALL = {
     "data.num_scans": 30,

@@ -11,6 +11,11 @@ import uvicorn
 
 from flows.serve import hang_up
 
+pytestmark = pytest.mark.promise(
+    "`athanor serve` gives many users at once the answers of one alone, to OpenAI's own client too; hang-ups "
+    "and failures harm nobody else."
+)
+
 ended = []
 
 

@@ -11,6 +11,11 @@ from stages.chat.piece import AnswerSettings
 from tests.helpers.evaluation import mixed_samples, talkative_hf_dir
 from tests.helpers.tiny_hybrid_model import talkative_hybrid_dir
 
+pytestmark = pytest.mark.promise(
+    "`athanor serve` gives many users at once the answers of one alone, to OpenAI's own client too; hang-ups "
+    "and failures harm nobody else."
+)
+
 LIMITS = [3, 20, 1, 7, 12, 2, 16, 5, 9, 15]
 
 

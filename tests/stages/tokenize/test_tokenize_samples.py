@@ -150,6 +150,10 @@ def test_max_pixels_is_obeyed(samples, tokenized, tmp_path):
     assert small.manifest.stats["total"]["num_patches"] < tokenized.manifest.stats["total"]["num_patches"]
 
 
+@pytest.mark.promise(
+    "The data stages write the same bytes from one process, several, or a Dask cluster, in any order of "
+    "completion, and after kill -9."
+)
 def test_two_workers_write_the_same_bytes(samples, tokenized, tmp_path, monkeypatch):
     monkeypatch.setattr(tokenize_samples, "_PROCESS_WORTH", 1e-9)
     assert tree_digest(_tokenize(samples, tmp_path, num_workers=2).dir) == tree_digest(tokenized.dir)
@@ -449,6 +453,10 @@ def test_an_incomplete_model_directory_is_one_line(samples, tmp_path, name, word
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.promise(
+    "The data stages write the same bytes from one process, several, or a Dask cluster, in any order of "
+    "completion, and after kill -9."
+)
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.full)])
 def test_kill_at_many_moments_and_rerun_gives_the_same_bytes(tmp_path, every):
     """Runs tokenize and plan_bins in their own process, which forks the processes to be killed."""
