@@ -1,9 +1,7 @@
 """Everything that the documents name exists: paths in backticks, images, links to files and to headings, targets of
-make, error messages, and tests, which run in `make test` unless the document says that they are in the full tier or
-need a GPU. The README is short, and the site builds and calls no other server."""
+make, error messages, and tests. The README is short, and the site builds and calls no other server."""
 
 import ast
-import functools
 import re
 import shutil
 import subprocess
@@ -29,10 +27,6 @@ GUIDES = (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))  # documents for 
 _PATH = re.compile(r"`((?:tests|flows|stages|trainer|dataset_builders|infra)/[\w./-]*?(?:\.\w+|/))`")
 _LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
 _TEST = re.compile(r"`(?:tests/[\w/]*/)?(test_\w+)(?:\.py)?`")
-_ELSEWHERE = re.compile(
-    r"full tier|GPU|H[12]00", re.IGNORECASE
-)  # where a line says that a test runs, if not in the core
-FULL_TIER = "## Promises of docs/evidence.md whose tests are in the full tier only"
 EXAMPLES = {"dataset_builders/sources/x.py", "tests/parity/test_NAME.py"}
 
 
@@ -71,59 +65,18 @@ def test_every_file_of_gpu_figures_names_card_commit_and_weights():
     assert len(files) > 15 and not wrong, f"no line 'Card: ... Commit: ... Weights: ...' in {wrong}"
 
 
-def may_be_skipped(decorators: list[ast.expr]) -> bool:
-    """Whether `make test` leaves out a test or may skip it, according to its marks."""
-    marks = [mark for decorator in decorators if "parametrize(" not in (mark := ast.unparse(decorator))]
-    return any(re.search(r"mark\.full|skip|requires_", mark) for mark in marks)
+def named_tests(document: Path) -> Iterator[str]:
+    """Yield names of tests, and of their files without .py."""
+    yield from (name for name in _TEST.findall(document.read_text()) if f"tests/parity/{name}.py" not in EXAMPLES)
 
 
-def core_tests(path: Path) -> set[str]:
-    """Return the names of a file's tests that every `make test` runs."""
-    body = ast.parse(path.read_text()).body
-    marks = [
-        node.value for node in body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
-    ]
-    skips = [node for node in body if isinstance(node, ast.Expr) and "importorskip" in ast.unparse(node)]
-    if may_be_skipped(marks) or skips:
-        return set()
-    tests = [node for node in body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
-    return {
-        test.name
-        for test in tests
-        if not may_be_skipped(test.decorator_list) and "importorskip(" not in ast.unparse(test)
-    }
-
-
-def named_tests(document: Path) -> Iterator[tuple[str, str]]:
-    """Yield (name of a test, or of its file without .py, the line that names it)."""
-    for line in document.read_text().splitlines():
-        yield from ((name, line) for name in _TEST.findall(line) if f"tests/parity/{name}.py" not in EXAMPLES)
-
-
-def test_every_test_that_a_document_names_runs_in_the_core_or_is_said_to_run_elsewhere():
-    files = {path.stem: path for path in (ROOT / "tests").rglob("test_*.py")}
-    holders: dict[str, list[Path]] = {stem: [path] for stem, path in files.items()}
-    for path in files.values():
-        for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE):
-            holders.setdefault(name, []).append(path)
-    core = functools.cache(core_tests)
-    said = (ROOT / "tests" / "TIERS.md").read_text().partition(FULL_TIER)[2].partition("\n## ")[0]
-    said_folders = [ROOT / folder for folder in re.findall(r"^.*\| `(tests/[\w/]+/)`", said, re.M)]
-    wrong = []
-    for document in DOCUMENTS:
-        for name, line in named_tests(document):
-            where = f"{document.relative_to(ROOT)}: {name}"
-            paths = holders.get(name, [])
-            if not paths:
-                wrong.append(f"{where} is no test")
-                continue
-            is_core = any(core(path) if name in files else name in core(path) for path in paths)
-            is_said = any(path.name in said or path.stem.endswith("_gpu") for path in paths) or any(
-                path.is_relative_to(folder) for path in paths for folder in said_folders
-            )
-            if not (is_core or is_said or _ELSEWHERE.search(re.sub(r"`[^`]*`", "", line))):
-                wrong.append(f"{where} does not run in `make test`; say so in its line, or in tests/TIERS.md")
-    assert not wrong, "\n" + "\n".join(wrong)
+def test_every_test_that_a_document_names_exists():
+    files = list((ROOT / "tests").rglob("test_*.py"))
+    known = {path.stem for path in files}
+    known |= {name for path in files for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)}
+    named = [(document, name) for document in DOCUMENTS for name in named_tests(document)]
+    wrong = [f"{document.relative_to(ROOT)}: {name} is no test" for document, name in named if name not in known]
+    assert len(named) > 100 and not wrong, "\n" + "\n".join(wrong)
 
 
 def test_the_readme_is_one_page():

@@ -24,6 +24,11 @@ from tests.helpers.json_rows import read_source, write_file
 from tests.helpers.raw_rows import png
 from tests.test_architecture import MODULES, ROOT, name_of
 
+pytestmark = pytest.mark.promise(
+    "Secrets appear in no file, log, database or command line of a run, servers ask for a login, and no "
+    "foreign pickle or code runs."
+)
+
 KEPT_RESULTS = """
 import importlib, sys
 from prefect import Flow, Task

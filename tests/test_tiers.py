@@ -1,8 +1,10 @@
 """The tiers of the suite: which tests a change takes, which files became slow, and whether the breaks still apply."""
 
+import ast
 import subprocess
 import sys
 from fnmatch import fnmatch
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +12,7 @@ from tests.breaks.__main__ import FOLDER, read_breaks
 from tests.tiers import changed, full
 from tests.tiers.plugin import ROOT, passed_in, read_ledger, slower_than_recorded
 from tests.tiers.processor import processor_seconds
+from tests.tiers.promises import CORE, FULL, GPU, PAGE, SECTIONS, read_promises, render
 
 # Patterns of `PATHS` without a file: `make test-full` writes the first two, and the third is for a future file.
 MAY_BE_MISSING = ("tests/durations.json", "tests/full_pass.json")
@@ -175,3 +178,63 @@ def test_processor_seconds_count_running_and_ended_children():
     assert processor_seconds() - before >= 0.3
     child.communicate()
     assert 0.3 <= processor_seconds() - before < 30
+
+
+MARKED = """
+pytestmark = [pytest.mark.full, pytest.mark.promise("All " "of it.")]
+
+@pytest.mark.promise("One.")
+def test_one(): ...
+
+@requires_gpus(1)
+def test_two(): ...
+"""
+PARAMETRIZED = """
+@pytest.mark.promise("One.")
+@pytest.mark.parametrize("n", [full(1), 2])
+def test_some(n): ...
+
+@pytest.mark.promise("One.")
+@pytest.mark.parametrize("n", [full(1), full(2)])
+def test_all(n): ...
+"""
+
+
+def marked_texts(root: Path) -> set[str]:
+    """Return the texts of all promises, wherever in a file of tests/ they stand."""
+    nodes = (node for path in (root / "tests").rglob("*.py") for node in ast.walk(ast.parse(path.read_text())))
+    calls = (node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.promise")
+    return {ast.literal_eval(call.args[0]) for call in calls}
+
+
+def test_the_page_of_promises_is_that_of_the_marks():
+    shown = read_promises()
+    page = render(shown)
+    assert PAGE.read_text() == page, "run `python -m tests.tiers.promises`"
+    assert render([one for one in shown if one.promise != shown[0].promise]) != page != render(shown[1:])
+    assert all(f"\n## {section}\n" in page for section in SECTIONS)
+    texts = {one.promise for one in shown}
+    assert 50 <= len(texts) <= 100 and [t for t in texts if not t.endswith(".") or "|" in t or len(t) > 220] == []
+
+
+def test_every_promise_is_shown_by_a_test(tmp_path):
+    assert marked_texts(ROOT) == {one.promise for one in read_promises()}
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_none.py").write_text('pytestmark = pytest.mark.promise("Nothing shows it.")')
+    assert marked_texts(tmp_path) == {"Nothing shows it."} and read_promises(tmp_path) == []
+
+
+def test_promises_are_counted_by_tier(tmp_path):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_a.py").write_text(MARKED)
+    (tmp_path / "tests" / "test_b.py").write_text(PARAMETRIZED)
+    assert [(one.promise, one.test, one.tier) for one in read_promises(tmp_path)] == [
+        ("All of it.", "test_one", FULL),
+        ("One.", "test_one", FULL),
+        ("All of it.", "test_two", GPU),
+        ("One.", "test_some", CORE),
+        ("One.", "test_all", FULL),
+    ]
+    (tmp_path / "tests" / "test_c.py").write_text("@pytest.mark.promise(TEXT)\ndef test_it(): ...")
+    with pytest.raises(ValueError, match="a promise is one literal text"):
+        read_promises(tmp_path)

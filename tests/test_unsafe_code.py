@@ -4,7 +4,14 @@ too."""
 import ast
 from collections.abc import Iterable, Iterator, Sequence
 
+import pytest
+
 from tests.test_architecture import MODULES, at, fail_with, name_of, nodes_of
+
+pytestmark = pytest.mark.promise(
+    "Secrets appear in no file, log, database or command line of a run, servers ask for a login, and no "
+    "foreign pickle or code runs."
+)
 
 PICKLES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal", "jsonpickle", "pickletools"}
 # Modules that may import pickle, and why that is no risk with somebody else's file.

@@ -12,6 +12,11 @@ from flows.cli.main import main
 from tests.e2e.test_families import DIGITS, made, own_process, run  # noqa: F401
 from trainer.contract.answer import read_metrics
 
+pytestmark = pytest.mark.promise(
+    "Training on features that were stored once equals computing them in eleven layouts, losses to 1e-5 and "
+    "weights to 2e-6; damaged or foreign features are refused."
+)
+
 FROZEN = {"train.vision.frozen": "true", "train.merger.frozen": "true", "compare": "null"}
 
 

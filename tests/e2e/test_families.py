@@ -93,6 +93,9 @@ def card_of(root: Path) -> str:
     return (made(root, "release")[0].dir / "hf" / "README.md").read_text()
 
 
+@pytest.mark.promise(
+    "Qwen3, text only, gives transformers' logits to 1e-4 and every gradient to 1e-4 relative, in float32."
+)
 @pytest.mark.full
 def test_qwen3_is_tokenized_trained_exported_and_answered(tmp_path, capsys):
     model, root = tmp_path / "qwen3", tmp_path / "root"
@@ -114,6 +117,10 @@ def test_qwen3_is_tokenized_trained_exported_and_answered(tmp_path, capsys):
     capsys.readouterr()
 
 
+@pytest.mark.promise(
+    "Multi-token prediction of Qwen3.5 gives its formula's logits and losses to 1e-4 and every gradient to "
+    "1e-4 relative, in float32."
+)
 @pytest.mark.full
 def test_qwen3_5_is_trained_with_its_drafts(tmp_path, capsys):
     model, root = mtp_hf_dir(), tmp_path / "root"
@@ -134,6 +141,10 @@ def test_qwen3_5_is_trained_with_its_drafts(tmp_path, capsys):
     capsys.readouterr()
 
 
+@pytest.mark.promise(
+    "Qwen3.5, with gated delta layers in packed bins, gives transformers' logits to 1e-4 and every gradient to "
+    "1e-4 relative, in float32."
+)
 @pytest.mark.full
 def test_qwen3_5_is_trained_on_pictures_exported_with_what_it_carries_and_answers(tmp_path, capsys):
     model, root = hybrid_hf_dir(), tmp_path / "root"
@@ -174,6 +185,9 @@ def toy(tmp_path, monkeypatch) -> Path:
     return write_toy(tmp_path / "toy")
 
 
+@pytest.mark.promise(
+    "A family of models is a folder of its own, in another package too: a toy family goes through the flow."
+)
 def test_the_toys_losses_are_its_references(toy):
     family, shape = read_model(toy)
     assert shape.num_deepstack == 0 and shape.language.rotary_dim < shape.language.layers[0].mixer.head_dim
@@ -191,6 +205,9 @@ PP2 = {"execution.cluster.processes": 2, "execution.parallel.pp": 2}
 ADAPTED = {"train.adapter.rank": 4, "train.adapter.alpha": 8}
 
 
+@pytest.mark.promise(
+    "A family of models is a folder of its own, in another package too: a toy family goes through the flow."
+)
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("settings", "layouts", "trained"),
@@ -226,6 +243,9 @@ def test_a_toy_family_registered_here_goes_through_the_flow_in_every_layout(
     assert "activations" in planned and "0 of" in planned and "stages would be made" in planned
 
 
+@pytest.mark.promise(
+    "A family of models is a folder of its own, in another package too: a toy family goes through the flow."
+)
 def test_settings_of_a_part_that_a_model_lacks_are_refused(tmp_path, capsys):
     model = tmp_path / "qwen3"
     write_text_model(model, text_config())

@@ -14,6 +14,10 @@ from flows.service.orphans import end_orphans
 from tests.helpers.service import clean_environment, processes_with, wait_for
 from tests.helpers.small_run import SMALL
 
+pytestmark = pytest.mark.promise(
+    "Cancel, a deadline or kill -9 leaves a checkpoint and no process, and a retry gives an undisturbed run's losses."
+)
+
 SETTINGS = {**SMALL, "train.num_steps": 2000, "execution.checkpoint.save_interval": 1000}
 STATES = """
 import json, sys

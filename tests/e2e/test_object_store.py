@@ -24,6 +24,11 @@ from stages.tokenize.stage import STAGE as TOKENIZE
 from tests.helpers.object_store import BUCKET, CuttingProxy, environment, moto_server
 from tests.helpers.patience import at_most
 
+pytestmark = pytest.mark.promise(
+    "Source and root may lie in an object store: with connections cut and a kill -9, the data stages give a "
+    "disk's bytes."
+)
+
 STEPS = ["--set", "train.num_steps=8", "--set", "train.optim.warmup_steps=2", "--set", "train.heldout_interval=4"]
 DATA_STAGES = ("convert", "tokenize", "plan_bins")
 ROOT = f"s3://{BUCKET}/athanor"

@@ -28,6 +28,10 @@ from tests.helpers.index import read_index
 from tests.helpers.samples import make_sample, make_samples_artifact
 from tests.helpers.tiny_model import tiny_hf_dir
 
+pytestmark = pytest.mark.promise(
+    "webdataset reads athanor's shards, and so does megatron-energon where it is installed."
+)
+
 SHARDS = {
     "train/shard-00000.tar": [make_sample(i) for i in range(8)],
     "train/shard-00001.tar": [make_sample(i) for i in range(8, 13)],

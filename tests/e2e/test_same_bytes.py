@@ -22,6 +22,11 @@ from tests.helpers.tiers import full
 from tests.helpers.tiny_model import tiny_hf_dir
 from tests.helpers.trees import tree_digest
 
+pytestmark = pytest.mark.promise(
+    "The data stages write the same bytes from one process, several, or a Dask cluster, in any order of "
+    "completion, and after kill -9."
+)
+
 REPO = Path(__file__).parents[2]
 
 

@@ -8,6 +8,10 @@ from tests.e2e.test_cached_features import FROZEN
 from tests.e2e.test_families import DIGITS, made, own_process, run  # noqa: F401
 from trainer.contract.answer import read_metrics
 
+pytestmark = pytest.mark.promise(
+    "Runs of a sweep over one loaded base have the losses, adapters and moments of a process of their own, to the bit."
+)
+
 ADAPTER = {"train.adapter": "{rank: 4, alpha: 8, targets: [attention, mlp]}", "encode_images.dtype": "float32"}
 
 

@@ -26,6 +26,11 @@ from trainer.contract.parallel import ParallelConfig
 from trainer.contract.peft import ADAPTER_WEIGHTS
 from trainer.contract.run import CheckpointConfig, PartConfig, RunConfig
 
+pytestmark = pytest.mark.promise(
+    "A checkpoint of adapters holds only what is trained, resumes to the bit, in other layouts with losses to "
+    "1e-6, and refuses another base."
+)
+
 ADAPTERS = {
     "first": adapter_of("first", kind="dora"),
     "hybrid-first": adapter_of(

@@ -29,6 +29,11 @@ from trainer.contract.names import ADAPTER_EXPORT, HELDOUT_BASE_JSONL, HELDOUT_J
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.peft import ADAPTER_WEIGHTS
 
+pytestmark = pytest.mark.promise(
+    "Adapters train in every layout as in one process, to 2e-6, also with dropout in recomputed layers; the "
+    "base keeps its bits."
+)
+
 CUT_VISION = {"vision_split": "tensor_parallel"}
 # name -> (layout, processes, shape, kind)
 LAYOUTS = {

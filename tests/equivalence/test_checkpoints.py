@@ -34,6 +34,11 @@ from trainer.contract.run import RunConfig
 from trainer.families.qwen3_vl.family import FAMILY
 from trainer.loop.optim import build_optimizer
 
+pytestmark = pytest.mark.promise(
+    "Saves change no bit of a training; a kill at any point of a save, or a full disk, costs that save alone; "
+    "SIGTERM ends with one."
+)
+
 STEPS, INTERVAL = 8, 3
 UNCLIPPED = OPTIM.model_copy(update={"clip_grad_norm": 1e6})
 
@@ -326,6 +331,10 @@ def remove(path: Path) -> None:
     path.unlink()
 
 
+@pytest.mark.promise(
+    "A checkpoint with a flipped bit, or a pickle that calls a function, is refused, and training continues "
+    "from the one before."
+)
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
@@ -354,6 +363,10 @@ def test_a_damaged_newest_checkpoint_is_kept_aside_and_the_ranks_go_on_from_the_
     assert_same_content(content_of(run, 8), content_of(pipeline, 8))
 
 
+@pytest.mark.promise(
+    "A checkpoint with a flipped bit, or a pickle that calls a function, is refused, and training continues "
+    "from the one before."
+)
 @pytest.mark.full
 def test_a_training_whose_checkpoints_are_all_damaged_begins_anew(undisturbed, tmp_path):
     run = make_run(tmp_path, asynchronous=False)

@@ -23,6 +23,11 @@ from trainer.contract.experts import ExpertsConfig
 from trainer.contract.names import HF_EXPORT
 from trainer.contract.run import PartConfig, RunConfig
 
+pytestmark = pytest.mark.promise(
+    "A checkpoint continues in other layouts, losses to 1e-6 and gradient norms to 1e-5, and all layouts "
+    "export the same bytes."
+)
+
 SHAPE = "experts-shared"
 EP2 = {"ep": 2}
 LAYOUTS = {
@@ -123,6 +128,10 @@ def test_other_trainings_on_ep2_are_those_of_one_process(training, tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["alone", "ep4-tp2-sp", "ep2-pp2"])
+@pytest.mark.promise(
+    "Adapters of experts are PEFT's `target_parameters`, give its logits to 1e-5, and are merged into each "
+    "form of a directory."
+)
 def test_adapters_of_experts_resume_and_are_exported_in_other_layouts(name, tmp_path):
     adapter = AdapterConfig(rank=8, alpha=16, targets=("attention", "experts"))
     (layout, processes), given = LAYOUTS[name], {"adapter": adapter}

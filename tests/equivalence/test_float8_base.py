@@ -34,6 +34,11 @@ from trainer.layers.lora.float8_base import pack, unpack
 from trainer.model.registry import read_model
 from trainer.model.rules import stored_rules
 
+pytestmark = pytest.mark.promise(
+    "Beside a base in float8, adapters train to the bit as beside the rounded weights, and in every layout to "
+    "2e-6 of one process."
+)
+
 # name -> (layout, processes, shape, kind)
 LAYOUTS = {
     "full-recompute": (FULL, 1, "first", "dora"),

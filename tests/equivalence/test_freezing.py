@@ -25,6 +25,11 @@ from trainer.families.qwen3_vl.family import part_of
 from trainer.loop.train import train
 from trainer.parallel.runtime import cpu_runtime
 
+pytestmark = pytest.mark.promise(
+    "Vision, merger or language keep their bits where frozen, in every combination; each may have its own rate "
+    "and decay."
+)
+
 PARTS = ("vision", "merger", "language")
 FREEZINGS = [frozen for count in range(3) for frozen in itertools.combinations(PARTS, count)]
 RATES = {

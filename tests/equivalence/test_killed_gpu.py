@@ -16,6 +16,10 @@ from tests.helpers.hardware import requires_gpus
 from tests.helpers.run_dir import OPTIM, changed, log_of, metrics_of, run_trainer, start_trainer, write_job
 from trainer.contract.run import RunConfig
 
+pytestmark = pytest.mark.promise(
+    "A training killed with -9 and started again has the numbers of an undisturbed one, to the bit."
+)
+
 SAVED_AT = 3
 STEPS = 30 if torch.cuda.is_available() else 8  # enough for the kill to come between a save and the end
 SAME = ("loss", "heldout_loss", "grad_norm", "param_norm")

@@ -25,6 +25,11 @@ from trainer.data.geometry import geometry_of
 from trainer.data.micro_batch import make_micro_batch
 from trainer.model.registry import read_model
 
+pytestmark = pytest.mark.promise(
+    "Layouts of tp, sp, pp, cp, dp and ep, with recompute, train on up to 16 processes as one does: losses to "
+    "1e-5, gradient norms to 1e-4, weights to 2e-6."
+)
+
 STEPS, SEQ_LEN = 5, 192
 # A gradient that is nothing but rounding would move a weight by a whole step; with this eps it moves it by rounding.
 SMOOTH = OPTIM.model_copy(update={"adam_eps": 1e-3})

@@ -1,6 +1,8 @@
 """Trainings on one GPU with the plain modules: each way to train them within bf16's error of the same training with
 the modules of older GPUs, which use no kernel of ours, and of Transformer Engine's where it is installed."""
 
+import pytest
+
 from tests.equivalence.test_layouts_gpu import YARDSTICKS, distance, job, yardstick_of
 from tests.helpers.gpu_world import run_worlds
 from tests.helpers.hardware import requires_engine, requires_gpus
@@ -8,6 +10,11 @@ from tests.helpers.run_dir import OPTIM, changed
 from tests.helpers.world import World
 from trainer.contract.adapter import AdapterConfig
 from trainer.contract.run import RunConfig
+
+pytestmark = pytest.mark.promise(
+    "On GPUs each set of modules differs from float32, and each layout from one GPU, at most twice as much as "
+    "transformers' bfloat16 from its float32."
+)
 
 LORA = {"adapter": AdapterConfig(rank=4, alpha=8)}
 FLOAT8 = {"adapter": AdapterConfig(rank=4, alpha=8, base="float8")}

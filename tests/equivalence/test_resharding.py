@@ -13,6 +13,11 @@ from tests.helpers.world import World, run_world
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import CheckpointConfig, RunConfig
 
+pytestmark = pytest.mark.promise(
+    "A checkpoint continues in other layouts, losses to 1e-6 and gradient norms to 1e-5, and all layouts "
+    "export the same bytes."
+)
+
 TP2 = {"tp": 2}
 LAYOUTS = {
     "alone": ({}, 1),
@@ -130,6 +135,10 @@ def test_pipelines_of_other_pieces_go_on(shape, before, after, tmp_path):
     assert [rank["layers"] for rank in world.ranks] != [rank["layers"] for rank in whole.ranks]
 
 
+@pytest.mark.promise(
+    "With AdamW's moments in bfloat16, weights are after 20 updates less than 4% of their way off, and a "
+    "training resumes to the bit."
+)
 @pytest.mark.parametrize("name", ["alone", full("tp2"), full("tp2-sp")])
 @pytest.mark.parametrize("moments", [full("float32"), "bfloat16"])
 def test_layers_of_two_kinds_in_bfloat16_saved_and_resumed(name, moments, tmp_path):

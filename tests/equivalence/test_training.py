@@ -56,6 +56,9 @@ def undisturbed(tmp_path_factory):
 
 
 @pytest.mark.parametrize("shape", ["first", full("hybrid-first"), full("hybrid-second")])
+@pytest.mark.promise(
+    "Thirty steps equal transformers with torch's AdamW: losses to 1e-4, gradient norms to 1e-3, with experts too."
+)
 def test_thirty_steps_equal_transformers_with_torch_adamw(shape, tmp_path):
     run = write_job(tmp_path, num_steps=30, shape=shape)
     run_alone(run)
@@ -69,6 +72,9 @@ def test_thirty_steps_equal_transformers_with_torch_adamw(shape, tmp_path):
     assert rows[-1].loss < 0.5 * rows[0].loss
 
 
+@pytest.mark.promise(
+    "Thirty steps equal transformers with torch's AdamW: losses to 1e-4, gradient norms to 1e-3, with experts too."
+)
 @pytest.mark.parametrize(
     ("shape", "coefficient"),
     [
@@ -138,6 +144,7 @@ def reference_training(
     return rows
 
 
+@pytest.mark.promise("A training killed with -9 and started again has the numbers of an undisturbed one, to the bit.")
 @pytest.mark.parametrize(("shape", "ep"), [("first", 1), ("hybrid-second", 1), ("experts-shared", 2)])
 @pytest.mark.full
 def test_killed_and_resumed_is_bit_equal(shape, ep, undisturbed, tmp_path):
@@ -160,6 +167,10 @@ def test_killed_and_resumed_is_bit_equal(shape, ep, undisturbed, tmp_path):
             assert getattr(ours, name) == getattr(theirs, name), (ours.step, name)
 
 
+@pytest.mark.promise(
+    "Saves change no bit of a training; a kill at any point of a save, or a full disk, costs that save alone; "
+    "SIGTERM ends with one."
+)
 def test_sigterm_finishes_the_step_saves_and_says_so(tmp_path):
     run = write_job(tmp_path, num_steps=2000)
     process = start_trainer(run, processes=0)
@@ -174,6 +185,10 @@ def test_sigterm_finishes_the_step_saves_and_says_so(tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.promise(
+    "Layouts of tp, sp, pp, cp, dp and ep, with recompute, train on up to 16 processes as one does: losses to "
+    "1e-5, gradient norms to 1e-4, weights to 2e-6."
+)
 def test_two_ranks_equal_one(undisturbed, tmp_path):
     run = write_job(tmp_path, num_steps=6)
     assert run_trainer(run, processes=2) == 0, log_of(run)

@@ -30,6 +30,11 @@ from tests.helpers.adapter_files import write_adapter
 from tests.helpers.evaluation import talkative_hf_dir
 from trainer.contract.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
+pytestmark = pytest.mark.promise(
+    "PEFT gives our logits from our adapters to 1e-5, merging is `merge_and_unload` to the bit, and training "
+    "continues from its directory and ours."
+)
+
 SEED = 20261124
 NEW_SEED = int(os.environ.get("ATHANOR_FUZZ_SEED") or secrets.randbelow(1 << 31))
 PEFT_KEYS = ("bias", "rank_pattern", "alpha_pattern", "modules_to_save", "exclude_modules", "layers_to_transform")

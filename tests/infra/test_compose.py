@@ -9,6 +9,11 @@ import yaml
 
 from tests.helpers.compose_file import INFRA, load_compose, read_env_file, variables_of
 
+pytestmark = pytest.mark.promise(
+    "compose.yaml and Dockerfiles pass their checks; MLflow starts as compose.yaml says, and `athanor sync` "
+    "sends a run there whole."
+)
+
 COMPOSE = INFRA / "compose.yaml"
 NEEDED = [name for name, (_, is_active) in read_env_file(INFRA / "env.example").items() if is_active]
 VALUES = {name: f"value-of-{name.lower()}" for name in NEEDED}

@@ -12,6 +12,11 @@ import pytest
 from infra.gpu_environment import read_pins
 from tests.helpers.compose_file import INFRA
 
+pytestmark = pytest.mark.promise(
+    "compose.yaml and Dockerfiles pass their checks; MLflow starts as compose.yaml says, and `athanor sync` "
+    "sends a run there whole."
+)
+
 REPO = INFRA.parent
 DOCKERFILES = ["Dockerfile.data", "Dockerfile.train"]
 HADOLINT = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin")

@@ -13,6 +13,11 @@ import pytest
 from tests.helpers.compose_file import INFRA
 from tests.helpers.patience import at_most
 
+pytestmark = pytest.mark.promise(
+    "compose.yaml and Dockerfiles pass their checks; MLflow starts as compose.yaml says, and `athanor sync` "
+    "sends a run there whole."
+)
+
 BIN = Path(sys.executable).parent
 YAML = sorted(map(str, INFRA.rglob("*.yaml")))
 SCRIPTS = sorted(str(path) for pattern in ("*.sh", "*.sbatch") for path in INFRA.rglob(pattern))

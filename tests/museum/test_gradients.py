@@ -24,6 +24,10 @@ from trainer.model.freeze import freeze
 from trainer.objectives.totals import Totals
 from trainer.parts.delta.module import Decay
 
+pytestmark = pytest.mark.promise(
+    "athanor has none of the museum's published faults, and each test fails where the fault is put in."
+)
+
 CLIPPED = ALIKE.model_copy(update={"optim": ALIKE.optim.model_copy(update={"clip_grad_norm": 0.5})})
 
 

@@ -20,6 +20,10 @@ from tests.helpers.tiny_model import tiny_hf_dir
 from tests.museum.fault import fault_seen
 from trainer.data.micro_batch import Geometry, MicroBatch, make_micro_batch
 
+pytestmark = pytest.mark.promise(
+    "athanor has none of the museum's published faults, and each test fails where the fault is put in."
+)
+
 # The words of the answer are in the question too, and the image takes more tokens than its placeholder.
 CONVERSATION = turns(f"{IMAGE_SLOT}Is it seven or seven and a half? Answer seven.", "seven", "How many strokes?", "two")
 GRIDS = np.array([[1, 4, 6]], np.int32)

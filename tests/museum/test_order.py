@@ -4,9 +4,15 @@ from collections import Counter
 from collections.abc import Sequence
 from types import SimpleNamespace
 
+import pytest
+
 from tests.helpers.bins import ListedPlan
 from tests.museum.fault import fault_seen
 from trainer.data.order import TrainingOrder, bins_for_step
+
+pytestmark = pytest.mark.promise(
+    "athanor has none of the museum's published faults, and each test fails where the fault is put in."
+)
 
 BINS, BATCH, STEPS = 10, 4, 12  # an epoch ends in the middle of a batch
 

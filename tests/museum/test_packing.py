@@ -20,6 +20,10 @@ from trainer.data.packed_chunks import PackedChunks
 from trainer.layers.segments import PackedSegments, mrope_angles
 from trainer.parts.delta.rule import plain
 
+pytestmark = pytest.mark.promise(
+    "athanor has none of the museum's published faults, and each test fails where the fault is put in."
+)
+
 SEQ_LEN = 192
 KINDS = [Kind(70), *MIXED]
 

@@ -29,6 +29,10 @@ from tests.museum.fault import fault_seen
 from trainer.data.geometry import geometry_of
 from trainer.data.micro_batch import make_micro_batch
 
+pytestmark = pytest.mark.promise(
+    "athanor has none of the museum's published faults, and each test fails where the fault is put in."
+)
+
 SEQ_LEN = 96
 TWINS = Kind(12, ((1, 4, 4), (1, 4, 4)))  # two images of one size, which only their order distinguishes
 QUESTION = turns(f"{IMAGE_SLOT}Which digit is in the picture?", "7")

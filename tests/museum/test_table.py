@@ -11,8 +11,8 @@ from tests.museum.table import FOLDER, TABLE, read_exhibits, render
 def test_the_page_is_that_of_the_tests():
     exhibits = read_exhibits()
     assert TABLE.read_text() == render(exhibits), "run `python -m tests.museum.table`"
-    for document, words in (("docs/evidence.md", "{} published faults"), ("CHANGELOG.md", "museum of {} silent bugs")):
-        assert words.format(len(exhibits)) in (FOLDER.parents[1] / document).read_text(), document
+    changelog = (FOLDER.parents[1] / "CHANGELOG.md").read_text()
+    assert f"museum of {len(exhibits)} silent bugs" in changelog
 
 
 def test_every_exhibit_tells_its_fault_where_it_was_reported_and_shows_it():

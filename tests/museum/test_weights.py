@@ -26,6 +26,10 @@ from trainer.loop.heldout import heldout_loss
 from trainer.loop.set_up import set_up
 from trainer.model.registry import read_model
 
+pytestmark = pytest.mark.promise(
+    "athanor has none of the museum's published faults, and each test fails where the fault is put in."
+)
+
 RANK, ALPHA = 4, 6
 
 

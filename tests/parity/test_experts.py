@@ -22,6 +22,11 @@ from trainer.data.geometry import geometry_of
 from trainer.data.micro_batch import make_micro_batch
 from trainer.families.qwen3_vl.weights import rules
 
+pytestmark = pytest.mark.promise(
+    "Models with experts give transformers' logits to 1e-4 and every gradient to 1e-4 relative, in float32, "
+    "also where a router's logits are equal."
+)
+
 SEQ_LEN = 349  # the last 11 places are padding
 KINDS = [*MIXED, Kind(63), Kind(1), Kind(64), Kind(65), Kind(90, ((1, 4, 6),)), Kind(2)]
 
@@ -109,6 +114,9 @@ def stored_as(form: str, hf_dir: Path, directory: Path) -> Path:
     return directory
 
 
+@pytest.mark.promise(
+    "Weights that were not trained leave in the Hugging Face format with the bits and in the form in which they came."
+)
 @pytest.mark.parametrize(
     ("shape", "form"),
     tiered(

@@ -14,6 +14,11 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.promise(
+    "Pixels have the bits of the Hugging Face processor, for over 100 images of 8 modes: in the core by "
+    "recorded digests."
+)
+
 ROOT = Path(__file__).parents[2]
 BESIDE = Path(sys.prefix) / "torchvision"
 

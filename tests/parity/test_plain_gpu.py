@@ -27,6 +27,11 @@ from trainer.layers.segments import PackedSegments
 from trainer.model.late_import import load
 from trainer.model.registry import read_model
 
+pytestmark = pytest.mark.promise(
+    "On GPUs each set of modules differs from float32, and each layout from one GPU, at most twice as much as "
+    "transformers' bfloat16 from its float32."
+)
+
 TEXT = [TEXT_ONLY, Kind(60), TEXT_ONLY, Kind(21)]
 MODELS = {
     "qwen3_vl": (random_hf_dir, ("first", "second"), MIXED, 128),

@@ -15,6 +15,10 @@ from trainer.data.micro_batch import make_micro_batch
 from trainer.model.late_import import load
 from trainer.model.registry import read_model
 
+pytestmark = pytest.mark.promise(
+    "Qwen3, text only, gives transformers' logits to 1e-4 and every gradient to 1e-4 relative, in float32."
+)
+
 SEQ_LEN = 128
 
 
@@ -79,6 +83,9 @@ def test_loss_and_the_gradient_of_every_parameter(ours, reference, family, sampl
     assert compared == set(grads)
 
 
+@pytest.mark.promise(
+    "Weights that were not trained leave in the Hugging Face format with the bits and in the form in which they came."
+)
 def test_weights_in_and_out_are_bit_equal(ours, family, mesh, hf_dir, tmp_path):
     save_hf_weights([ours], mesh, family.weight_rules(ours.shape), hf_dir, tmp_path)
     before, after = HFTensors(hf_dir), HFTensors(tmp_path)

@@ -24,6 +24,11 @@ from trainer.families.qwen3_vl.weights import rules
 from trainer.layers.segments import mrope_angles
 from trainer.parts.attention.part import Attention
 
+pytestmark = pytest.mark.promise(
+    "Qwen3.5, with gated delta layers in packed bins, gives transformers' logits to 1e-4 and every gradient to "
+    "1e-4 relative, in float32."
+)
+
 # Samples end one before, at and one after the end of a chunk of the delta rule, one has a single token, and so has the
 # padding.
 SEQ_LEN = 349
@@ -92,6 +97,10 @@ def losses_by_sample(model, samples) -> dict[str, torch.Tensor]:
         return dict(zip(batch.keys, model(batch).split(batch.loss_lengths), strict=True))
 
 
+@pytest.mark.promise(
+    "Samples without, with one and with several images share a bin: each has its losses alone to 1e-5, and no "
+    "other changes a bit of them."
+)
 @pytest.mark.parametrize("number", range(len(KINDS)))
 def test_another_sample_changes_no_bit_of_the_others(pair, number):
     """Neither its state nor its convolution reaches over its end: other tokens and other pixels, of the same number."""
@@ -104,6 +113,10 @@ def test_another_sample_changes_no_bit_of_the_others(pair, number):
         assert torch.equal(again[key], before) is (key != own.key or len(before) == 0), key
 
 
+@pytest.mark.promise(
+    "Samples without, with one and with several images share a bin: each has its losses alone to 1e-5, and no "
+    "other changes a bit of them."
+)
 def test_a_sample_in_a_bin_is_as_it_is_alone(pair):
     packed = losses_by_sample(pair.ours, pair.samples)
     for sample in pair.samples:
@@ -117,6 +130,9 @@ def test_a_bin_with_nothing_to_learn_gives_gradients_of_zero(pair):
         assert param.grad is not None and not param.grad.any(), name
 
 
+@pytest.mark.promise(
+    "Weights that were not trained leave in the Hugging Face format with the bits and in the form in which they came."
+)
 def test_weights_in_and_out_are_bit_equal_in_their_dtypes_and_mtp_is_carried(pair, tmp_path):
     """The directory is as the published ones are: bfloat16, with float32 where precision is needed."""
     base = tmp_path / "base"

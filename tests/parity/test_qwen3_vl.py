@@ -23,6 +23,10 @@ from trainer.data.micro_batch import make_micro_batch
 from trainer.families.qwen3_vl.weights import rules
 from trainer.layers.segments import mrope_angles
 
+pytestmark = pytest.mark.promise(
+    "Qwen3-VL gives transformers' logits to 1e-4 and every gradient to 1e-4 relative, in float32."
+)
+
 SEQ_LEN = 128
 
 
@@ -106,6 +110,9 @@ def test_a_bin_with_nothing_to_learn_gives_no_losses_and_gradients_of_zero(pair)
         assert param.grad is not None and not param.grad.any(), name
 
 
+@pytest.mark.promise(
+    "Weights that were not trained leave in the Hugging Face format with the bits and in the form in which they came."
+)
 def test_weights_in_and_out_are_bit_equal(pair, tmp_path):
     save_hf_weights([pair.ours], pair.mesh, list(rules(pair.ours.shape)), pair.hf_dir, tmp_path)
     before, after = HFTensors(pair.hf_dir), HFTensors(tmp_path)
@@ -115,6 +122,9 @@ def test_weights_in_and_out_are_bit_equal(pair, tmp_path):
         assert torch.equal(before.get(name), after.get(name)), name
 
 
+@pytest.mark.promise(
+    "Weights that were not trained leave in the Hugging Face format with the bits and in the form in which they came."
+)
 def test_weights_in_several_files_are_the_same(pair, tmp_path):
     table = list(rules(pair.ours.shape))
     entries = save_hf_weights([pair.ours], pair.mesh, table, pair.hf_dir, tmp_path, file_bytes=60_000)
@@ -129,6 +139,10 @@ def test_weights_in_several_files_are_the_same(pair, tmp_path):
     assert all(torch.equal(before.get(name), after.get(name)) for name in before.names())
 
 
+@pytest.mark.promise(
+    "Samples without, with one and with several images share a bin: each has its losses alone to 1e-5, and no "
+    "other changes a bit of them."
+)
 def test_packed_samples_are_as_each_alone_and_do_not_see_each_other(pair):
     geometry = geometry_of(pair.ours.shape)
     packed = pair.ours(pair.batch)
@@ -150,6 +164,10 @@ def losses_by_sample(model, samples) -> dict[str, torch.Tensor]:
         return dict(zip(batch.keys, model(batch).split(batch.loss_lengths), strict=True))
 
 
+@pytest.mark.promise(
+    "Another order in a bin moves losses by at most 2e-6, another image changes only its sample's, and "
+    "reporting losses changes no bit."
+)
 @pytest.mark.parametrize("order", [(3, 2, 1, 0), (1, 0, 3, 2), (2, 3, 0, 1)])
 def test_the_order_of_samples_in_a_bin_does_not_change_their_losses(pair, order):
     losses = losses_by_sample(pair.ours, pair.samples)
@@ -161,6 +179,10 @@ def test_the_order_of_samples_in_a_bin_does_not_change_their_losses(pair, order)
         assert_close(again[key], part, atol=2e-6, rtol=0)
 
 
+@pytest.mark.promise(
+    "Another order in a bin moves losses by at most 2e-6, another image changes only its sample's, and "
+    "reporting losses changes no bit."
+)
 def test_the_order_of_bins_does_not_change_their_losses(pair):
     bins = [pair.samples[:2], pair.samples[2:], pair.samples[1:2]]
     forward = [losses_by_sample(pair.ours, samples) for samples in bins]
@@ -169,6 +191,10 @@ def test_the_order_of_bins_does_not_change_their_losses(pair):
         assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
+@pytest.mark.promise(
+    "Another order in a bin moves losses by at most 2e-6, another image changes only its sample's, and "
+    "reporting losses changes no bit."
+)
 def test_other_pictures_give_other_losses_to_their_sample_alone(pair):
     losses = losses_by_sample(pair.ours, pair.samples)
     for number, sample in enumerate(pair.samples):

@@ -17,6 +17,11 @@ from trainer.data.geometry import geometry_of
 from trainer.data.micro_batch import make_micro_batch
 from trainer.model.registry import read_model
 
+pytestmark = pytest.mark.promise(
+    "On GPUs each set of modules differs from float32, and each layout from one GPU, at most twice as much as "
+    "transformers' bfloat16 from its float32."
+)
+
 SEQ_LEN = 128
 # Tiny widths make bf16's rounding large and erratic; twice the yardstick is derived above, not fitted.
 YARDSTICKS = 2.0

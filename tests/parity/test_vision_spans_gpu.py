@@ -11,6 +11,11 @@ from tests.helpers.single_rank import single_rank
 from trainer.layers.module_set import TorchModules, layer_around, shared_config
 from trainer.layers.segments import PackedSegments, Rotation, recomputed
 
+pytestmark = pytest.mark.promise(
+    "Kernels on a GPU give plain torch's numbers but for rounding; layers in CUDA graphs give the bits of "
+    "single launches."
+)
+
 # Qwen3-VL's vision encoders: of 2B, of 8B, whose heads of 72 are padded
 SHAPES = [(1024, 4096), (1152, 4304)]
 LENGTHS = [1, 63, 64, 65, 745, 900, 5000]

@@ -24,7 +24,13 @@ from tests.helpers.command_lines import seen_command_lines
 from tests.helpers.service import RunningService, nested
 from tests.helpers.small_run import SMALL
 
-pytestmark = pytest.mark.full
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.promise(
+        "Secrets appear in no file, log, database or command line of a run, servers ask for a login, and no "
+        "foreign pickle or code runs."
+    ),
+]
 
 MLFLOW_USER = "somebody"
 PREFECT = SECRETS["PREFECT_SERVER_API_AUTH_STRING"]

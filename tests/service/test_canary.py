@@ -23,7 +23,13 @@ from tests.helpers.command_lines import seen_command_lines
 from tests.helpers.compose_file import INFRA
 from tests.helpers.small_run import SMALL
 
-pytestmark = pytest.mark.full
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.promise(
+        "Secrets appear in no file, log, database or command line of a run, servers ask for a login, and no "
+        "foreign pickle or code runs."
+    ),
+]
 
 RUN = {**SMALL, "tokenize.codec": "u8_zstd", "train.num_steps": 3}
 SECONDS = 300

@@ -19,7 +19,12 @@ from tests.helpers.browser import chromium, logged_in, requires_chromium
 from tests.helpers.service import RunningService, nested, running_service, wait_for
 from tests.helpers.small_run import SMALL
 
-pytestmark = pytest.mark.full
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.promise(
+        "A page of another origin, another user of the machine, and somebody with the password run no command."
+    ),
+]
 END_SECONDS = 120
 EVIL = "http://evil.example"
 

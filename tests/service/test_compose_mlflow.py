@@ -28,7 +28,14 @@ from tests.helpers.postgres import BINARIES, postgres_server, requires_postgres
 from tests.helpers.service import clean_environment, wait_for
 from tests.helpers.tracked_run import Nobody, holdings, tell_a_run
 
-pytestmark = [pytest.mark.full, requires_postgres()]
+pytestmark = [
+    pytest.mark.full,
+    requires_postgres(),
+    pytest.mark.promise(
+        "compose.yaml and Dockerfiles pass their checks; MLflow starts as compose.yaml says, and `athanor sync` "
+        "sends a run there whole."
+    ),
+]
 pytest.importorskip("flask_wtf", reason="needs MLflow's login: pip install -e '.[auth]'")
 VALUES = {name: f"value-of-{name.lower()}" for name in read_env_file(INFRA / "env.example")}
 VALUES |= {"MLFLOW_ALLOWED_HOSTS": "", "PREFECT_UI_API_URL": ""}

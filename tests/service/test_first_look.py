@@ -6,7 +6,11 @@ import pytest
 
 from tests.helpers.browser import chromium, logged_in, requires_chromium
 
-pytestmark = [pytest.mark.full, requires_chromium]
+pytestmark = [
+    pytest.mark.full,
+    requires_chromium,
+    pytest.mark.promise("The pages of the service ask no other server, and telemetry is switched off."),
+]
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,13 @@ from prefect.states import Scheduled
 from flows.tracking.store import connect
 from tests.helpers.service import processes_with, wait_for
 
-pytestmark = pytest.mark.full
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.promise(
+        "Cancel, a deadline or kill -9 leaves a checkpoint and no process, and a retry gives an undisturbed run's "
+        "losses."
+    ),
+]
 NUM_STEPS = 160
 MORE_STEPS = 6  # steps of a try before it is disturbed
 # Fields of metrics.jsonl that the training computes, without durations.

@@ -18,7 +18,13 @@ from tests.helpers.service import clean_environment, processes_with, wait_for
 from tests.helpers.small_run import SMALL
 from tests.helpers.trees import tree_digest
 
-pytestmark = pytest.mark.full
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.promise(
+        "A minute without processors, a jumping clock, a deleted root, a bad database, few open files or a full "
+        "disk costs no finished work."
+    ),
+]
 
 SETTINGS = {**SMALL, "train.num_steps": 120, "train.heldout_interval": 120, "execution.checkpoint.save_interval": 60}
 JUMPING_CLOCK = Path(__file__).parents[1] / "helpers/jumping_clock.c"

@@ -11,7 +11,14 @@ import pytest
 from tests.helpers.postgres import PostgresServer, postgres_server, requires_postgres
 from tests.helpers.service import clean_environment
 
-pytestmark = [pytest.mark.full, requires_postgres()]
+pytestmark = [
+    pytest.mark.full,
+    requires_postgres(),
+    pytest.mark.promise(
+        "A schedule fires, two flow runs at once are each as alone, and eight processes write to MLflow's store, "
+        "on SQLite and Postgres."
+    ),
+]
 REPOSITORY = Path(__file__).parents[2]
 WRITERS, POINTS = 8, 20
 

@@ -20,7 +20,13 @@ from stages.launchers.config import ClusterConfig
 from tests.helpers.service import RunningService, nested, run_athanor, running_service, wait_for
 from tests.helpers.small_run import SMALL
 
-pytestmark = pytest.mark.full
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.promise(
+        "A schedule fires, two flow runs at once are each as alone, and eight processes write to MLflow's store, "
+        "on SQLite and Postgres."
+    ),
+]
 FIRES_SECONDS = 120  # at most a minute to the next start, and time for server and worker to react on a loaded machine
 RUN_SECONDS = 480
 RATES = (0.001, 0.003)

@@ -22,7 +22,12 @@ from tests.helpers.service import RunningService, clean_environment, running_ser
 from tests.helpers.tracked_run import MODEL, Nobody
 from tests.service.test_closed import known
 
-pytestmark = pytest.mark.full
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.promise(
+        "A root that is copied or moved continues there, and a registered model loads over HTTP on another machine."
+    ),
+]
 BEFORE, BESIDE = "before", "beside"  # the number of runs of the root
 MANIFEST, LOG = "stages/convert/manifest.json", "stages/convert/logs/one.log"
 

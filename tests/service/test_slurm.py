@@ -29,7 +29,14 @@ from trainer.contract.answer import MetricsRow, read_metrics
 from trainer.contract.names import CHECKPOINTS, METRICS_JSONL
 from trainer.contract.run import CheckpointConfig, TrainerExecution
 
-pytestmark = [pytest.mark.full, pytest.mark.skipif(bool(why_not()), reason=f"no SLURM here: {why_not()}")]
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(bool(why_not()), reason=f"no SLURM here: {why_not()}"),
+    pytest.mark.promise(
+        "On a real SLURM on one host, two nodes give the loss of one, and requeue, scancel and time limit change "
+        "no number."
+    ),
+]
 
 STEPS = 36
 CANCEL_SECONDS = 10.0

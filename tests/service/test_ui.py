@@ -14,7 +14,13 @@ import pytest
 from flows.tracking.store import compare_url
 from tests.helpers.browser import chromium, logged_in, requires_chromium
 
-pytestmark = [pytest.mark.full, requires_chromium]
+pytestmark = [
+    pytest.mark.full,
+    requires_chromium,
+    pytest.mark.promise(
+        "The form, a watched run and MLflow's pages work in headless Chromium; a wrong value is refused with its path."
+    ),
+]
 WIDTH, HEIGHT = 1400, 1000
 RUN_SECONDS = 480
 DATA = {"num_scans": 40, "num_multi": 8, "num_pairs": 8, "num_texts": 8}

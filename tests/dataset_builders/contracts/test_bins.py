@@ -11,6 +11,11 @@ from dataset_builders.contracts.tokenized import INDEX_SCHEMA
 from dataset_builders.errors import DamagedFile, InputError
 from tests.helpers.bins import sum_bin
 
+pytestmark = pytest.mark.promise(
+    "Bins keep their limits, any step's are found without holding an epoch, and dealing them to ranks by cost, "
+    "threads and resumes change none of a step's samples."
+)
+
 
 def _rows(first: int, count: int, split: str) -> list[dict]:
     return [

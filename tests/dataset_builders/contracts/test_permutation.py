@@ -7,6 +7,11 @@ import pytest
 
 from dataset_builders.contracts.permutation import KeyedPermutation
 
+pytestmark = pytest.mark.promise(
+    "Bins keep their limits, any step's are found without holding an epoch, and dealing them to ranks by cost, "
+    "threads and resumes change none of a step's samples."
+)
+
 
 def test_every_number_comes_once_for_every_small_size():
     for size in [*range(1, 300), 1023, 1024, 1025, 4095, 4097, 65_537]:

@@ -13,6 +13,11 @@ from dataset_builders.pictures.images import ImageLimits, check_image, read_rgb
 from tests.fuzz.watch import SECONDS
 from tests.helpers.raw_rows import encode, picture
 
+pytestmark = pytest.mark.promise(
+    "Images that cost seconds per kilobyte, damaged JPEGs, endless chat templates and links out of a source "
+    "are refused with a reason."
+)
+
 LIMITS = ImageLimits(max_pixels=89_478_485, min_side=8)
 GROWTH_MB = 150
 

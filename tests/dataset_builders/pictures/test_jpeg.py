@@ -16,6 +16,11 @@ from dataset_builders.pictures import images, jpeg
 from dataset_builders.pictures.images import ImageLimits, check_image, image_size, open_rgb, read_rgb
 from tests.helpers.raw_rows import encode, jpeg_with_exif, orientation_exif, picture
 
+pytestmark = pytest.mark.promise(
+    "Images that cost seconds per kilobyte, damaged JPEGs, endless chat templates and links out of a source "
+    "are refused with a reason."
+)
+
 LIMITS = ImageLimits(max_pixels=89_478_485, min_side=8)
 _SCAN, _END = b"\xff\xda", b"\xff\xd9"
 

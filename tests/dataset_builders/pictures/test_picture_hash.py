@@ -10,6 +10,10 @@ from dataset_builders.pictures.picture_hash import THUMBNAIL_SIDE, look_at, phas
 from stages.contamination.stage import ContaminationConfig
 from tests.helpers.drawn_pictures import chart, copies, encoded, receipt
 
+pytestmark = pytest.mark.promise(
+    "Held-out images that occur in train count in no score; cropped, rotated or mirrored copies are not looked for."
+)
+
 LIMITS = ContaminationConfig()
 
 

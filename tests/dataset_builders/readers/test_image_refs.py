@@ -15,6 +15,11 @@ from tests.helpers.json_rows import data_uri, write_file
 from tests.helpers.object_store import BUCKET, moto_server
 from tests.helpers.raw_rows import png
 
+pytestmark = pytest.mark.promise(
+    "Images that cost seconds per kilobyte, damaged JPEGs, endless chat templates and links out of a source "
+    "are refused with a reason."
+)
+
 ONE = png(1)
 
 

@@ -7,6 +7,11 @@ from dataset_builders.readers.parts import parts_of
 from dataset_builders.sources.registry import get_builder
 from tests.helpers.own_data import captions, csv_paths, draw_rows
 
+pytestmark = pytest.mark.promise(
+    "Each builder turns its source's rows into samples, names and counts each bad row, and no image is both "
+    "trained on and held out."
+)
+
 MAP = {"image": "image", "question": "question", "answer": "answer"}
 
 

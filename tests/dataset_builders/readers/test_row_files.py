@@ -6,6 +6,11 @@ from dataset_builders.readers.file_patterns import list_files
 from dataset_builders.readers.row_files import subset_files, subset_patterns
 from tests.helpers.json_rows import write_file
 
+pytestmark = pytest.mark.promise(
+    "Each builder turns its source's rows into samples, names and counts each bad row, and no image is both "
+    "trained on and held out."
+)
+
 # file names -> the subset of each
 SOURCES = {
     "three digits": ({f"{i:03d}.tar": "data" for i in range(60)}),

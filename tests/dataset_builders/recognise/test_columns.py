@@ -5,6 +5,11 @@ import pytest
 from dataset_builders.recognise.columns import CLASSIFY, DESCRIBE, READ, find_columns
 from dataset_builders.recognise.members import tar_options
 
+pytestmark = pytest.mark.promise(
+    "`athanor init` makes a recipe from common layouts of data, with settings that fit the GPU by the "
+    "estimate, and names each fault."
+)
+
 STRUCT = {"bytes": b"\x89PNG", "path": None}
 
 

@@ -15,6 +15,11 @@ from dataset_builders.sources.cord_v2 import PROMPTS, CordOptions, list_parts, p
 from tests.helpers.json_rows import read_source, reasons, turns
 from tests.helpers.raw_rows import CORD_SCHEMA, cord_row, encode, picture, png, write_parquet
 
+pytestmark = pytest.mark.promise(
+    "Each builder turns its source's rows into samples, names and counts each bad row, and no image is both "
+    "trained on and held out."
+)
+
 JPEG = encode(picture(1), "JPEG")
 META = {"version": "2.0.0", "split": "train", "image_id": 0, "image_size": {"width": 864, "height": 1296}}
 LINE = {

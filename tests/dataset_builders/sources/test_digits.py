@@ -23,6 +23,11 @@ from dataset_builders.embedded.digits import (
 from dataset_builders.pictures.images import open_rgb
 from stages.inputs.config import EmbeddedDataConfig
 
+pytestmark = pytest.mark.promise(
+    "Each builder turns its source's rows into samples, names and counts each bad row, and no image is both "
+    "trained on and held out."
+)
+
 COUNTS = DigitCounts(scans=NUM_SCANS, multi=400, pairs=400, texts=300, words=50)
 
 

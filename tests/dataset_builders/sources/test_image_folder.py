@@ -19,6 +19,11 @@ from tests.helpers.json_rows import read_source, reasons, turns, write_file
 from tests.helpers.object_store import BUCKET, moto_server
 from tests.helpers.raw_rows import encode, picture, png
 
+pytestmark = pytest.mark.promise(
+    "Each builder turns its source's rows into samples, names and counts each bad row, and no image is both "
+    "trained on and held out."
+)
+
 CAPTIONS = {"answer": "text_file", "question": "Describe it."}
 CLASSES = {"answer": "folder_name", "question": "Which flower?"}
 ONE = png(1)

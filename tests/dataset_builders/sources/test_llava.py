@@ -11,6 +11,11 @@ from dataset_builders.errors import InputError
 from tests.helpers.json_rows import data_uri, json_lines, read_source, reasons, turns, write_file
 from tests.helpers.raw_rows import png
 
+pytestmark = pytest.mark.promise(
+    "Each builder turns its source's rows into samples, names and counts each bad row, and no image is both "
+    "trained on and held out."
+)
+
 ONE, TWO = png(1), png(2)
 
 

@@ -18,6 +18,11 @@ from tests.helpers.json_rows import json_lines as lines
 from tests.helpers.object_store import BUCKET, moto_server
 from tests.helpers.raw_rows import png
 
+pytestmark = pytest.mark.promise(
+    "Each builder turns its source's rows into samples, names and counts each bad row, and no image is both "
+    "trained on and held out."
+)
+
 ONE, TWO = png(1), png(2)
 URL = {"type": "image_url", "image_url": {"url": data_uri(ONE), "detail": "high"}}
 SECOND = {"type": "image", "image": data_uri(TWO)}

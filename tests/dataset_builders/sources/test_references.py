@@ -16,6 +16,11 @@ from tests.helpers.json_rows import read_source, reasons
 from tests.helpers.raw_rows import png, write_parquet
 from tests.helpers.raw_rows import row as cauldron_row
 
+pytestmark = pytest.mark.promise(
+    "Each builder turns its source's rows into samples, names and counts each bad row, and no image is both "
+    "trained on and held out."
+)
+
 
 def sample(*references: str) -> Sample:
     answer = Message(role="assistant", text="a cat", references=references)

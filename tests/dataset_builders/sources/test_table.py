@@ -22,6 +22,11 @@ from tests.helpers.json_rows import read_source, reasons, turns
 from tests.helpers.object_store import BUCKET, moto_server
 from tests.helpers.raw_rows import encode, picture, png
 
+pytestmark = pytest.mark.promise(
+    "Each builder turns its source's rows into samples, names and counts each bad row, and no image is both "
+    "trained on and held out."
+)
+
 ONE, TWO = png(1), encode(picture(2), "JPEG")
 MAP = {"image": "picture", "question": "ask", "answer": "say"}
 

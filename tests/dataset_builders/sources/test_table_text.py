@@ -19,6 +19,11 @@ from tests.helpers.json_rows import json_lines as as_lines
 from tests.helpers.object_store import BUCKET, moto_server
 from tests.helpers.raw_rows import png
 
+pytestmark = pytest.mark.promise(
+    "Each builder turns its source's rows into samples, names and counts each bad row, and no image is both "
+    "trained on and held out."
+)
+
 ONE = png(1)
 MAP = {"image": "image", "question": "question", "answer": "answer"}
 HEADER = "image,question,answer\n"

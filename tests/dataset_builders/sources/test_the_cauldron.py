@@ -19,6 +19,11 @@ from stages.inputs.raw_source import open_raw
 from tests.helpers.object_store import BUCKET, CuttingProxy, environment, moto_server
 from tests.helpers.raw_rows import ROW_SCHEMA, plain_rows, png, row, write_parquet, write_source
 
+pytestmark = pytest.mark.promise(
+    "Each builder turns its source's rows into samples, names and counts each bad row, and no image is both "
+    "trained on and held out."
+)
+
 CHAT, SPLIT = CauldronOptions(turns="chat"), CauldronOptions(turns="split")
 ONE, TWO = png(1), png(2)
 

@@ -19,6 +19,11 @@ from tests.helpers.json_rows import read_source, reasons, turns, write_file
 from tests.helpers.object_store import BUCKET, moto_server
 from tests.helpers.raw_rows import png
 
+pytestmark = pytest.mark.promise(
+    "Each builder turns its source's rows into samples, names and counts each bad row, and no image is both "
+    "trained on and held out."
+)
+
 ONE, TWO = png(1), png(2)
 CAPTION = {"question": "constant:Describe the picture.", "answer": "txt"}
 PAIR = {"question": "json:question", "answer": "json:answers.0.text"}

@@ -35,6 +35,11 @@ from dataset_builders.storage.store import (
 )
 from tests.helpers.object_store import BUCKET, CuttingProxy, clear_drivers, environment, moto_server
 
+pytestmark = pytest.mark.promise(
+    "Source and root may lie in an object store: with connections cut and a kill -9, the data stages give a "
+    "disk's bytes."
+)
+
 
 @pytest.fixture(scope="module")
 def address():

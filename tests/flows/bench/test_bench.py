@@ -27,6 +27,10 @@ from tests.flows.bench import lmms_eval_stand_in
 from tests.helpers.small_run import SMALL
 from tests.helpers.tracked_run import Nobody
 
+pytestmark = pytest.mark.promise(
+    "`athanor bench` gives lmms-eval, here a stand-in, our evaluation's questions; its scores reach the run's gates."
+)
+
 SETTINGS = [f"{name}={value}" for name, value in SMALL.items()] + [
     "evaluate.metrics={digits_text: [relaxed_accuracy], digits_single: [cer, exact_match], digits_multi: [vqa_em]}"
 ]

@@ -10,6 +10,8 @@ from stages.rate.measure import rates_of
 from stages.rate.random_model import config_of
 from tests.helpers.fake_trainer import metrics_row
 
+pytestmark = pytest.mark.promise("`athanor rate` makes a card of the training speed of a tiny model on a CPU.")
+
 
 @pytest.mark.full
 def test_a_card_of_a_tiny_model(tmp_path, capsys):

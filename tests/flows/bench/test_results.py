@@ -10,6 +10,10 @@ from flows.bench.results import bench_scores, read_results
 from flows.tracking.config import Gate, refusals
 from flows.tracking.record import BenchScore, with_benchmarks
 
+pytestmark = pytest.mark.promise(
+    "`athanor bench` gives lmms-eval, here a stand-in, our evaluation's questions; its scores reach the run's gates."
+)
+
 DATE = "20261126_140433"
 
 

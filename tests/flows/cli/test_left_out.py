@@ -29,6 +29,11 @@ from tests.helpers.json_rows import data_uri, json_lines, write_file
 from tests.helpers.raw_rows import BAD_IMAGES, CORD_SCHEMA, cord_row, png, row, write_parquet
 from tests.helpers.tiers import tiered
 
+pytestmark = pytest.mark.promise(
+    "Each builder turns its source's rows into samples, names and counts each bad row, and no image is both "
+    "trained on and held out."
+)
+
 Rows = list[bool]  # whether each row is sound
 
 

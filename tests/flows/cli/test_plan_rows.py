@@ -10,6 +10,10 @@ from tests.helpers.own_data import csv_paths, draw_rows
 from tests.helpers.raw_rows import png
 from tests.helpers.tiny_model import tiny_hf_dir
 
+pytestmark = pytest.mark.promise(
+    "`athanor plan` tells figures of the first rows and what fits a GPU, and refuses what `athanor run` would refuse."
+)
+
 SETTINGS = ("convert.builder=openai_messages", "convert.options={}")
 
 

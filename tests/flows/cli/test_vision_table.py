@@ -14,6 +14,10 @@ from tests.trainer.plan.test_pieces import MIX
 from trainer.contract.parallel import ParallelConfig
 from trainer.plan.placement import PlacementJob, placements
 
+pytestmark = pytest.mark.promise(
+    "`athanor plan` advises where images should be encoded, from seconds that equal those computed by hand."
+)
+
 REAL = (
     "model={kind: random, variant: qwen3_vl_2b, seed: 0}",
     "train.precision=bfloat16",

@@ -13,6 +13,10 @@ from flows.deployments.request import resolve_request, service_root
 from flows.pipeline.config import PipelineConfig
 from flows.pipeline.recipe import DEFAULT_RECIPE, load_recipe
 
+pytestmark = pytest.mark.promise(
+    "The form, a watched run and MLflow's pages work in headless Chromium; a wrong value is refused with its path."
+)
+
 
 def leaves(schema: dict, path: str = "") -> Iterator[tuple[str, dict]]:
     for name, each in schema["properties"].items():

@@ -21,6 +21,10 @@ from flows.deployments.allowed import (
 from flows.pipeline.config import PipelineConfig
 from flows.pipeline.recipe import load_recipe
 
+pytestmark = pytest.mark.promise(
+    "A page of another origin, another user of the machine, and somebody with the password run no command."
+)
+
 
 def config(**changes: object) -> PipelineConfig:
     return load_recipe(overrides=[f"{k.replace('__', '.')}={json.dumps(v)}" for k, v in changes.items()]).config

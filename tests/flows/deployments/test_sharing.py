@@ -4,6 +4,10 @@ import pytest
 
 from flows.deployments.sweep import check_grid, sharing_of
 
+pytestmark = pytest.mark.promise(
+    "Runs of a sweep over one loaded base have the losses, adapters and moments of a process of their own, to the bit."
+)
+
 LORA = ["train.adapter={rank: 4, alpha: 8}", "train.num_steps=50"]
 FROZEN = ["train.vision.frozen=true", "train.merger.frozen=true", "encode_images={dtype: float32}"]
 

@@ -331,6 +331,9 @@ def test_ask_refuses_what_is_no_model(tmp_path, capsys):
     assert "has no config.json" in error_line(capsys)
 
 
+@pytest.mark.promise(
+    "A damaged record, shard, index, plan, manifest or exported weight is not used, and one line names it."
+)
 def test_sixty_damages_of_a_finished_root_are_accounted_for(finished, tmp_path, caplog):
     """Damage data, models before and after training, checkpoints, answers and scores. Each damaged file is named."""
     told = [account(number, finished, tmp_path, caplog) for number in range(60)]

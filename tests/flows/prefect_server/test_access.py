@@ -14,6 +14,10 @@ from dataset_builders.errors import InputError
 from flows.prefect_server.access import check_host, client_logins, make_access, serve_login
 from flows.prefect_server.guard import guarded
 
+pytestmark = pytest.mark.promise(
+    "A page of another origin, another user of the machine, and somebody with the password run no command."
+)
+
 ENVIRONMENT = {
     "PREFECT_SERVER_API_AUTH_STRING": "admin:secret",
     "MLFLOW_TRACKING_USERNAME": "someone",

@@ -12,6 +12,10 @@ from flows.cli.main import main
 from flows.prefect_server.private_root import make_private_root
 from tests.helpers.own_data import csv_paths, draw_rows
 
+pytestmark = pytest.mark.promise(
+    "A page of another origin, another user of the machine, and somebody with the password run no command."
+)
+
 
 def mode_of(path: Path) -> int:
     return path.stat().st_mode & 0o7777

@@ -29,6 +29,11 @@ from tests.helpers.kill_worker import kill_itself, kill_itself_once, slow_or_fai
 from tests.helpers.patience import at_most
 from tests.helpers.trees import tree_digest
 
+pytestmark = pytest.mark.promise(
+    "The data stages write the same bytes from one process, several, or a Dask cluster, in any order of "
+    "completion, and after kill -9."
+)
+
 REPO = Path(__file__).parents[3]
 SMALL = {
     "data.num_scans": 30,

@@ -25,6 +25,11 @@ from stages.chat.conversation import prompt_of
 from stages.chat.text_stream import TextStream
 from tests.helpers.evaluation import picture, talkative_hf_dir
 
+pytestmark = pytest.mark.promise(
+    "`athanor serve` gives many users at once the answers of one alone, to OpenAI's own client too; hang-ups "
+    "and failures harm nobody else."
+)
+
 LOGIN, NAMES = "athanor:word", ["localhost", "127.0.0.1"]
 KEY = {"Authorization": "Bearer word"}
 MOST_TOKENS, ROWS, QUEUE = 40, 4, 12

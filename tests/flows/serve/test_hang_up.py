@@ -12,6 +12,11 @@ import uvicorn
 from flows.serve import hang_up
 from tests.helpers.patience import at_most
 
+pytestmark = pytest.mark.promise(
+    "`athanor serve` gives many users at once the answers of one alone, to OpenAI's own client too; hang-ups "
+    "and failures harm nobody else."
+)
+
 ended = []
 
 

@@ -18,6 +18,11 @@ from stages.chat.text_stream import TextStream
 from tests.flows.serve.test_completions import LOGIN, NAMES, image_part, text_part
 from tests.helpers.evaluation import picture, talkative_hf_dir
 
+pytestmark = pytest.mark.promise(
+    "`athanor serve` gives many users at once the answers of one alone, to OpenAI's own client too; hang-ups "
+    "and failures harm nobody else."
+)
+
 SERVE_PAGE = Path(__file__).parents[3] / "docs" / "serve.md"
 QUESTION = {"role": "user", "content": [image_part(picture(3)), text_part("Which digit?")]}
 

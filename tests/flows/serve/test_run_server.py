@@ -2,7 +2,14 @@
 
 from pathlib import Path
 
+import pytest
+
 from flows.serve.run_server import sources_of, tell_login
+
+pytestmark = pytest.mark.promise(
+    "`athanor serve` gives many users at once the answers of one alone, to OpenAI's own client too; hang-ups "
+    "and failures harm nobody else."
+)
 
 
 def test_names_are_those_of_hub_artifact_or_directory_and_differ(tmp_path):

@@ -16,7 +16,13 @@ from tests.helpers.browser import chromium, requires_chromium
 from tests.helpers.evaluation import picture, talkative_hf_dir
 from tests.helpers.serving import ask, chat, serving
 
-pytestmark = pytest.mark.full
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.promise(
+        "`athanor serve` gives many users at once the answers of one alone, to OpenAI's own client too; hang-ups "
+        "and failures harm nobody else."
+    ),
+]
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,10 @@ from flows.prefect_server.stored_results import refuse_stored_results
 from flows.service.closed_worker import TYPE, ClosedConfiguration, ClosedWorker, entrypoint_to_run
 from flows.service.provision import POOL
 
+pytestmark = pytest.mark.promise(
+    "A page of another origin, another user of the machine, and somebody with the password run no command."
+)
+
 
 def run(**changes: object) -> SimpleNamespace:
     return SimpleNamespace(**{"id": uuid4(), "deployment_id": uuid4(), "job_variables": {}, **changes})

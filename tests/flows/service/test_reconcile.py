@@ -34,6 +34,10 @@ from flows.service.orphans import end_orphans, find_orphans
 from flows.service.reconcile import reconcile as put_right
 from tests.helpers.service import wait_for
 
+pytestmark = pytest.mark.promise(
+    "Cancel, a deadline or kill -9 leaves a checkpoint and no process, and a retry gives an undisturbed run's losses."
+)
+
 SLEEPS = "import time; time.sleep(600)"
 
 

@@ -17,6 +17,8 @@ import flows
 from flows.service import mlflow_app
 from flows.service.programs import service_environment
 
+pytestmark = pytest.mark.promise("The pages of the service ask no other server, and telemetry is switched off.")
+
 WORDS = ("telemetry", "analytics", "metrics")
 
 

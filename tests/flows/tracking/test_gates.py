@@ -7,6 +7,11 @@ from pydantic import ValidationError
 
 from flows.tracking.config import Gate, refusals
 
+pytestmark = pytest.mark.promise(
+    "The gain over the model before training has a paired bootstrap interval, and gates on scores keep a model "
+    "out of the registry."
+)
+
 SCORES = {"stop_rate": 0.25, "exact_match": 0.95, "cer": 0.2, "exact_match/pairs": 0.8, "loss": math.nan}
 GAINS = {"exact_match": (0.1, 0.3), "cer": (-0.02, 0.2)}
 

@@ -16,6 +16,10 @@ from flows.tracking.sender import publish_waiting
 from flows.tracking.store import connect, tracking_uri
 from tests.helpers.tracked_run import EXPERIMENT, MODEL, Nobody, holdings, tell_a_run
 
+pytestmark = pytest.mark.promise(
+    "A root that is copied or moved continues there, and a registered model loads over HTTP on another machine."
+)
+
 
 @pytest.fixture(autouse=True)
 def nobody_sends(monkeypatch):

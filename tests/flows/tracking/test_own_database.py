@@ -11,6 +11,11 @@ from flows.tracking.publish import Publication
 from flows.tracking.record import error_line
 from tests.helpers.tracked_run import Nobody, make_trained, open_tracker
 
+pytestmark = pytest.mark.promise(
+    "A minute without processors, a jumping clock, a deleted root, a bad database, few open files or a full "
+    "disk costs no finished work."
+)
+
 
 def test_a_kill_while_the_tables_are_made_costs_nothing(tmp_path, monkeypatch):
     """MLflow never repairs tables that are half made, so a file under the final name has all of them."""

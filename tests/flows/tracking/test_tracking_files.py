@@ -41,6 +41,10 @@ from tests.helpers.tracked_run import (
     write_live,
 )
 
+pytestmark = pytest.mark.promise(
+    "A root that is copied or moved continues there, and a registered model loads over HTTP on another machine."
+)
+
 # The code of a user on another machine, who has only the server's address.
 ELSEWHERE = f"""
 import mlflow, sys

@@ -18,6 +18,10 @@ from tests.helpers.tracked_run import make_trained, open_tracker
 from trainer.contract.names import METRICS_JSONL
 from trainer.loop.metrics import MetricsWriter
 
+pytestmark = pytest.mark.promise(
+    "An MLflow that is away for five seconds, in the full tier for a minute, leaves no gap and no double point."
+)
+
 ROW_SECONDS = 0.25
 
 

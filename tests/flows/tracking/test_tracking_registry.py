@@ -15,6 +15,11 @@ from stages.evaluate.predictions import PREDICTIONS, PREDICTIONS_SCHEMA, heldout
 from stages.scoring.intervals import Bootstrap
 from tests.helpers.tracked_run import make_artifact, make_evaluated
 
+pytestmark = pytest.mark.promise(
+    "The gain over the model before training has a paired bootstrap interval, and gates on scores keep a model "
+    "out of the registry."
+)
+
 CONFIG = RegistryConfig(metric="exact_match", margin=0.005)
 
 

@@ -40,6 +40,10 @@ from tests.helpers.tracked_run import (
     write_live,
 )
 
+pytestmark = pytest.mark.promise(
+    "An MLflow that is away for five seconds, in the full tier for a minute, leaves no gap and no double point."
+)
+
 
 @pytest.fixture(autouse=True)
 def no_thread(monkeypatch):

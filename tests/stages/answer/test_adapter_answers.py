@@ -21,6 +21,11 @@ from tests.helpers.evaluation import answered, mixed_samples, picture, samples_a
 from tests.helpers.tiny_hybrid_model import talkative_hybrid_dir
 from tests.helpers.tiny_model import tiny_hf_dir
 
+pytestmark = pytest.mark.promise(
+    "A base with an adapter beside it gives the merged model's answers, and the logits of PEFT's model to 1e-5 "
+    "relative."
+)
+
 MODELS = {"qwen3_vl": talkative_hf_dir, "qwen3_5": talkative_hybrid_dir}
 NEW_TOKENS = 12
 WRONG_NUMBERS = (float("nan"), float("inf"), float("-inf"), True, "6", None, 0, 1e9)

@@ -45,6 +45,10 @@ from tests.helpers.evaluation import (
 )
 from trainer.contract.names import EXIT_INPUT
 
+pytestmark = pytest.mark.promise(
+    "A batch whose rows come and go gives the tokens that transformers gives each prompt alone, also after kill -9."
+)
+
 CONFIG = AnswerConfig(max_new_tokens=6, part_size=4, batch_size=8)
 BROKEN = Sample(
     key="digits/00000001",
@@ -327,6 +331,9 @@ def test_an_export_without_a_model_is_said(made, tmp_path):
         answered(CONFIG, {**made[0], "hf": Artifact.load(export.dir)}, tmp_path / "root")
 
 
+@pytest.mark.promise(
+    "A damaged record, shard, index, plan, manifest or exported weight is not used, and one line names it."
+)
 def test_a_bit_of_an_export_is_noticed_before_it_answers(made, tmp_path):
     export = hf_artifact(tmp_path / "e", talkative_hf_dir())
     data = bytearray((export.dir / "hf" / "model.safetensors").read_bytes())

@@ -22,6 +22,10 @@ from stages.inputs.hf_directory import read_json
 from tests.helpers.evaluation import conversation, mixed_samples, picture, talkative_hf_dir
 from tests.helpers.tiny_hybrid_model import hybrid_hf_dir
 
+pytestmark = pytest.mark.promise(
+    "A batch whose rows come and go gives the tokens that transformers gives each prompt alone, also after kill -9."
+)
+
 NEW_TOKENS = 12
 
 

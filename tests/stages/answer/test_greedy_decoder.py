@@ -11,6 +11,10 @@ from stages.encode.images import load_image_config
 from tests.helpers.evaluation import mixed_samples, picture, talkative_hf_dir
 from tests.helpers.tiny_hybrid_model import talkative_hybrid_dir
 
+pytestmark = pytest.mark.promise(
+    "A batch whose rows come and go gives the tokens that transformers gives each prompt alone, also after kill -9."
+)
+
 
 @pytest.fixture(scope="module", params=["attention", "delta layers"])
 def generator(request):

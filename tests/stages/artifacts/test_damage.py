@@ -33,6 +33,10 @@ from trainer.data.reader import BinReader
 from trainer.data.slices import RankSlice
 from trainer.model.registry import read_model
 
+pytestmark = pytest.mark.promise(
+    "A damaged record, shard, index, plan, manifest or exported weight is not used, and one line names it."
+)
+
 Damage = Callable[[Path], None]  # receives the artifact's directory
 SHARD, OTHER, HELDOUT = "train/shard-00000.tar", "train/shard-00001.tar", "heldout/shard-00000.tar"
 

@@ -11,6 +11,11 @@ from stages.evaluate.config import EvaluateConfig
 from stages.evaluate.predictions import read_predictions
 from tests.helpers.evaluation import conversation, evaluated, hf_artifact, picture, samples_artifact, talkative_hf_dir
 
+pytestmark = pytest.mark.promise(
+    "`athanor serve` gives many users at once the answers of one alone, to OpenAI's own client too; hang-ups "
+    "and failures harm nobody else."
+)
+
 
 def test_a_question_gets_the_answer_that_the_evaluation_scores(tmp_path):
     data = picture(3, 72, 40)

@@ -12,6 +12,11 @@ from tests.helpers.evaluation import mixed_samples, talkative_hf_dir
 from tests.helpers.patience import at_most
 from tests.helpers.tiny_hybrid_model import talkative_hybrid_dir
 
+pytestmark = pytest.mark.promise(
+    "`athanor serve` gives many users at once the answers of one alone, to OpenAI's own client too; hang-ups "
+    "and failures harm nobody else."
+)
+
 LIMITS = [3, 20, 1, 7, 12, 2, 16, 5, 9, 15]
 
 

@@ -1,8 +1,14 @@
 """Tokens are drawn by their probabilities, from the most probable ones only, and equally for equal seeds."""
 
+import pytest
 import torch
 
 from stages.chat.drawing import Drawing
+
+pytestmark = pytest.mark.promise(
+    "`athanor serve` gives many users at once the answers of one alone, to OpenAI's own client too; hang-ups "
+    "and failures harm nobody else."
+)
 
 LOGITS = torch.log(torch.tensor([0.1, 0.5, 0.15, 0.25]))
 

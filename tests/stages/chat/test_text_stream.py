@@ -8,6 +8,11 @@ from stages.answer.transformers_engine import Generator
 from stages.chat.text_stream import TextStream
 from tests.helpers.evaluation import talkative_hf_dir
 
+pytestmark = pytest.mark.promise(
+    "`athanor serve` gives many users at once the answers of one alone, to OpenAI's own client too; hang-ups "
+    "and failures harm nobody else."
+)
+
 
 @pytest.fixture(scope="module")
 def generator():

@@ -18,6 +18,11 @@ from stages.compare.stage import _stats, _table
 from stages.evaluate.config import CompareConfig
 from stages.scoring.intervals import Bootstrap
 
+pytestmark = pytest.mark.promise(
+    "The gain over the model before training has a paired bootstrap interval, and gates on scores keep a model "
+    "out of the registry."
+)
+
 BOOTSTRAP = Bootstrap(resamples=2000, level=0.95, seed=1)
 IMAGE = grey_png(np.full((12, 12), 200, np.uint8))
 

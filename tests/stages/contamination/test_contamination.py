@@ -21,6 +21,10 @@ from tests.helpers.drawn_pictures import chart, copies, encoded, receipt, scaled
 from tests.helpers.raw_rows import row, write_source
 from tests.helpers.samples import make_samples_artifact, turns
 
+pytestmark = pytest.mark.promise(
+    "Held-out images that occur in train count in no score; cropped, rotated or mirrored copies are not looked for."
+)
+
 HALF_A_PNG = encoded(chart(99))[:2000]
 
 

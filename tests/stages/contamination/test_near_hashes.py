@@ -6,6 +6,10 @@ import pytest
 from stages.contamination import near_hashes
 from stages.contamination.near_hashes import MAX_BITS, near_pairs
 
+pytestmark = pytest.mark.promise(
+    "Held-out images that occur in train count in no score; cropped, rotated or mirrored copies are not looked for."
+)
+
 
 def all_pairs(queries: np.ndarray, hashes: np.ndarray, max_bits: int) -> set[tuple[int, int]]:
     return {tuple(pair) for pair in np.argwhere(np.bitwise_count(queries[:, None] ^ hashes) <= max_bits).tolist()}

@@ -35,6 +35,11 @@ from tests.helpers.patience import at_most
 from tests.helpers.raw_rows import BAD_IMAGES, encode, mixed_rows, picture, plain_rows, png, row, write_source
 from tests.helpers.trees import damaged_shards, tree_digest
 
+pytestmark = pytest.mark.promise(
+    "Each builder turns its source's rows into samples, names and counts each bad row, and no image is both "
+    "trained on and held out."
+)
+
 REPO = Path(__file__).parents[3]
 CONFIG = {
     "builder": "the_cauldron",
@@ -163,6 +168,10 @@ def test_one_file_or_many_give_the_same_shards(tmp_path, mixed):
     assert tree_digest(many.dir) == tree_digest(mixed.dir)
 
 
+@pytest.mark.promise(
+    "The data stages write the same bytes from one process, several, or a Dask cluster, in any order of "
+    "completion, and after kill -9."
+)
 def test_more_workers_give_the_same_bytes(tmp_path, mixed, monkeypatch):
     monkeypatch.setattr(convert_module, "_ROWS_PER_WORKER", 1)
     heard: list[tuple[int, int]] = []
@@ -498,6 +507,10 @@ print("killed", killed)
 """
 
 
+@pytest.mark.promise(
+    "The data stages write the same bytes from one process, several, or a Dask cluster, in any order of "
+    "completion, and after kill -9."
+)
 @pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.full)])
 def test_killed_at_any_moment_and_run_again_gives_the_same_bytes(tmp_path, every):
     source = write_source(tmp_path / "raw", {"mixed": mixed_rows()}, file_rows=30)

@@ -15,6 +15,11 @@ from stages.convert.scan import PLAN_COLUMNS, SCAN_SCHEMA, Scan
 from stages.convert.write import RawRows, write_tasks
 from tests.bench.bench_convert import synthetic_scan
 
+pytestmark = pytest.mark.promise(
+    "Each builder turns its source's rows into samples, names and counts each bad row, and no image is both "
+    "trained on and held out."
+)
+
 
 def digest(number: int) -> bytes:
     return random.Random(number).randbytes(32)

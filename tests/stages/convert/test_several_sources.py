@@ -11,6 +11,11 @@ from stages.convert.config import ConvertConfig, MixedConvertConfig, SourceReadi
 from stages.convert.stage import STAGE
 from tests.helpers.own_data import captions, csv_paths, draw_rows
 
+pytestmark = pytest.mark.promise(
+    "Each builder turns its source's rows into samples, names and counts each bad row, and no image is both "
+    "trained on and held out."
+)
+
 TABLE = {"builder": "table", "options": {"image": "image", "question": "question", "answer": "answer"}}
 FOLDER = {"builder": "image_folder", "options": {"answer": "text_file", "question": "Describe the image."}}
 LIMITS = {

@@ -15,6 +15,10 @@ from stages.encode.config import Learn
 from tests.helpers.samples import turns
 from tests.helpers.tiny_model import SHAPES, tiny_hf_dir
 
+pytestmark = pytest.mark.promise(
+    "Loss masks hold exactly each answer and its end of turn; text that imitates an answer is left out."
+)
+
 # The structure of a reasoning model's template: texts are stripped, only answers after the last question have a think
 # block, and the generation prompt opens a block, or with enable_thinking=false contains an empty one.
 _REASONING_TEMPLATE = """\

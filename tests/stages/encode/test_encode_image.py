@@ -21,6 +21,11 @@ from tests.helpers.pixels import NUM_IMAGES, image_config, pixel_cases, referenc
 from tests.helpers.samples import make_image
 from tests.helpers.tiny_model import tiny_hf_dir
 
+pytestmark = pytest.mark.promise(
+    "Pixels have the bits of the Hugging Face processor, for over 100 images of 8 modes: in the core by "
+    "recorded digests."
+)
+
 
 def test_recorded_digests_of_the_reference():
     recorded = json.loads(PIXELS_JSON.read_text())["digests"]

@@ -20,6 +20,11 @@ from tests.helpers.samples import turns
 from tests.helpers.think_templates import EFFORT, GENERATIONS, think_hf_dir, think_template
 from tests.helpers.tiny_model import tiny_hf_dir
 
+pytestmark = pytest.mark.promise(
+    "Each trained answer follows the ids of its prompt at inference, with think blocks as in the templates of "
+    "Qwen3, 3.5, 3.6 and 3.8."
+)
+
 NONE = np.zeros((0, 3), np.int32)
 USER, HEADER, END = "<|im_start|>user\n", "<|im_start|>assistant\n", "<|im_end|>\n"
 EMPTY = "<think>\n\n</think>\n\n"

@@ -20,6 +20,11 @@ from tests.helpers.patience import at_most
 from tests.helpers.samples import turns
 from tests.helpers.tiny_model import tiny_hf_dir
 
+pytestmark = pytest.mark.promise(
+    "Images that cost seconds per kilobyte, damaged JPEGs, endless chat templates and links out of a source "
+    "are refused with a reason."
+)
+
 _PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 

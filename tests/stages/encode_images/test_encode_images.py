@@ -29,6 +29,11 @@ from tests.helpers.trees import tree_digest
 from trainer.contract.run import RunConfig
 from trainer.data.features import FeatureReader
 
+pytestmark = pytest.mark.promise(
+    "Training on features that were stored once equals computing them in eleven layouts, losses to 1e-5 and "
+    "weights to 2e-6; damaged or foreign features are refused."
+)
+
 WIDTH = 192  # the tiny model: 64 numbers per image token, and two deepstack levels
 
 

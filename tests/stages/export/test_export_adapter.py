@@ -26,6 +26,11 @@ from trainer.contract.adapter import AdapterConfig
 from trainer.contract.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, peft_config
 from trainer.contract.run import OptimConfig, RunConfig, TrainConfig
 
+pytestmark = pytest.mark.promise(
+    "A checkpoint of adapters holds only what is trained, resumes to the bit, in other layouts with losses to "
+    "1e-6, and refuses another base."
+)
+
 ADAPTER = AdapterConfig(kind="dora", rank=4, alpha=8, targets=("attention", "mlp"))
 CONFIG = TrainConfig(
     seed=0,

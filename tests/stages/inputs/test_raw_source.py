@@ -93,6 +93,10 @@ ROW_FILES = {
 }
 
 
+@pytest.mark.promise(
+    "Images that cost seconds per kilobyte, damaged JPEGs, endless chat templates and links out of a source "
+    "are refused with a reason."
+)
 @pytest.mark.parametrize("builder", ROW_FILES)
 @pytest.mark.parametrize("linked", ["file", "directory"])
 def test_a_file_that_links_out_of_the_source_is_refused(builder, linked, tmp_path):
@@ -117,6 +121,10 @@ def test_every_builder_is_tried():
     assert set(ROW_FILES) == set(BUILDERS)
 
 
+@pytest.mark.promise(
+    "Images that cost seconds per kilobyte, damaged JPEGs, endless chat templates and links out of a source "
+    "are refused with a reason."
+)
 def test_a_picture_that_links_out_is_no_reason_to_refuse_the_rest(tmp_path):
     source = write_source(tmp_path / "source", {"a": plain_rows(2)})
     (tmp_path / "outside.png").write_bytes(png(1))
@@ -171,6 +179,7 @@ def test_a_damaged_memo_is_written_anew(damaged, tmp_path):
     assert content_digest(source, ALL, memo) == first and memo.read_bytes() == whole
 
 
+@pytest.mark.promise("The hub's own client downloads data, tested against a local server.")
 def test_a_hub_dataset_is_downloaded_subset_by_subset(tmp_path, monkeypatch):
     source = write_source(tmp_path / "snapshot", {"ai2d": plain_rows(2)})
     asked = {}
@@ -188,6 +197,7 @@ def test_a_hub_dataset_is_downloaded_subset_by_subset(tmp_path, monkeypatch):
         open_raw("owner/name", ["ai3d"], "the_cauldron")
 
 
+@pytest.mark.promise("The hub's own client downloads data, tested against a local server.")
 def test_a_misspelt_subset_of_the_hub_is_named_before_a_download(monkeypatch):
     monkeypatch.setattr(raw_source.huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("downloaded"))
     for subset, message in [("ai3d", "has no subset 'ai3d'; did you mean 'ai2d'"), ("qqqq", "'qqqq'; it has ai2d, ")]:
@@ -214,6 +224,7 @@ def test_what_is_not_there_says_so_in_one_line(tmp_path, monkeypatch):
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.promise("The hub's own client downloads data, tested against a local server.")
 def test_a_gated_dataset_says_what_to_do(monkeypatch):
     def gated(name, **options):
         raise GatedRepoError("401 Client Error", response=SimpleNamespace(headers={}, request=None))
@@ -249,6 +260,7 @@ def download(address, home, *arguments):
     return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=REPO)
 
 
+@pytest.mark.promise("The hub's own client downloads data, tested against a local server.")
 def test_what_the_hub_serves_is_downloaded_by_patterns_and_read(tmp_path):
     name = "HuggingFaceM4/the_cauldron"
     served = write_source(tmp_path / "hub", {"ai2d": plain_rows(3), "vqav2": plain_rows(2)})
@@ -265,6 +277,7 @@ def test_what_the_hub_serves_is_downloaded_by_patterns_and_read(tmp_path):
         assert "is neither a directory here nor a dataset of the hub" in missing.stderr
 
 
+@pytest.mark.promise("The hub's own client downloads data, tested against a local server.")
 def test_pictures_of_a_hub_dataset_are_downloaded_with_the_rows_that_point_at_them(tmp_path):
     (tmp_path / "hub" / "pictures").mkdir(parents=True)
     (tmp_path / "hub" / "pictures" / "1.png").write_bytes(png(1))

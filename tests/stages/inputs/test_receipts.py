@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pyarrow.parquet as pq
+import pytest
 from PIL import Image
 
 from dataset_builders.contracts.sample import Sample
@@ -16,6 +17,11 @@ from stages.artifacts.workers import StageResources
 from stages.inputs.config import EmbeddedReceiptsConfig
 from stages.inputs.receipts import ROW_SCHEMA, STAGE
 from tests.helpers.trees import tree_digest
+
+pytestmark = pytest.mark.promise(
+    "A receipt goes from raw row to nTED, as JSON and as tags, with an exact inverse; drawn receipts have "
+    "CORD-V2's schema."
+)
 
 FEW = EmbeddedReceiptsConfig(kind="receipts", seed=0, num_train=6, num_strips=12, num_heldout=4)
 

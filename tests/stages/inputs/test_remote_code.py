@@ -18,6 +18,11 @@ from stages.inputs.hf_directory import check_hf_dir
 from stages.inputs.remote_code import check_remote_code, drop_auto_maps
 from tests.helpers.tiny_model import tiny_hf_dir
 
+pytestmark = pytest.mark.promise(
+    "Secrets appear in no file, log, database or command line of a run, servers ask for a login, and no "
+    "foreign pickle or code runs."
+)
+
 AUTO_MAPS = {
     "config.json": {"AutoConfig": "code.Config", "AutoModelForImageTextToText": "code.Model"},
     "tokenizer_config.json": {"AutoTokenizer": ["code.Tokenizer", None]},

@@ -8,6 +8,11 @@ import pytest
 from stages.plan_bins.pack import pack
 from tests.bench.bench_bins import lengths
 
+pytestmark = pytest.mark.promise(
+    "Bins keep their limits, any step's are found without holding an epoch, and dealing them to ranks by cost, "
+    "threads and resumes change none of a step's samples."
+)
+
 
 def _check(bins: np.ndarray, tokens: np.ndarray, patches: np.ndarray, seq_len: int, max_patches: int) -> int:
     count = int(bins.max()) + 1

@@ -19,6 +19,11 @@ from stages.plan_bins.stage import STAGE, PlanBinsConfig
 from tests.helpers.index import read_index, write_index
 from tests.helpers.trees import tree_digest
 
+pytestmark = pytest.mark.promise(
+    "Bins keep their limits, any step's are found without holding an epoch, and dealing them to ranks by cost, "
+    "threads and resumes change none of a step's samples."
+)
+
 
 def _tokenized(
     directory: Path, rows: list[tuple[str, str, int, int, int]], partition_rows: int = 1_000_000

@@ -32,6 +32,11 @@ from tests.helpers.object_store import free_port
 from tests.helpers.patience import at_most
 from tests.helpers.tiny_model import tiny_hf_dir
 
+pytestmark = pytest.mark.promise(
+    "An export gives the same answers in transformers, PEFT and MLflow without athanor; a wrong scale, another "
+    "base or other pixels are caught."
+)
+
 QUESTIONS = (
     *(("Which digit is in the picture?", 1), ("What is three plus four?", 0), ("Is the left one larger?", 2)),
     ("<image>Which digit? Or<image>this one?", 2),

@@ -29,6 +29,10 @@ from stages.release.model_card import (
 )
 from tests.helpers.tiny_model import tiny_hf_dir
 
+pytestmark = pytest.mark.promise(
+    "A release has a model card that the hub reads; a push is tested against a local server."
+)
+
 CAULDRON = "HuggingFaceM4/the_cauldron"
 
 

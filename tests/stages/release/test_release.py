@@ -21,6 +21,10 @@ from stages.release.stage import STAGE, ReleaseConfig
 from tests.helpers.evaluation import hf_artifact
 from tests.helpers.tiny_model import tiny_hf_dir
 
+pytestmark = pytest.mark.promise(
+    "A release has a model card that the hub reads; a push is tested against a local server."
+)
+
 CONFIG = ReleaseConfig(
     name="athanor-digits", base_model=None, datasets=["drawn"], recipe={"name": "digits", "train": {"num_steps": 3}}
 )
@@ -74,6 +78,9 @@ def test_it_is_the_export_with_a_card(inputs, tmp_path):
     assert "| overall | 2 | 0 | 1 | 1 |" in card.text and "num_steps: 3" in card.text
 
 
+@pytest.mark.promise(
+    "A damaged record, shard, index, plan, manifest or exported weight is not used, and one line names it."
+)
 def test_a_bit_of_the_one_file_with_two_names_is_noticed_under_both(inputs, tmp_path):
     """The fix takes two steps: first the export is made again, then its release."""
     released = run_stage(STAGE, CONFIG, inputs, tmp_path / "root").artifact

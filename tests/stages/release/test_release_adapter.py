@@ -24,6 +24,11 @@ from tests.stages.release.test_release import EVALUATED
 from trainer.contract.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from trainer.loop.export import write_weights
 
+pytestmark = pytest.mark.promise(
+    "PEFT gives our logits from our adapters to 1e-5, merging is `merge_and_unload` to the bit, and training "
+    "continues from its directory and ours."
+)
+
 BASE = "Qwen/Qwen3-VL-2B-Instruct"
 FACTS = {"kind": "lora", "rank": 4, "alpha": 6.0, "targets": ["attention"], "modules": 9, "parameters": 1234}
 

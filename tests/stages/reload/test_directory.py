@@ -13,6 +13,11 @@ from stages.reload.directory import differences
 from tests.helpers.tiny_hybrid_model import hybrid_hf_dir
 from tests.helpers.tiny_model import tiny_hf_dir
 
+pytestmark = pytest.mark.promise(
+    "An export gives the same answers in transformers, PEFT and MLflow without athanor; a wrong scale, another "
+    "base or other pixels are caught."
+)
+
 WEIGHTS = "model.safetensors"
 
 

@@ -31,6 +31,11 @@ from tests.helpers.tiny_text_model import text_hf_dir
 from trainer.contract.adapter import ROLES, AdapterConfig
 from trainer.loop.export import write_weights
 
+pytestmark = pytest.mark.promise(
+    "An export gives the same answers in transformers, PEFT and MLflow without athanor; a wrong scale, another "
+    "base or other pixels are caught."
+)
+
 CONFIG = ReloadConfig(num_questions=6, max_new_tokens=6)
 MODELS = {
     "qwen3": text_hf_dir,

@@ -10,6 +10,11 @@ from tests.bench.bench_rounding import moved
 from tests.helpers.evaluation import talkative_hf_dir
 from tests.helpers.tiny_hybrid_model import talkative_hybrid_dir
 
+pytestmark = pytest.mark.promise(
+    "An export gives the same answers in transformers, PEFT and MLflow without athanor; a wrong scale, another "
+    "base or other pixels are caught."
+)
+
 BOUND = margin_bound("bfloat16", 28, 2.0)
 OTHER = {"prompt": None, "position": 3, "theirs": 5, "ours": 7, "spread": 2.0}
 

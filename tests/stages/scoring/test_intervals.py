@@ -20,6 +20,11 @@ from stages.scoring.metrics.captions import Bleu
 from stages.scoring.metrics.contract import Judged, MeanMetric, Metric
 from stages.scoring.metrics.cord import CordFieldF1
 
+pytestmark = pytest.mark.promise(
+    "The gain over the model before training has a paired bootstrap interval, and gates on scores keep a model "
+    "out of the registry."
+)
+
 SMALL = Bootstrap(resamples=400)
 
 

@@ -26,6 +26,11 @@ from tests.helpers.index import read_index
 from tests.helpers.samples import make_image, make_samples_artifact, turns
 from tests.helpers.think_templates import think_hf_dir
 
+pytestmark = pytest.mark.promise(
+    "Each trained answer follows the ids of its prompt at inference, with think blocks as in the templates of "
+    "Qwen3, 3.5, 3.6 and 3.8."
+)
+
 CONFIG = TokenizeConfig(max_seq_len=512, max_pixels=None, max_skip_fraction=1.0)
 TEXTS = (f"{IMAGE_SLOT}Which digit?", "three", "And now?", "four", f"{IMAGE_SLOT}What is this?", "five", "Sure?", "yes")
 

@@ -11,6 +11,10 @@ from tests.stages.train.test_train_stage import CONFIG, fake_trainer, inputs
 from trainer.contract.adapter import AdapterConfig
 from trainer.contract.run import TrainConfig
 
+pytestmark = pytest.mark.promise(
+    "Runs of a sweep over one loaded base have the losses, adapters and moments of a process of their own, to the bit."
+)
+
 __all__ = ["fake_trainer", "inputs"]
 pytestmark = pytest.mark.full
 CONFIGS = [

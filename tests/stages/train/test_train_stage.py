@@ -372,6 +372,10 @@ def test_features_are_an_input_and_stand_in_run_json(inputs, tmp_path):
     assert without.manifest.parents.keys() == {"model", "tokenized", "bins"}
 
 
+@pytest.mark.promise(
+    "Training on features that were stored once equals computing them in eleven layouts, losses to 1e-5 and "
+    "weights to 2e-6; damaged or foreign features are refused."
+)
 @pytest.mark.parametrize(
     ("role", "words"),
     [("model", "holds features by the model eeeeeeee"), ("tokenized", "was made of the samples eeeeeeee")],

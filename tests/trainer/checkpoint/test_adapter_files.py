@@ -25,6 +25,11 @@ from trainer.model.registry import read_model
 from trainer.model.targets import adapted_layers
 from trainer.model.whole_modules import whole_modules
 
+pytestmark = pytest.mark.promise(
+    "PEFT gives our logits from our adapters to 1e-5, merging is `merge_and_unload` to the bit, and training "
+    "continues from its directory and ours."
+)
+
 WHOLE = (
     "lm_head",
     r"model\.visual\.merger",

@@ -28,6 +28,11 @@ from trainer.loop.share_model import share_model
 from trainer.model.registry import read_model
 from trainer.parallel.runtime import cpu_runtime
 
+pytestmark = pytest.mark.promise(
+    "A checkpoint with a flipped bit, or a pickle that calls a function, is refused, and training continues "
+    "from the one before."
+)
+
 BYTES_OBJECT = "rng/shard_0_1"
 
 

@@ -26,6 +26,11 @@ from trainer.model.registry import read_model
 from trainer.model.rules import stored_rules
 from trainer.model.targets import adapted_layers, check_targets
 
+pytestmark = pytest.mark.promise(
+    "Adapters of experts are PEFT's `target_parameters`, give its logits to 1e-5, and are merged into each "
+    "form of a directory."
+)
+
 BOTH, DOWN = "experts", r".*\.mlp\.experts\.down_proj"
 CASES = [("experts-listed", BOTH), ("experts-shared", BOTH), ("experts-shared", DOWN)]
 

@@ -6,6 +6,11 @@ import torch
 from trainer.checkpoint import host_memory
 from trainer.checkpoint.host_memory import HostMemory, available_memory, copied_one_by_one
 
+pytestmark = pytest.mark.promise(
+    "Saves change no bit of a training; a kill at any point of a save, or a full disk, costs that save alone; "
+    "SIGTERM ends with one."
+)
+
 CPU = torch.device("cpu")
 
 

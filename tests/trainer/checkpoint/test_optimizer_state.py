@@ -17,6 +17,11 @@ from trainer.checkpoint.directory import list_checkpoints
 from trainer.checkpoint.optimizer_state import rectangles
 from trainer.checkpoint.saver import Checkpointer
 
+pytestmark = pytest.mark.promise(
+    "Saves change no bit of a training; a kill at any point of a save, or a full disk, costs that save alone; "
+    "SIGTERM ends with one."
+)
+
 
 def test_rectangles_cover_any_run_of_numbers_once_and_in_order():
     draw = random.Random(0)

@@ -19,6 +19,11 @@ from trainer.checkpoint.writer import RankFile
 from trainer.model.registry import read_model
 from trainer.plan.estimate import estimate_saved
 
+pytestmark = pytest.mark.promise(
+    "Saves change no bit of a training; a kill at any point of a save, or a full disk, costs that save alone; "
+    "SIGTERM ends with one."
+)
+
 STEPS, INTERVAL = 20, 2
 
 

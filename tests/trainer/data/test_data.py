@@ -21,6 +21,11 @@ from trainer.data.reader import BinReader, prefetch
 from trainer.data.slices import RankSlice
 from trainer.model.registry import read_model
 
+pytestmark = pytest.mark.promise(
+    "Bins keep their limits, any step's are found without holding an epoch, and dealing them to ranks by cost, "
+    "threads and resumes change none of a step's samples."
+)
+
 
 @pytest.mark.parametrize(("num_bins", "size"), [(10, 4), (3, 4), (7, 7), (5, 13)])
 def test_every_bin_is_seen_once_an_epoch(num_bins, size):

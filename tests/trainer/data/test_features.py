@@ -22,6 +22,11 @@ from trainer.data.slices import WHOLE, RankSlice
 from trainer.model.registry import read_model
 from trainer.plan.checks import check_run, pieces_of
 
+pytestmark = pytest.mark.promise(
+    "Training on features that were stored once equals computing them in eleven layouts, losses to 1e-5 and "
+    "weights to 2e-6; damaged or foreign features are refused."
+)
+
 WIDTH = 192
 TRAIN = "train/shard-00000.tar"
 

@@ -36,6 +36,10 @@ from trainer.model.registry import FAMILIES, get_family, read_model
 from trainer.model.shape import ModelShape
 from trainer.parts.attention.part import Attention
 
+pytestmark = pytest.mark.promise(
+    "A config.json is computed as transformers computes it, or refused in one line: 500 mutated ones of each family."
+)
+
 ODD = (None, True, False, 0, 1, 2, 3, 5, 7, -1, 16, 2.0, 0.5, "2", "none", [], [2], {}, {"a": 1})
 PLAUSIBLE: dict[str, tuple[object, ...]] = {
     "hidden_act": ("silu", "gelu", "gelu_pytorch_tanh", "relu", "swish"),

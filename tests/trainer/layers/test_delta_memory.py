@@ -20,6 +20,11 @@ from trainer.parts.attention.module import GatedSelfAttention, RotarySelfAttenti
 from trainer.parts.delta.module import DeltaAttention
 from trainer.parts.delta.rule import gated_delta_net
 
+pytestmark = pytest.mark.promise(
+    "`athanor plan` counts parameters, FLOPs and what adapters and delta layers keep exactly, and GPU memory "
+    "within 8% of measured peaks."
+)
+
 PACKAGE = "trainer.parts.delta.rule"
 FUNCTIONS = {
     "convolution": "convolve_heads",

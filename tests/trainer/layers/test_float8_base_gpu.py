@@ -19,6 +19,11 @@ from trainer.model.registry import read_model
 from trainer.model.targets import adapted_layers
 from trainer.parallel.late_memory import parameters_on_meta, with_memory
 
+pytestmark = pytest.mark.promise(
+    "Beside a base in float8, adapters train to the bit as beside the rounded weights, and in every layout to "
+    "2e-6 of one process."
+)
+
 SEQ_LEN = 128
 WIDTHS = [1, 96, 4096, 5000]
 

@@ -27,6 +27,10 @@ from trainer.loop.interval import NotFinite
 from trainer.loop.set_up import SharedBase, load_base
 from trainer.parallel.mesh import seed_rank
 
+pytestmark = pytest.mark.promise(
+    "Runs of a sweep over one loaded base have the losses, adapters and moments of a process of their own, to the bit."
+)
+
 STEPS = 4
 # Settings of the runs that share a base: kind, rank, dropout, rate, steps. Dropout draws random numbers.
 RUNS = {

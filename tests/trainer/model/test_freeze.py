@@ -11,6 +11,11 @@ from trainer.families.qwen3_vl.weights import rules
 from trainer.model.freeze import freeze
 from trainer.model.registry import read_model
 
+pytestmark = pytest.mark.promise(
+    "Vision, merger or language keep their bits where frozen, in every combination; each may have its own rate "
+    "and decay."
+)
+
 OPTIM = {"lr": 1e-3, "min_lr_fraction": 0.1, "warmup_steps": 0, "weight_decay": 0.1}
 TRAIN = {"seed": 1, "num_steps": 5, "global_batch_size": 1, "precision": "float32", "heldout_interval": 1}
 FROZEN = {"frozen": True}

@@ -22,6 +22,10 @@ from trainer.model.targets import adapted_layers, adapter_sizes, list_matches
 from trainer.model.whole_modules import check_adapter
 from trainer.plan.checks import check_run
 
+pytestmark = pytest.mark.promise(
+    "Targets of adapters, by role or expression, are counted and checked before any stage."
+)
+
 OPTIM = {"lr": 1e-3, "min_lr_fraction": 0.1, "warmup_steps": 0, "weight_decay": 0.1}
 TRAIN = {"seed": 1, "num_steps": 5, "global_batch_size": 1, "precision": "float32", "heldout_interval": 1}
 MODELS = {

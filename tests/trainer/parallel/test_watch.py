@@ -15,6 +15,11 @@ from tests.helpers.watched_rank import WORLD
 from trainer.parallel import watch
 from trainer.parallel.watch import name_ranks
 
+pytestmark = pytest.mark.promise(
+    "Two hosts with a torchrun agent each have the losses of one, to the bit; a rank or host that disappears "
+    "is named and ends the others."
+)
+
 SECONDS = 30
 
 

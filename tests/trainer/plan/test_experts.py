@@ -15,6 +15,10 @@ from trainer.plan.checks import check_experts
 from trainer.plan.estimate import estimate_memory
 from trainer.plan.layout import check_layout
 
+pytestmark = pytest.mark.promise(
+    "A layout or setting that a model cannot train with is refused in one line before anything starts."
+)
+
 
 def train(**changes) -> TrainConfig:
     settings = {"seed": 0, "num_steps": 9, "global_batch_size": 2, "heldout_interval": 9, "optim": OPTIM}

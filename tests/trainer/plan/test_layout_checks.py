@@ -27,6 +27,10 @@ from trainer.plan.checks import check_run
 from trainer.plan.layout import FieldNames, check_layout
 from trainer.plan.pieces import pipeline_pieces
 
+pytestmark = pytest.mark.promise(
+    "A layout or setting that a model cannot train with is refused in one line before anything starts."
+)
+
 TINY = {"first": FIRST.shape, "second": SECOND.shape}
 AROUND = ("world_size", "global_batch_size", "seq_len", "pad_multiple")
 

@@ -22,6 +22,10 @@ from trainer.plan.placement import (
     recommended,
 )
 
+pytestmark = pytest.mark.promise(
+    "`athanor plan` advises where images should be encoded, from seconds that equal those computed by hand."
+)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CountedVision(VisionShape):

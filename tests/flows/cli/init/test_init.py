@@ -22,6 +22,11 @@ from tests.helpers.own_data import LAYOUTS, captions, csv_paths, draw_rows, json
 from tests.helpers.own_faults import FAULTS
 from tests.helpers.tiny_model import tiny_hf_dir
 
+pytestmark = pytest.mark.promise(
+    "`athanor init` makes a recipe from common layouts of data, with settings that fit the GPU by the "
+    "estimate, and names each fault."
+)
+
 ROWS = 40
 REPO = Path(__file__).parents[4]
 

@@ -26,6 +26,10 @@ from tests.helpers.raw_rows import BAD_IMAGES, encode, jpeg_with_exif, orientati
 from tests.helpers.raw_rows import picture as blocks
 from tests.helpers.tiny_model import tiny_hf_dir
 
+pytestmark = pytest.mark.promise(
+    "`athanor bench` gives lmms-eval, here a stand-in, our evaluation's questions; its scores reach the run's gates."
+)
+
 
 def task(**changes: object) -> LmmsEvalTask:
     return LmmsEvalTask(**{"name": "heldout", "max_new_tokens": 16, "metrics": {}} | changes)

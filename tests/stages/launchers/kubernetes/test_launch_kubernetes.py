@@ -30,6 +30,10 @@ from tests.helpers.fake_kubernetes import FakeCluster, fake_cluster, pod_spec_of
 from tests.helpers.patience import at_most
 from tests.helpers.run_dir import metrics_of, result_of, write_job
 
+pytestmark = pytest.mark.promise(
+    "A TrainJob fits Kubeflow Trainer's models and runs against a stand-in for the API server."
+)
+
 REPO = Path(__file__).parents[4]
 
 

@@ -22,6 +22,10 @@ from stages.launchers.slurm.launcher import SlurmLauncher
 from stages.launchers.slurm.script import END_FILE, SBATCH_FILE, job_name, render_sbatch
 from tests.helpers.patience import at_most
 
+pytestmark = pytest.mark.promise(
+    "On a real SLURM on one host, two nodes give the loss of one, and requeue, scancel and time limit change no number."
+)
+
 JOB_ID = 7
 COMMANDS = {
     "sbatch": """

@@ -12,6 +12,11 @@ from stages.scoring.metrics.contract import Judged
 from stages.scoring.metrics.ptb_tokens import words_of
 from tests.stages.scoring.metrics.caption_cases import CAPTIONS, CAPTIONS_JSON, TEXTS
 
+pytestmark = pytest.mark.promise(
+    "Every metric gives the recorded numbers of its reference program to 1e-6, and lists each difference with "
+    "its reason."
+)
+
 RECORDED = json.loads(CAPTIONS_JSON.read_text())
 NUMBERS = range(len(CAPTIONS))
 EXACT = {"abs": 1e-6, "rel": 0}

@@ -5,6 +5,11 @@ import pytest
 from stages.scoring.metrics.choices import MultipleChoice, choose, parse_options
 from stages.scoring.metrics.contract import Judged
 
+pytestmark = pytest.mark.promise(
+    "Every metric gives the recorded numbers of its reference program to 1e-6, and lists each difference with "
+    "its reason."
+)
+
 SCIENCE = (
     "Lecture: Two kinds:\nA. solids\nB. liquids\nQuestion: Which?\nHint: look\nChoices:\n"
     "A. Oxygen\nB. Carbon dioxide\nC. Nitrogen\nAnswer with the letter."

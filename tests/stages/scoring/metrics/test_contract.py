@@ -9,6 +9,11 @@ import pytest
 from stages.scoring.table import METRICS
 from tests.stages.scoring.metrics.golden_cases import GOLDEN, all_judged
 
+pytestmark = pytest.mark.promise(
+    "Every metric gives the recorded numbers of its reference program to 1e-6, and lists each difference with "
+    "its reason."
+)
+
 NAMES = sorted(GOLDEN)
 
 

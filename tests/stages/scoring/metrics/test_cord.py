@@ -20,6 +20,11 @@ from stages.scoring.metrics.cord import (
 )
 from tests.stages.scoring.metrics.cord_cases import CORD_JSON, ONE, RECEIPTS, SUB, TWO
 
+pytestmark = pytest.mark.promise(
+    "Every metric gives the recorded numbers of its reference program to 1e-6, and lists each difference with "
+    "its reason."
+)
+
 RECORDED = json.loads(CORD_JSON.read_text())
 EXACT = {"abs": 1e-6, "rel": 0}
 

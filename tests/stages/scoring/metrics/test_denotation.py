@@ -5,6 +5,11 @@ import pytest
 from stages.scoring.metrics.contract import Judged
 from stages.scoring.metrics.denotation import TableExactMatch, final_answer, normalize_item, parse_items, parse_value
 
+pytestmark = pytest.mark.promise(
+    "Every metric gives the recorded numbers of its reference program to 1e-6, and lists each difference with "
+    "its reason."
+)
+
 
 def score(reference, answer):
     return TableExactMatch().score([Judged(question="", references=(reference,), answer=answer)])

@@ -6,6 +6,11 @@ import pytest
 from stages.scoring.metrics.contract import Judged
 from stages.scoring.metrics.error_rates import CER, WER
 
+pytestmark = pytest.mark.promise(
+    "Every metric gives the recorded numbers of its reference program to 1e-6, and lists each difference with "
+    "its reason."
+)
+
 
 def judged(answer, *references):
     return Judged(question="", references=references, answer=answer)

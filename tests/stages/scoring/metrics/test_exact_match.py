@@ -5,6 +5,11 @@ import pytest
 from stages.scoring.metrics.contract import Judged
 from stages.scoring.metrics.exact_match import ExactMatch, normalize
 
+pytestmark = pytest.mark.promise(
+    "Every metric gives the recorded numbers of its reference program to 1e-6, and lists each difference with "
+    "its reason."
+)
+
 
 @pytest.mark.parametrize(
     ("answer", "reference", "same"),

@@ -5,6 +5,11 @@ import pytest
 from stages.scoring.table import METRICS
 from tests.stages.scoring.metrics.golden_cases import GOLDEN, judged
 
+pytestmark = pytest.mark.promise(
+    "Every metric gives the recorded numbers of its reference program to 1e-6, and lists each difference with "
+    "its reason."
+)
+
 TABLES = """
 anls cer denotation_accuracy exact_match multiple_choice relaxed_accuracy vqa_accuracy vqa_em wer
 """

@@ -6,6 +6,11 @@ from dataset_builders.errors import InputError
 from stages.scoring.metrics.contract import Judged
 from stages.scoring.metrics.vqa import VQAAccuracy, VQAExactMatch, evalai_normalize
 
+pytestmark = pytest.mark.promise(
+    "Every metric gives the recorded numbers of its reference program to 1e-6, and lists each difference with "
+    "its reason."
+)
+
 
 def judged(answer, *references):
     return Judged(question="What is it?", references=references, answer=answer)

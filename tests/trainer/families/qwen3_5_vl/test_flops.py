@@ -1,5 +1,6 @@
 """The FLOPs of a delta layer: torch's own counter on the rule, and the sizes of its matrices."""
 
+import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -8,6 +9,11 @@ from tests.helpers.tiny_hybrid_model import hybrid_hf_dir
 from trainer.data.packed_chunks import CHUNK, PackedChunks
 from trainer.model.registry import read_model
 from trainer.parts.delta.rule import plain
+
+pytestmark = pytest.mark.promise(
+    "`athanor plan` counts parameters, FLOPs and what adapters and delta layers keep exactly, and GPU memory "
+    "within 8% of measured peaks."
+)
 
 
 def counted_rule(tokens: int, key_heads: int, value_heads: int, dim: int) -> int:

@@ -13,6 +13,10 @@ from trainer.families.qwen3_5_vl.shape import read_shape
 from trainer.parts.delta.part import DeltaNet
 from trainer.plan.checks import check_run
 
+pytestmark = pytest.mark.promise(
+    "A layout or setting that a model cannot train with is refused in one line before anything starts."
+)
+
 REFUSED = [
     ("float8", {}, 1, "train.precision is float8, in which the delta layers of a qwen3_5 model"),
     (

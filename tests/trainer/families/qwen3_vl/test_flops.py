@@ -18,6 +18,11 @@ from trainer.model.registry import read_model
 from trainer.model.shape import DecoderShape
 from trainer.model.targets import adapted_layers
 
+pytestmark = pytest.mark.promise(
+    "`athanor plan` counts parameters, FLOPs and what adapters and delta layers keep exactly, and GPU memory "
+    "within 8% of measured peaks."
+)
+
 
 def after_last_attention(lm: DecoderShape) -> int:
     """FLOPs of a token in the last layer after its attention: its output projection and MLP."""

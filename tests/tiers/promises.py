@@ -1,0 +1,194 @@
+"""The page docs/evidence.md, made from the marks of the tests: `python -m tests.tiers.promises` writes it.
+
+`@pytest.mark.promise("...")` on a test, or in `pytestmark` of its module, is a sentence that the test shows. Tests in
+several files may carry the same sentence. The marks are read from the text of the files, and nothing is imported. Below
+the promises stand the files of measured figures, by their heads.
+"""
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.tiers.plugin import ROOT
+
+PAGE = ROOT / "docs" / "evidence.md"
+RESULTS = ROOT / "tests" / "bench" / "results"
+# Section -> starts of the paths of its tests, below tests/. The longest start that fits counts, and a promise is in the
+# section of most of its tests.
+SECTIONS = {
+    "Models": ("parity/", "trainer/families/", "trainer/layers/", "e2e/test_families", "equivalence/test_freezing"),
+    "Data, tokens and bins": (
+        *("dataset_builders/", "stages/", "fuzz/", "trainer/data/", "flows/cli/", "flows/resources/", "e2e/"),
+        "equivalence/test_cached_features",
+    ),
+    "Training and layouts": (
+        *("equivalence/", "trainer/", "museum/", "e2e/test_default", "flows/cli/test_vision_table"),
+        "stages/test_estimate",
+    ),
+    "Adapters": (
+        *("equivalence/test_adapter", "equivalence/test_float8_base", "parity/test_peft", "e2e/test_second_task"),
+        *("trainer/checkpoint/test_adapter", "trainer/checkpoint/test_expert", "trainer/layers/test_float8_base"),
+        *("trainer/loop/test_shared_base", "trainer/model/test_targets", "stages/answer/test_adapter"),
+        *("e2e/test_shared_sweep", "flows/deployments/test_sharing", "stages/train/test_companions"),
+    ),
+    "Checkpoints and failures": (
+        *("equivalence/test_checkpoints", "equivalence/test_expert_ranks", "equivalence/test_killed"),
+        *("equivalence/test_resharding", "trainer/checkpoint/", "trainer/parallel/", "service/test_operator"),
+    ),
+    "Evaluation, export and release": (
+        *("stages/answer/", "stages/chat/", "stages/compare/", "stages/contamination/", "stages/evaluate/"),
+        *("stages/reload/", "stages/release/", "stages/scoring/", "flows/bench/", "flows/serve/"),
+        *("e2e/test_never_stops", "e2e/test_receipts"),
+    ),
+    "Service and infrastructure": ("flows/", "infra/", "service/", "stages/launchers/", "test_"),
+}
+CORE, FULL, GPU = "in `make test`", "in `make test-full` only", "on GPUs"
+TIERS = (CORE, FULL, GPU)
+HEAD = """\
+# Evidence
+
+`python -m tests.tiers.promises` makes this page from the tests' marks. A parametrized test counts once, in `make test`
+if one of its cases runs there. Tests in files with (GPU) need one. Bounds hold in float32 on a CPU where nothing else
+is said.
+
+What is not shown:
+
+- Measured weights are random, never published ones. No CI has a GPU.
+- Video is planned. Whole models of 30B and 35B with experts were trained on a GPU with adapters only.
+- Stand-ins took the place of vLLM, SGLang, lmms-eval, the hub and Kubernetes. Real files of the_cauldron and CORD could
+  not be reached.
+- compose.yaml never ran in Docker; only the image of `Dockerfile.data` was built, by hand.
+- On Python 3.12 only the trainer ran.
+- `athanor serve` and `rate`, the check of exports and runs that share a base were not run on a GPU.
+- Refused: float8 products in Qwen3.5; adapters and pipelines with multi-token prediction.
+"""
+_CARD = re.compile(r"^Card: (.+?)\. Commit: (.+?)\. Weights: ", re.MULTILINE)
+_HASH = re.compile(r"\b(?=\w*\d)[0-9a-f]{7,}\b")
+_SIZE = re.compile(r"NVIDIA | 80GB HBM3| of 80 GB| of one host| \(.*?\)")
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A test that shows a promise.
+
+    Attributes:
+        promise: its text.
+        path: the test's file, from the root.
+        test: the name of the function.
+        tier: one of `TIERS`.
+    """
+
+    promise: str
+    path: str
+    test: str
+    tier: str
+
+
+def read_promises(root: Path = ROOT) -> list[Shown]:
+    """Return what the tests of a checkout show, file by file."""
+    files = sorted((root / "tests").rglob("test_*.py"))
+    return [shown for path in files for shown in _read(path.read_text(), path.relative_to(root).as_posix())]
+
+
+def _read(text: str, path: str) -> Iterator[Shown]:
+    body = ast.parse(text).body
+    assigned = [node.value for node in body if isinstance(node, ast.Assign) and "pytestmark" in _names(node)]
+    of_module = [mark for value in assigned for mark in (value.elts if isinstance(value, ast.List) else [value])]
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
+            marks = [*of_module, *node.decorator_list]
+            for promise in dict.fromkeys(text for mark in marks for text in _promises(mark)):
+                yield Shown(promise, path, node.name, _tier(marks))
+
+
+def _names(node: ast.Assign) -> list[str]:
+    return [ast.unparse(target) for target in node.targets]
+
+
+def _promises(mark: ast.expr) -> Iterator[str]:
+    """Yield the text of a mark, if it is a promise.
+
+    Raises:
+        ValueError: the mark holds something other than one literal text.
+    """
+    if ast.unparse(mark).startswith("pytest.mark.promise"):
+        match mark:
+            case ast.Call(args=[ast.Constant(value=str(text))], keywords=[]):
+                yield text
+            case _:
+                raise ValueError(f"line {mark.lineno}: a promise is one literal text, not {ast.unparse(mark)}")
+
+
+def _tier(marks: Iterable[ast.expr]) -> str:
+    marks = list(marks)
+    if any(ast.unparse(mark).startswith("requires_gpus(") for mark in marks):
+        return GPU
+    return FULL if any(_is_full(mark) for mark in marks) else CORE
+
+
+def _is_full(mark: ast.expr) -> bool:
+    """Whether a mark moves all of a test out of the core: the mark itself, or parameters that are all `full(...)`."""
+    match mark:
+        case ast.Call(func=ast.Attribute(attr="parametrize"), args=[_, ast.List(elts=values)]):
+            return bool(values) and all(ast.unparse(value).startswith("full(") for value in values)
+    return ast.unparse(mark) == "pytest.mark.full"
+
+
+def _section(shown: Iterable[Shown]) -> str:
+    """Return the section of the tests of one promise."""
+    found: Counter[str] = Counter()
+    for one in shown:
+        path = one.path.removeprefix("tests/")
+        fitting = [
+            (len(start), name) for name, starts in SECTIONS.items() for start in starts if path.startswith(start)
+        ]
+        found[max(fitting)[1]] += 1
+    return max(SECTIONS, key=lambda name: found[name])
+
+
+def _row(promise: str, shown: list[Shown]) -> str:
+    counts = Counter(one.tier for one in shown)
+    files = dict.fromkeys(one.path for one in shown)
+    gpu = {path for path in files if path.endswith("_gpu.py")}
+    named = ", ".join(f"`{path}`" + (" (GPU)" if path in gpu else "") for path in files)
+    return f"| {promise} | {' | '.join(str(counts[tier] or '') for tier in TIERS)} | {named} |"
+
+
+def _results() -> Iterator[str]:
+    """Yield a line for each file of measured figures."""
+    for path in sorted(RESULTS.glob("*.md")):
+        text = path.read_text()
+        title = text.partition("\n")[0].removeprefix("# ")
+        card, commit = found.groups() if (found := _CARD.search(text)) else ("", "")
+        commits = ", ".join(_HASH.findall(commit)) + (" (the file's)" if "was not noted" in commit else "")
+        yield f"| {title} | {_SIZE.sub('', card)} | {commits} | `{path.relative_to(ROOT)}` |"
+
+
+def render(shown: list[Shown]) -> str:
+    """Return the page."""
+    by_promise: dict[str, list[Shown]] = {}
+    for one in shown:
+        by_promise.setdefault(one.promise, []).append(one)
+    sections = {promise: _section(tests) for promise, tests in by_promise.items()}
+    lines = [HEAD]
+    for name in SECTIONS:
+        lines += [f"## {name}\n", f"| promise | {' | '.join(TIERS)} | shown by |", "| --- | ---: | ---: | ---: | --- |"]
+        lines += [_row(promise, tests) for promise, tests in by_promise.items() if sections[promise] == name]
+        lines.append("")
+    lines += ["## Measured figures\n", "A commit is that which was measured, or that of the file.\n"]
+    lines += ["| figures | card | commit | file |", "| --- | --- | --- | --- |", *_results()]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Write the page."""
+    shown = read_promises()
+    PAGE.write_text(render(shown))
+    print(f"{PAGE}: {len({one.promise for one in shown})} promises, shown by {len(shown)} marks of tests")
+
+
+if __name__ == "__main__":
+    main()
