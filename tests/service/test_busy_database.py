@@ -30,7 +30,7 @@ def write_on(path, ended: threading.Event) -> None:
 
 @pytest.mark.parametrize("together", [full(1), full(5)])
 def test_twenty_of_twenty_submits_are_taken(service, together):
-    deployment = service.ask(f"{service.record.prefect_api}/deployments/filter", {})[0]["id"]
+    deployment = service.prefect("/deployments/filter", {})[0]["id"]
     url = f"{service.record.prefect_api}/deployments/{deployment}/create_flow_run"
     state = {"type": "SCHEDULED", "state_details": {"scheduled_time": LATER}}
 

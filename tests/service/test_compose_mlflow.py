@@ -9,8 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +23,7 @@ from flows.tracking.store import connect
 from tests.helpers.compose_file import INFRA, load_compose, read_env_file
 from tests.helpers.object_store import free_port, moto_server
 from tests.helpers.postgres import BINARIES, postgres_server, requires_postgres
-from tests.helpers.service import clean_environment, wait_for
+from tests.helpers.service import answers, clean_environment, request, wait_for
 from tests.helpers.tracked_run import Nobody, holdings, tell_a_run
 
 pytestmark = [pytest.mark.full, requires_postgres()]
@@ -93,18 +91,8 @@ def start(command: list[str], environment: dict[str, str], log_path: Path) -> su
         )
 
 
-def answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=5) as answer:
-            return answer.status == 200
-    except OSError:
-        return False
-
-
 def test_without_a_login_nobody_reads(server):
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        urllib.request.urlopen(f"{server.url}/api/2.0/mlflow/experiments/search?max_results=1", timeout=60)
-    assert refused.value.code == 401
+    assert request(f"{server.url}/api/2.0/mlflow/experiments/search?max_results=1")[0] == 401
 
 
 def test_a_run_that_waited_is_sent_whole_by_sync(server, tmp_path, monkeypatch, capsys):
