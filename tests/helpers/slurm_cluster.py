@@ -98,11 +98,6 @@ class SlurmCluster:
         self._start("slurmctld", "-D", "-f", str(self.conf))
         self._until(lambda: "UP" in self.call("scontrol", "ping"), "slurmctld")
 
-    def stop_controller(self) -> None:
-        """End slurmctld. Jobs continue, and no client gets an answer."""
-        self.processes["slurmctld"].terminate()
-        self.processes["slurmctld"].wait(30)
-
     def start_node(self, node: str) -> None:
         self._start(node, "-D", "-N", node, "-f", str(self.conf), program="slurmd")
 

@@ -1,8 +1,7 @@
 """MLflow as compose.yaml starts it: logins, Postgres, files in an S3 store. `athanor sync` sends a complete run there.
 
 The databases are made by infra/postgres/databases.sh, the bucket by infra/make_buckets.py, and the server has the
-command
-and the environment of compose.yaml. Only the host names are those of this machine.
+command and the environment of compose.yaml. Only the host names are those of this machine.
 """
 
 import os
@@ -22,7 +21,7 @@ from flows.cli.main import main
 from flows.tracking.store import connect
 from tests.helpers.compose_file import INFRA, load_compose, read_env_file
 from tests.helpers.object_store import free_port, moto_server
-from tests.helpers.postgres import BINARIES, postgres_server, requires_postgres
+from tests.helpers.postgres import postgres_server, requires_postgres
 from tests.helpers.service import answers, clean_environment, request, wait_for
 from tests.helpers.tracked_run import Nobody, holdings, tell_a_run
 
@@ -45,7 +44,7 @@ def server(tmp_path_factory) -> Iterator[Server]:
     place = tmp_path_factory.mktemp("mlflow")
     services = load_compose("compose.yaml", VALUES)["services"]
     with postgres_server() as postgres, moto_server() as store:
-        make_databases(postgres)
+        postgres.make_databases(VALUES)
         make_buckets(services["buckets"]["command"][2:])
         hosts = {"postgres:5432": f"127.0.0.1:{postgres.port}", "http://s3:7070": store, "/infra/": f"{place}/"}
         (place / "mlflow_auth.ini").write_text(replaced((INFRA / "mlflow_auth.ini").read_text(), hosts))
@@ -61,12 +60,6 @@ def server(tmp_path_factory) -> Iterator[Server]:
         finally:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait(30)
-
-
-def make_databases(postgres) -> None:
-    environment = {**os.environ, **VALUES, "PATH": f"{BINARIES}:{os.environ['PATH']}"}
-    environment |= {"PGHOST": "127.0.0.1", "PGPORT": str(postgres.port), "PGPASSWORD": postgres.password}
-    subprocess.run(["bash", str(INFRA / "postgres" / "databases.sh")], env=environment, check=True)
 
 
 def make_buckets(names: list[str]) -> None:
