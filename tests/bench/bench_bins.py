@@ -8,11 +8,9 @@ Peak memory is of a process of its own for each line, Python and libraries inclu
 """
 
 import argparse
-import multiprocessing
 import platform
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +23,7 @@ from stages.artifacts.run_stage import run_stage
 from stages.plan_bins.mixture import SubsetMix
 from stages.plan_bins.pack import pack
 from stages.plan_bins.stage import STAGE, PlanBinsConfig
+from tests.bench.memory import alone
 from tests.helpers.index import write_index
 
 KINDS = ("log-normal", "text", "one image", "mixed")
@@ -34,9 +33,8 @@ SEQ_LEN = 8192
 def lengths(kind: str, num: int, seq_len: int, pad_multiple: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Return (tokens, patches) of `num` samples.
 
-    log-normal: tokens with mean 900 and sigma 0.9, cut at seq_len; a random part of them are image tokens in four of
-    five
-    samples. Other kinds: log-normal text (median 120) and images as the name says.
+    log-normal: tokens with mean 900 and sigma 0.9, cut at seq_len; a random part of them are image tokens in four
+    of five samples. Other kinds: log-normal text (median 120) and images as the name says.
     """
     rng = np.random.default_rng(seed)
     if kind == "log-normal":
@@ -50,18 +48,6 @@ def lengths(kind: str, num: int, seq_len: int, pad_multiple: int, seed: int) -> 
     images = np.minimum(images, room)
     tokens = text.clip(max=seq_len // 2) + images
     return -(-tokens // pad_multiple) * pad_multiple, 4 * images
-
-
-def alone(function: Callable, *arguments: object) -> tuple[object, float]:
-    """Return (result, bytes of memory at its peak) of a call in a process of its own."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_measured, (function, *arguments))
-
-
-def _measured(function: Callable, *arguments: object) -> tuple[object, float]:
-    result = function(*arguments)
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return result, 1024 * int(line.split()[1])
 
 
 def pack_once(kind: str, num: int, seq_len: int, max_patches: int, pad: int) -> tuple[int, int, float, float, float]:
@@ -85,7 +71,7 @@ def print_packing(num: int) -> None:
     shapes += [(num // 10, 2048, 8192, 1), (num // 10, 131_072, 524_288, 1)]
     for kind in KINDS:
         for shape in shapes:
-            (count, bound, fill, other, seconds), peak = alone(pack_once, kind, *shape)
+            (count, bound, fill, other, seconds), _, peak = alone(pack_once, kind, *shape)
             cells = " | ".join(f"{n:,}" for n in (*shape, count, bound))
             print(f"| {kind} | {cells} | {fill:.4f} | {other:.4f} | {seconds:.2f} | {peak / 1e6:.0f} |", flush=True)
 
@@ -144,7 +130,7 @@ def print_plans(num: int) -> None:
         print("| plan | rows of the index | samples an epoch | bins | padding | bytes a sample | CPU s | peak MB |")
         print("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
         for name, config in configs.items():
-            (stats, seconds, each), peak = alone(plan_once, tokenized, Path(folder) / name.split(",")[0], config)
+            (stats, seconds, each), _, peak = alone(plan_once, tokenized, Path(folder) / name.split(",")[0], config)
             train = [stats[key]["train"] for key in ("num_samples", "num_bins", "padding_fraction")]
             print(
                 f"| {name} | {num:,} | {train[0]:,} | {train[1]:,} | {train[2]:.4f} | {each:.1f} | {seconds:.2f} "

@@ -3,10 +3,9 @@
     taskset -c 1 python -m tests.bench.bench_check [--samples N] [--passes N] [--folder DIRECTORY]
 
 `BinReader.read` is called as in training, bin after bin of the mix of `bench_train_step`, with pixels as bytes (codec
-u8,
-for which reading is cheapest and the check weighs most). "As before" is the reader from before 2026-11-23, which
-compared
-nothing on a disk: it read a record member by member, and skipped the pixels for a rank without a vision encoder.
+u8, for which reading is cheapest and the check weighs most). "As before" is the reader from before 2026-11-23, which
+compared nothing on a disk: it read a record member by member, and skipped the pixels for a rank without a vision
+encoder.
 
 From memory: the shard is in the page cache. The figure is CPU milliseconds of one thread, the fastest of many passes.
 From the disk: the shard is dropped from the page cache before each pass. The figure is wall-clock milliseconds of the
@@ -31,18 +30,22 @@ import xxhash
 from dataset_builders.contracts import shard_io
 from dataset_builders.contracts.manifest import Manifest
 from dataset_builders.contracts.shard_io import ShardWriter, read_record
-from dataset_builders.contracts.tokenized import PixelConfig, PixelStore
+from dataset_builders.contracts.tokenized import PixelConfig, PixelStore, TokenizedSample
 from dataset_builders.pictures.pixel_codecs import encode_sample
 from dataset_builders.storage.store import StorePath
-from tests.bench.bench_batch import NO_PIXELS, PATCH_BYTES, SEQ_LEN, draw_samples, packed
-from tests.helpers.bins import write_plan
+from stages.plan_bins.pack import pack
+from tests.bench.mix import MAX_PATCHES_PER_TOKEN, VOCABULARY, draw_kind
+from tests.helpers.bins import make_sample, write_plan
 from tests.helpers.reference import PIXELS
 from trainer.data import reader as reader_module
+from trainer.data.micro_batch import Geometry
 from trainer.data.reader import BinReader
 from trainer.data.slices import RankSlice
 
 SHARD = "train/shard-00000.tar"
-GEOMETRY = dataclasses.replace(NO_PIXELS, patch_bytes=PATCH_BYTES)
+SEQ_LEN = 8192
+PATCH_BYTES = 768
+GEOMETRY = Geometry(VOCABULARY.stop, 2, PATCH_BYTES)  # the image token is no word
 CHECKSUMS: dict[str, Callable[[bytes], object]] = {
     "xxh3_64 (in every index)": xxhash.xxh3_64_intdigest,
     "xxh3_128": xxhash.xxh3_128_intdigest,
@@ -67,12 +70,23 @@ def unchecked(path: StorePath, offset: int, size: int, without: Container[str], 
 READERS = {"as before": as_before, "without the check": unchecked, "with the check": read_record}
 
 
+def bins_of_the_mix(count: int) -> list[list[TokenizedSample]]:
+    """Return the first `count` samples of the mix, without pixels, packed as plan_bins does."""
+    rng, samples, without = np.random.default_rng(0), [], dataclasses.replace(GEOMETRY, patch_bytes=0)
+    while len(samples) < count:
+        sample = make_sample(draw_kind(rng), without, VOCABULARY, len(samples), f"mix/{len(samples):08d}")
+        samples += [sample] if len(sample.input_ids) <= SEQ_LEN else []
+    sizes = np.array([(len(sample.input_ids), len(sample.patches)) for sample in samples]).T
+    numbers = pack(*sizes, SEQ_LEN, MAX_PATCHES_PER_TOKEN * SEQ_LEN)
+    return [[samples[i] for i in np.flatnonzero(numbers == number)] for number in range(int(numbers.max()) + 1)]
+
+
 def write_data(directory: Path, count: int) -> None:
     """Write one shard with samples of the mix and random pixels, and its plan."""
     rng, rows, numbers = np.random.default_rng(0), [], []
     pixels = PixelStore(codec="u8", config=PixelConfig(min_pixels=1, max_pixels=1 << 20, patch_format=PIXELS))
     with ShardWriter(directory, SHARD) as writer:
-        for number, samples in enumerate(packed(draw_samples(count), 1)):
+        for number, samples in enumerate(bins_of_the_mix(count)):
             for sample in samples:
                 patches = rng.integers(0, 256, (len(sample.patches), PATCH_BYTES), dtype=np.uint8)
                 fields = encode_sample(dataclasses.replace(sample, patches=patches), "u8", {})

@@ -13,7 +13,6 @@ are different. A second of CPU time is counted beside one of the clock: on a bus
 
 import argparse
 import io
-import multiprocessing
 import shutil
 import struct
 import subprocess
@@ -33,6 +32,7 @@ from stages.convert.plan import Draw, make_plan
 from stages.convert.scan import Scan
 from stages.convert.stage import STAGE, ConvertConfig
 from stages.inputs.digits import ROW_SCHEMA
+from tests.bench.memory import alone
 
 PICTURES = 100
 SIDES = (860, 600)
@@ -124,24 +124,6 @@ def convert(source: Path, root: Path, decode_check: str) -> tuple[float, float, 
     return time.perf_counter() - clock, time.process_time() - cpu, artifact.manifest.num_samples
 
 
-def in_child(function, *arguments):
-    """Return (result, peak memory in MB before it, peak after it) of a call in a new process that runs nothing else."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_measured, (function, arguments))
-
-
-def _measured(function, arguments):
-    before = peak_memory()
-    result = function(*arguments)
-    return result, before, peak_memory()
-
-
-def peak_memory() -> float:
-    """Return the MB of this process. The figure of getrusage would include the parent's memory."""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024 / 1e6
-
-
 def bench_rows(directory: Path, num_rows: int, python: str) -> None:
     size = write_source(directory / "raw", num_rows)
     print(f"{num_rows:,} rows, JPEG of {SIDES[0]} x {SIDES[1]}, {size / 1000:.0f} kB; one process\n")
@@ -150,7 +132,7 @@ def bench_rows(directory: Path, num_rows: int, python: str) -> None:
     absent, peer_rows = "", min(num_rows, PEER_ROWS)
     for _ in range(ROUNDS):  # in rotation, so that other work on the machine affects all of them equally
         for check in ("full", "header"):
-            (seconds, cpu, samples), _, _ = in_child(convert, directory / "raw", directory / "root", check)
+            (seconds, cpu, samples), _, _ = alone(convert, directory / "raw", directory / "root", check)
             assert samples == num_rows, samples
             _keep(best, f"athanor, decode_check: {check}", seconds, cpu)
             shutil.rmtree(directory / "root")
@@ -185,8 +167,8 @@ def bench_memory(directory: Path, counts: list[int]) -> None:
     for count in counts:
         with tempfile.TemporaryDirectory(dir=directory) as inner:
             write_source(Path(inner) / "raw", count)
-            _, before, peak = in_child(convert, Path(inner) / "raw", Path(inner) / "root", "header")
-        print(f"| {count:,} | {peak:,.0f} | {before:,.0f} |")
+            _, before, peak = alone(convert, Path(inner) / "raw", Path(inner) / "root", "header")
+        print(f"| {count:,} | {peak / 1e6:,.0f} | {before / 1e6:,.0f} |")
 
 
 def synthetic_scan(num_rows: int, pictures_a_row: int = 2) -> Scan:
@@ -238,8 +220,8 @@ def bench_plan(counts: list[int]) -> None:
     print("| rows | pictures a row | seconds | scan in memory, bytes a row | peak with Python and all, MB |")
     print("| ---: | ---: | ---: | ---: | ---: |")
     for count in counts:
-        (seconds, size), _, peak = in_child(plan_once, count)
-        print(f"| {count:,} | 2 | {seconds:.1f} | {size / count:.0f} | {peak:,.0f} |")
+        (seconds, size), _, peak = alone(plan_once, count)
+        print(f"| {count:,} | 2 | {seconds:.1f} | {size / count:.0f} | {peak / 1e6:,.0f} |")
 
 
 def main() -> None:

@@ -23,7 +23,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -33,32 +32,19 @@ import psutil
 
 from tests.helpers.compose_file import INFRA, load_compose, read_env_file
 from tests.helpers.object_store import KEYS, free_port, moto_server
-from tests.helpers.postgres import BINARIES, postgres_server
+from tests.helpers.postgres import postgres_server
+from tests.helpers.service import answers
 
 REPO = INFRA.parent
 BUILDAH = {"STORAGE_DRIVER": "overlay", "BUILDAH_ISOLATION": "chroot"}
-RUN = [
-    "athanor",
-    "run",
-    "--root",
-    "/athanor/root",
-    "--set",
-    "train.num_steps=20",
-    "--set",
-    "train.optim.warmup_steps=2",
-    "--set",
-    "data.num_scans=300",
-]
-RUN += ["--set", "data.num_multi=40", "--set", "data.num_pairs=40", "--set", "data.num_texts=40"]
+SETTINGS = ("train.num_steps=20", "train.optim.warmup_steps=2", "data.num_scans=300", "data.num_multi=40")
+SETTINGS += ("data.num_pairs=40", "data.num_texts=40")
+RUN = ["athanor", "run", "--root", "/athanor/root", *(f"--set={setting}" for setting in SETTINGS)]
 VALUES = {name: f"value-of-{name.lower()}" for name in read_env_file(INFRA / "env.example")}
-VALUES |= {
-    "MLFLOW_ALLOWED_HOSTS": "",
-    "PREFECT_UI_API_URL": "",
-    "PREFECT_AUTH": "athanor:a-password",
-    "ATHANOR_ROOT": "",
-}
-VALUES |= dict.fromkeys(("PREFECT_UI_ORIGIN", "PREFECT_ALLOWED_HOSTS", "ATHANOR_DATA_DIRS", "ATHANOR_DATA_STORES"), "")
-VALUES |= dict.fromkeys(("ATHANOR_CACHE_GB", "ROOT_VOLUME", "DATA_IMAGE", "HF_TOKEN", "BIND"), "")
+VALUES |= {"PREFECT_AUTH": "athanor:a-password"}
+EMPTY = "MLFLOW_ALLOWED_HOSTS PREFECT_UI_API_URL ATHANOR_ROOT PREFECT_UI_ORIGIN PREFECT_ALLOWED_HOSTS ATHANOR_DATA_DIRS"
+EMPTY += " ATHANOR_DATA_STORES ATHANOR_CACHE_GB ROOT_VOLUME DATA_IMAGE HF_TOKEN BIND"
+VALUES |= dict.fromkeys(EMPTY.split(), "")
 PORTS = ("4200", "5000", "8080")
 
 
@@ -76,13 +62,7 @@ def build(args: argparse.Namespace) -> float:
     words = [
         "buildah",
         "bud",
-        "--format",
-        "docker",
-        "--layers",
-        "--no-cache",
-        "-f",
-        "infra/Dockerfile.data",
-        "-t",
+        *["--format", "docker", "--layers", "--no-cache", "-f", "infra/Dockerfile.data", "-t"],
         args.image,
     ]
     words += ["--build-arg", f"BASE={args.base}"] if args.base else []
@@ -96,11 +76,8 @@ def layers_of(image: str) -> list[tuple[str, float]]:
     about = json.loads(buildah("inspect", "--type", "image", image))
     ids = [found.removeprefix("sha256:") for found in about["OCIv1"]["rootfs"]["diff_ids"]]
     stored = json.loads(Path("/var/lib/containers/storage/overlay-layers/layers.json").read_text())
-    sizes = {
-        layer["diff-digest"].removeprefix("sha256:"): layer["diff-size"] / 1e6
-        for layer in stored
-        if "diff-digest" in layer
-    }
+    stored = [layer for layer in stored if "diff-digest" in layer]
+    sizes = {layer["diff-digest"].removeprefix("sha256:"): layer["diff-size"] / 1e6 for layer in stored}
     made = [entry["created_by"] for entry in about["OCIv1"]["history"] if not entry.get("empty_layer")]
     texts = [
         " ".join(text.removeprefix("/bin/sh -c ").removeprefix("#(nop) ").replace("pip install", "pip").split())[:70]
@@ -166,14 +143,6 @@ def await_true(is_there: Callable[[], bool], seconds: float, what: str, process:
     return time.monotonic() - start
 
 
-def answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=5) as answer:
-            return answer.status == 200
-    except OSError:
-        return False
-
-
 def try_by_itself(containers: Containers) -> list[tuple[str, str]]:
     """Run the default recipe with few steps, and `athanor up`. Return (what, outcome)."""
     start = time.monotonic()
@@ -200,9 +169,7 @@ def try_services(containers: Containers) -> list[tuple[str, str]]:
     services: dict[str, Any] = load_compose("compose.yaml", VALUES)["services"]
     rows = []
     with postgres_server() as postgres, moto_server() as store:
-        environment = {**os.environ, **VALUES, "PATH": f"{BINARIES}:{os.environ['PATH']}"}
-        environment |= {"PGHOST": "127.0.0.1", "PGPORT": str(postgres.port), "PGPASSWORD": postgres.password}
-        subprocess.run(["bash", str(INFRA / "postgres" / "databases.sh")], env=environment, check=True)
+        postgres.make_databases(VALUES)
         ports = {port: str(free_port()) for port in PORTS}
         hosts = {"postgres:5432": f"127.0.0.1:{postgres.port}", "http://s3:7070": store}
         hosts |= {
@@ -214,11 +181,8 @@ def try_services(containers: Containers) -> list[tuple[str, str]]:
         def here(text: str) -> str:
             for name, place in hosts.items():
                 text = text.replace(name, place)
-            return (
-                ports.get(text, text)
-                .replace("--port=4200", f"--port={ports['4200']}")
-                .replace("/infra/", "/tmp/infra/")
-            )
+            text = ports.get(text, text).replace("--port=4200", f"--port={ports['4200']}")
+            return text.replace("/infra/", "/tmp/infra/")
 
         def settings(name: str) -> dict[str, str]:
             own = {key: here(value) for key, value in services[name]["environment"].items()}
@@ -228,22 +192,14 @@ def try_services(containers: Containers) -> list[tuple[str, str]]:
             return own | ({"MLFLOW_SERVER_ALLOWED_HOSTS": "127.0.0.1:*"} if name == "mlflow" else {})
 
         def command(name: str) -> list[str]:
-            files = {"/infra/make_buckets.py": "make_buckets.py", "/infra/mlflow_auth.ini": "mlflow_auth.ini"}
-            puts = [
-                f"cat > /tmp/infra/{file} <<'END'\n{here((INFRA / file).read_text())}\nEND" for file in files.values()
-            ]
+            files = ("make_buckets.py", "mlflow_auth.ini")
+            puts = [f"cat > /tmp/infra/{file} <<'END'\n{here((INFRA / file).read_text())}\nEND" for file in files]
             words = shlex.join([here(word) for word in services[name]["command"]])
             return ["bash", "-c", "\n".join(["mkdir -p /tmp/infra", *puts, f"exec {words}"])]
 
-        done = subprocess.run(
-            containers.command(command("buckets"), settings("buckets")),
-            env=os.environ | BUILDAH,
-            capture_output=True,
-            text=True,
-        )
-        rows.append(
-            ("buckets", " and ".join(done.stdout.split("\n")[:2]) if not done.returncode else done.stderr[-500:])
-        )
+        words = containers.command(command("buckets"), settings("buckets"))
+        done = subprocess.run(words, env=os.environ | BUILDAH, capture_output=True, text=True)
+        rows.append(("buckets", done.stderr[-500:] if done.returncode else " and ".join(done.stdout.split("\n")[:2])))
         for name, url in (("prefect", "4200/api/health"), ("mlflow", "5000/health"), ("worker", "8080/health")):
             port, _, rest = url.partition("/")
             process, log = containers.start(name, command(name), settings(name)), containers.log(name)
@@ -251,12 +207,8 @@ def try_services(containers: Containers) -> list[tuple[str, str]]:
             seconds = await_true(partial(answers, address), 300, name, process, log)
             check = containers.command([here(word) for word in services[name]["healthcheck"]["test"][1:]], {})
             healthy = subprocess.run(check, env=os.environ | BUILDAH, capture_output=True).returncode == 0
-            rows.append(
-                (
-                    name,
-                    f"{seconds:.0f} s to its health; compose.yaml's own check {'passes' if healthy else 'FAILS'}",
-                )
-            )
+            told = f"compose.yaml's own check {'passes' if healthy else 'FAILS'}"
+            rows.append((name, f"{seconds:.0f} s to its health; {told}"))
     return rows
 
 
@@ -277,12 +229,8 @@ def main(argv: Sequence[str]) -> None:
     lines = [f"# Dockerfile.data by {version}", f"    {shlex.join(['python', '-m', 'tests.bench.bench_image', *argv])}"]
     lines.append(f"Built in {seconds:.0f} s." if is_built else "Built before.")
     lines.append(f"{sum(size for _, size in layers) / 1e3:.2f} GB in {len(layers)} layers:")
-    lines.append(
-        "\n".join(["| layer | MB |", "| --- | ---: |", *(f"| `{text}` | {size:,.1f} |" for text, size in layers)])
-    )
-    lines.append(
-        "\n".join(["| in the image | outcome |", "| --- | --- |", *(f"| {what} | {text} |" for what, text in rows)])
-    )
+    lines.append("\n".join(["| layer | MB |", "| --- | ---: |", *(f"| `{t}` | {size:,.1f} |" for t, size in layers)]))
+    lines.append("\n".join(["| in the image | outcome |", "| --- | --- |", *(f"| {a} | {b} |" for a, b in rows)]))
     text = "\n\n".join(lines) + "\n"
     print(text)
     if args.out:

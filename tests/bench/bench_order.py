@@ -24,18 +24,13 @@ import pyarrow as pa
 from dataset_builders.contracts.bins import BinPartition, read_bins, write_bin_partition, write_bins
 from dataset_builders.contracts.permutation import KeyedPermutation
 from dataset_builders.contracts.tokenized import INDEX_SCHEMA
+from tests.bench.memory import memory
 from trainer.data.balance import CostModel
 from trainer.data.order import TrainingOrder, bins_for_step
 
 COSTS = CostModel(per_token=1, per_loss_token=2, per_token_squared=0.1, per_patch=3, per_patch_squared=0.2)
 SAMPLES_OF_A_PARTITION = 1_000_000
 SAMPLES_OF_A_BIN = 9
-
-
-def memory(field: str = "VmRSS") -> int:
-    """Return the bytes of this process; VmHWM is the peak."""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return 1024 * int(line.split()[1])
 
 
 def write_real_partition(directory: Path) -> BinPartition:
@@ -84,7 +79,7 @@ def timed(function: Callable[[int], object], steps: range) -> tuple[float, float
 
 def print_order(num_bins: int, ranks: int, each: int) -> None:
     """Print the figures of the order alone, which needs only the plan's size."""
-    before = memory("VmHWM")
+    before = memory()
     print("| what | first, ms | median, ms | largest, ms | memory gained, MB |")
     print("| --- | ---: | ---: | ---: | ---: |")
     plan = SimpleNamespace(epoch_sizes=(num_bins,), __len__=lambda: num_bins)
@@ -98,7 +93,7 @@ def print_order(num_bins: int, ranks: int, each: int) -> None:
     }
     for name, function in cases.items():
         first, median, largest = timed(function, steps)
-        print(f"| {name} | {first:.2f} | {median:.2f} | {largest:.2f} | {(memory('VmHWM') - before) / 1e6:.0f} |")
+        print(f"| {name} | {first:.2f} | {median:.2f} | {largest:.2f} | {(memory() - before) / 1e6:.0f} |")
 
 
 def _whole(num_bins: int, size: int, step: int) -> list[int]:
@@ -107,11 +102,11 @@ def _whole(num_bins: int, size: int, step: int) -> list[int]:
 
 def print_plan(directory: Path, ranks: int, each: int) -> None:
     """Print the figures of the order, the deal by cost and the samples of one rank's bins, from a plan on disk."""
-    before = memory()
+    before = memory("VmRSS")
     started = time.perf_counter()
     reader = SimpleNamespace(bins=read_bins(directory, "train"))
     print(f"| bins.json read: {len(reader.bins.partitions):,} partitions, {len(reader.bins):,} bins ", end="")
-    print(f"| {1000 * (time.perf_counter() - started):.2f} | | | {(memory() - before) / 1e6:.0f} |")
+    print(f"| {1000 * (time.perf_counter() - started):.2f} | | | {(memory('VmRSS') - before) / 1e6:.0f} |")
     cost = partial(COSTS.planned_cost, seq_len=8192)
     batch = {"global_batch_size": ranks * each, "dp_rank": 77, "dp": ranks}
     orders = {
@@ -121,7 +116,7 @@ def print_plan(directory: Path, ranks: int, each: int) -> None:
     for name, order in orders.items():
         share, samples = timed(order.share, range(5000, 5200)), timed(partial(_samples, order), range(6000, 6200))
         for what, (first, median, largest) in ((name, share), (f"{name}, and the samples of its bins", samples)):
-            print(f"| {what} | {first:.2f} | {median:.2f} | {largest:.2f} | {(memory() - before) / 1e6:.0f} |")
+            print(f"| {what} | {first:.2f} | {median:.2f} | {largest:.2f} | {(memory('VmRSS') - before) / 1e6:.0f} |")
 
 
 def _samples(order: TrainingOrder, step: int) -> list:

@@ -17,7 +17,6 @@ after three calls. Errors are relative to the same in float64, in L2 norm.
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable, Iterator
 
 import torch
@@ -26,7 +25,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, vocab_parallel_c
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.distributed import ProcessGroup
 
-from tests.bench.host import describe
+from tests.bench.host import between, describe, mark, matrix_rate
 from tests.helpers.single_rank import single_rank
 from trainer.layers import output_loss
 from trainer.layers.output_loss import OutputLayer
@@ -110,18 +109,6 @@ def errors(way: Losses, inputs: tuple[torch.Tensor, ...], true: tuple[torch.Tens
     return [float((mine - exact).norm() / exact.norm()) for mine, exact in zip(found, true, strict=True)]
 
 
-def _now(device: torch.device) -> object:
-    if device.type == "cpu":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _milliseconds(start: object, stop: object) -> float:
-    return 1e3 * (stop - start) if isinstance(start, float) else start.elapsed_time(stop)
-
-
 def measure(way: Losses, inputs: tuple[torch.Tensor, ...], repeats: int) -> tuple[float, float, float]:
     """Return (GB at the peak over the inputs, ms forward, ms backward)."""
     hidden, labels, weight = inputs
@@ -132,30 +119,17 @@ def measure(way: Losses, inputs: tuple[torch.Tensor, ...], repeats: int) -> tupl
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-        start = _now(hidden.device)
+        start = mark(on_gpu)
         losses = way(hidden, labels, weight)
-        middle = _now(hidden.device)
+        middle = mark(on_gpu)
         backward(losses, weight)
-        marks.append((start, middle, _now(hidden.device)))
+        marks.append((start, middle, mark(on_gpu)))
         del losses
     if on_gpu:
         torch.cuda.synchronize()
-    times = [(_milliseconds(a, b), _milliseconds(b, c)) for a, b, c in marks[WARMUP:]]
+    times = [(1e3 * between(a, b), 1e3 * between(b, c)) for a, b, c in marks[WARMUP:]]
     peak = (torch.cuda.max_memory_allocated() - before) / GB if on_gpu else float("nan")
     return peak, *(statistics.median(column) for column in zip(*times, strict=True))
-
-
-def product_rate(device: torch.device, size: int = 8192) -> float:
-    """Return the TFLOP/s of a bf16 matrix product on this host."""
-    a = torch.randn(size, size, device=device).bfloat16()
-    marks = []
-    for _ in range(20):
-        start = _now(device)
-        a @ a
-        marks.append((start, _now(device)))
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return 2 * size**3 / statistics.median(_milliseconds(*pair) for pair in marks[5:]) / 1e9
 
 
 def bench(tokens: int, size: int, args: argparse.Namespace, group: ProcessGroup) -> None:
@@ -183,11 +157,12 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, nargs="+", default=[2_048, 4_096])
     parser.add_argument("--chunks", type=int, nargs="+", default=[output_loss.CHUNK], help="loss tokens at a time")
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--rate", action="store_true", help="first print the rate of an 8192^3 product")
+    parser.add_argument("--rate", action="store_true", help="first print the rate of a matrix product")
     args = parser.parse_args()
     with single_rank() as mesh:
         if args.rate:
-            print(f"8192^3 bf16: {product_rate(args.device):.0f} TFLOP/s\n")
+            product, at_once, sustained = matrix_rate()
+            print(f"{product}: {at_once / 1e12:.0f} TFLOP/s at once, {sustained / 1e12:.0f} sustained\n")
         print(f"Vocabulary {args.vocabulary:,}, bf16; {', '.join(describe())}\n")
         columns = "peak GB | forward ms | backward ms | both ms | error: losses | hidden | weight"
         print(f"| hidden | loss tokens | | {columns} |")

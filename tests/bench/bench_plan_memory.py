@@ -28,6 +28,7 @@ import torch
 
 from stages.rate.large_model import write_large_model
 from tests.bench.host import apart, describe
+from tests.bench.memory import memory
 from tests.bench.mix import MAX_PATCHES_PER_TOKEN, config_of, image_token, random_model, write_data
 from tests.bench.trainer_job import Execution, TrainerEnded, await_steps, bench_train_config, start, write_run
 from trainer.contract.adapter import AdapterConfig
@@ -130,13 +131,12 @@ def run_rank(run_json: Path) -> int:
 
     def measured(*args: object, **kwargs: object) -> object:
         result = train_step(*args, **kwargs)
-        (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
         cuda = torch.cuda.is_available()
         device = {
             "allocated": torch.cuda.max_memory_allocated() if cuda else 0,
             "reserved": torch.cuda.max_memory_reserved() if cuda else 0,
         }
-        peaks.with_suffix(".new").write_text(json.dumps({**device, "host": int(line.split()[1]) * 1024}))
+        peaks.with_suffix(".new").write_text(json.dumps({**device, "host": memory()}))
         os.replace(peaks.with_suffix(".new"), peaks)
         return result
 

@@ -2,27 +2,33 @@
 optimizer, the same questions and scores.
 
     athanor run receipts --root ROOT
-    python -m tests.bench.bench_receipts --root ROOT --train --score --out DIRECTORY
+    python -m tests.bench.bench_receipts --root ROOT --train --score --draw --out DIRECTORY
 
 --train trains and leaves the model and its losses in DIRECTORY; it needs the run's bins alone, and the same --set.
---score answers and scores it, and prints the table. transformers: float32 weights under bf16 autocast, sdpa without
+--score answers and scores it, and prints the table. --draw needs the run alone, and draws ten of its held-out receipts
+with their parses: docs/pictures/receipts_read.png. transformers: float32 weights under bf16 autocast, sdpa without
 cuDNN, samples of like length padded to the longest, torch's AdamW. On a GPU its vision encoder attends all images of a
 batch in one call, as with flash-attn, by the kernel that torch brings: sdpa would take one call per image and layer.
 """
 
 import argparse
+import io
 import json
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image, ImageDraw, ImageFont
 from transformers import AttentionInterface
 
+from dataset_builders.embedded.receipts import receipt_row
 from flows.pipeline.recipe import load_recipe
 from stages.answer.config import AnswerConfig
+from stages.answer.records import ANSWERS_JSONL, iter_jsonl
 from stages.answer.stage import STAGE as ANSWER
 from stages.artifacts.artifact import Artifact
 from stages.artifacts.run_stage import run_stage
@@ -128,6 +134,50 @@ def report(root: Path, out: Path, peer: dict[str, Any]) -> None:
         print(f"| loss, steps {first + 1} to {first + width} | {ours[window].mean():.4f} | {peer_loss} |")
 
 
+def fields(tree: object, path: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (path, text) of the fields of a parse. An item that is alone is a list of one here too."""
+    if isinstance(tree, dict):
+        for key in sorted(tree):
+            inner = [tree[key]] if key == "menu" and not isinstance(tree[key], list) else tree[key]
+            yield from fields(inner, f"{path}.{key}" if path else key)
+    elif isinstance(tree, list):
+        for number, item in enumerate(tree):
+            yield from fields(item, f"{path}[{number}]")
+    else:
+        yield path, str(tree)
+
+
+def draw_receipt(number: int, answer: str) -> Image.Image:
+    """Return a held-out receipt above its parse: right fields in green, wrong ones in red with what is printed."""
+    row = receipt_row(0, "validation", number)  # the seed of the recipe's data
+    image = Image.open(io.BytesIO(row["image"]["bytes"])).convert("RGB")
+    image = image.resize((image.width * 2 // 3, image.height * 2 // 3))
+    printed = dict(fields(json.loads(row["ground_truth"])["gt_parse"]))
+    read = dict(fields(json.loads(answer)))
+    names = [*printed, *(name for name in read if name not in printed)]
+    sheet = Image.new("RGB", (560, image.height + 24 * len(names) + 48), "white")
+    sheet.paste(image, (16, 16))
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=17)
+    for place, name in enumerate(names):
+        is_right = printed.get(name) == read.get(name)
+        text = f"{name}: {read.get(name)}" + ("" if is_right else f"   (printed: {printed.get(name)})")
+        fill = (20, 110, 40) if is_right else (190, 20, 20)
+        draw.text((16, image.height + 32 + 24 * place), text, fill=fill, font=font)
+    return sheet
+
+
+def draw_answers(root: Path, out: Path) -> None:
+    """Draw the first ten held-out receipts, five in a row."""
+    texts = [row["answer"] for row in iter_jsonl(artifact(root, "answer").dir / ANSWERS_JSONL)][:10]
+    cells = [draw_receipt(number, text) for number, text in enumerate(texts)]
+    heights = [max(cell.height for cell in cells[first : first + 5]) for first in (0, 5)]
+    sheet = Image.new("RGB", (5 * cells[0].width, sum(heights)), (225, 225, 225))
+    for number, cell in enumerate(cells):
+        sheet.paste(cell, (number % 5 * cell.width, number // 5 * heights[0]))
+    sheet = sheet.resize((sheet.width * 3 // 5, sheet.height * 3 // 5), Image.Resampling.LANCZOS)
+    sheet.quantize(96).save(out / "receipts_read.png")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, required=True)
@@ -136,6 +186,7 @@ def main() -> None:
     parser.add_argument("--train", action="store_true")
     parser.add_argument("--max-seconds", type=float, default=float("inf"), help="end the training of --train early")
     parser.add_argument("--score", action="store_true")
+    parser.add_argument("--draw", action="store_true")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     print(", ".join(describe()), flush=True)
@@ -143,6 +194,8 @@ def main() -> None:
         train(args.root, args.out, load_recipe("receipts", args.overrides).config.train, args.max_seconds)
     if args.score:
         report(args.root, args.out, score(args.root, args.out))
+    if args.draw:
+        draw_answers(args.root, args.out)
 
 
 if __name__ == "__main__":

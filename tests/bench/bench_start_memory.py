@@ -18,6 +18,7 @@ from unittest.mock import patch
 import torch
 
 from stages.rate.large_model import write_large_model
+from tests.bench.memory import memory
 from tests.helpers.run_dir import changed, make_bins, write_job
 from tests.helpers.tiny_text_model import text_config
 from trainer.contract.parallel import ParallelConfig
@@ -30,24 +31,18 @@ RANKS = 2
 SIZES = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8}
 
 
-def memory(name: str) -> float:
-    """Return the GB of this process: VmRSS is the present, VmHWM the largest value."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition(f"{name}:")[2].split()[0]) * 1024 / 1e9
-
-
 def run_rank(path: Path, *, whole: bool) -> None:
     """Start the training of a run.json, and write down the memory that it took."""
     run = RunConfig.model_validate_json(path.read_text())
     prepare_runtime()
-    build, before = set_up.build_chunks, memory("VmRSS")
+    build, before = set_up.build_chunks, memory("VmRSS") / 1e9
     with rank_mesh(run.execution.parallel, run.train.seed) as mesh:
         # Without `is_empty` the whole model is in memory before it is divided.
         way = (lambda *args, is_empty: build(*args)) if whole else build
         with patch.object(set_up, "build_chunks", way):
             trainer = set_up.set_up(run, mesh)
         held = sum(piece.numel() * 4 for piece in trainer.chunks[0].slices.values()) / 1e9
-        sizes = {"before": before, "peak": memory("VmHWM"), "after": memory("VmRSS"), "share": held}
+        sizes = {"before": before, "peak": memory() / 1e9, "after": memory("VmRSS") / 1e9, "share": held}
         if torch.cuda.is_available():
             sizes |= {"device": torch.cuda.max_memory_allocated() / 1e9}
     path.with_name(f"peak-{place_in_world()[0]}.json").write_text(json.dumps(sizes))

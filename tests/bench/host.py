@@ -108,11 +108,11 @@ def matrix_rate(rounds: int = 31, seconds: float = 5.0) -> tuple[str, float, flo
     def rate() -> float:
         marks = []
         for _ in range(2 * rounds + 1):
-            marks.append(_mark(cuda))
+            marks.append(mark(cuda))
             torch.mm(a, b, out=out)
         if cuda:
             torch.cuda.synchronize()
-        return 2 * size**3 / statistics.median(_between(*pair) for pair in zip(marks[rounds:-1], marks[rounds + 1 :]))
+        return 2 * size**3 / statistics.median(between(*pair) for pair in zip(marks[rounds:-1], marks[rounds + 1 :]))
 
     at_once = sustained = rate()
     end = time.monotonic() + seconds
@@ -121,7 +121,8 @@ def matrix_rate(rounds: int = 31, seconds: float = 5.0) -> tuple[str, float, flo
     return f"{size}^3 {str(dtype).removeprefix('torch.')}", at_once, sustained
 
 
-def _mark(cuda: bool) -> torch.cuda.Event | float:
+def mark(cuda: bool) -> torch.cuda.Event | float:
+    """Return this moment, on the device if it is a GPU."""
     if not cuda:
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -129,7 +130,8 @@ def _mark(cuda: bool) -> torch.cuda.Event | float:
     return event
 
 
-def _between(start: torch.cuda.Event | float, stop: torch.cuda.Event | float) -> float:
+def between(start: torch.cuda.Event | float, stop: torch.cuda.Event | float) -> float:
+    """Return the seconds from one `mark` to another, which the device has passed."""
     return stop - start if isinstance(start, float) else start.elapsed_time(stop) / 1e3
 
 

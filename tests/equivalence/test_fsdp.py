@@ -251,7 +251,7 @@ def test_bfloat16_rounds_as_the_other_does(shape, tmp_path):
     """
     runs = []
     for parallel in (FSDP, PLAIN):
-        run = job(tmp_path, parallel, parallel.sharding, shape, steps=1, precision="bfloat16")
+        run = job(tmp_path, parallel, parallel.sharding, shape, steps=3, precision="bfloat16")
         run = run.model_copy(update={"hf_dir": rounded_hf_dir(tmp_path / "hf", shape)})
         run_world(run, 2)
         runs.append(metrics_of(run))

@@ -1,4 +1,5 @@
-"""Searches for secrets in everything below a directory: as they are, encoded, and in compressed files."""
+"""Secrets in the environment of athanor's commands, and searches for them: in everything below a directory, as they
+are, encoded and in compressed files, and in the command lines that `ps` shows to every user of a machine."""
 
 import base64
 import binascii
@@ -9,9 +10,12 @@ import io
 import lzma
 import os
 import sqlite3
+import subprocess
+import sys
 import tarfile
+import threading
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from urllib.parse import quote, quote_plus
 
@@ -33,6 +37,7 @@ SECRETS = {
     "WANDB_API_KEY": f"canary0of0somebody0elses0{_OURS}tool",
 }
 CANARIES = sorted({value.removeprefix("admin:") for value in SECRETS.values()})
+EVERY = 0.05  # seconds between two looks at command lines; torchrun, ranks, servers and workers all run longer
 DEEPEST = 4  # levels of archives within archives
 _ZSTD, _GZIP, _ZIP, _BZ2, _XZ = b"\x28\xb5\x2f\xfd", b"\x1f\x8b", b"PK\x03\x04", b"BZh", b"\xfd7zXZ\x00"
 _SQLITE, _PARQUET, _PNG = b"SQLite format 3\0", b"PAR1", b"\x89PNG"
@@ -46,6 +51,38 @@ def environment(place: Path) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if name not in without}
     path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
     return {**inherited, "HOME": str(place / "home"), "TMPDIR": str(place / "tmp"), "PYTHONPATH": path, **SECRETS}
+
+
+def athanor(
+    place: Path, command: str, settings: Mapping[str, object], *arguments: str, seconds: float = 300, **more: str
+) -> subprocess.CompletedProcess:
+    """Run an athanor command on the root `place`/root in `environment`, with more variables."""
+    sets = [f"--set={key}={value}" for key, value in settings.items()]
+    words = [sys.executable, "-m", "flows.cli.main", command, "--root", str(place / "root"), *sets, *arguments]
+    env = {**environment(place), **more}
+    return subprocess.run(words, cwd=place, env=env, capture_output=True, text=True, timeout=seconds, check=False)
+
+
+@contextlib.contextmanager
+def seen_command_lines() -> Iterator[set[bytes]]:
+    """Collect the command lines of all processes while the block lasts."""
+    seen: set[bytes] = set()
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.is_set():
+            for path in Path("/proc").glob("[0-9]*/cmdline"):
+                with contextlib.suppress(OSError):
+                    seen.add(path.read_bytes())
+            ended.wait(EVERY)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        ended.set()
+        thread.join()
 
 
 def assert_nowhere(place: Path, *outputs: str | set[bytes]) -> None:

@@ -10,12 +10,13 @@ import secrets
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.compose_file import INFRA
 from tests.helpers.object_store import free_port
 
 BINARIES = next(iter(sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), reverse=True)), Path("-")).parent
@@ -39,6 +40,12 @@ class PostgresServer:
         with contextlib.closing(self._connection(database)) as connection, connection.cursor() as cursor:
             cursor.execute(sql)
             return cursor.fetchall()
+
+    def make_databases(self, values: Mapping[str, str]) -> None:
+        """Make the databases of compose.yaml, by the script that makes them there, with these variables."""
+        env = {**os.environ, **values, "PATH": f"{BINARIES}:{os.environ['PATH']}"}
+        env |= {"PGHOST": "127.0.0.1", "PGPORT": str(self.port), "PGPASSWORD": self.password}
+        subprocess.run(["bash", str(INFRA / "postgres" / "databases.sh")], env=env, check=True)
 
     def create_database(self, name: str) -> None:
         """Create a new database."""

@@ -8,16 +8,18 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from flows.prefect_server.access import PREFECT_CLIENT_SECRET, client_logins
 from flows.prefect_server.ports import is_free
-from flows.prefect_server.processes import SERVICE_VARIABLE
+from flows.prefect_server.processes import SERVICE_VARIABLE, service_processes
 from flows.prefect_server.service_record import ServiceRecord, read_service, service_dir
 from tests.helpers.patience import at_most, wait_for
 from tests.helpers.small_run import SMALL
@@ -26,6 +28,7 @@ __all__ = ["wait_for"]
 
 READY_SECONDS = 180.0
 STOP_SECONDS = 60.0
+ENDED = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")  # states of a flow run
 _FOREIGN = ("PREFECT_", "MLFLOW_", "ATHANOR_", "PGPASSWORD")
 
 
@@ -48,6 +51,7 @@ class RunningService:
         ready: bool = True,
     ) -> None:
         self.root, self.output = root, root.with_name(f"{root.name}-up.txt")
+        self._given = dict(environment or {})
         command = [sys.executable, "-m", "flows.cli.main", "up", "--root", str(root), *options]
         _choose_own_ports(root / "service" / "ports.json")
         with self.output.open("ab") as file:
@@ -56,7 +60,7 @@ class RunningService:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env={**clean_environment(), **(environment or {})},
+                env={**clean_environment(), **self._given},
                 start_new_session=True,
             )
         self.record: ServiceRecord | None = None
@@ -92,16 +96,63 @@ class RunningService:
 
     @property
     def login(self) -> str:
-        """Return `user:password`, as athanor's own commands find it."""
-        return client_logins(service_dir(self.root), {})[PREFECT_CLIENT_SECRET]
+        """Return `user:password` of Prefect's server, as athanor's own commands find it."""
+        found = self._given.get(PREFECT_CLIENT_SECRET)
+        return found or client_logins(service_dir(self.root), {})[PREFECT_CLIENT_SECRET]
 
-    def ask(self, url: str, body: object = None, **headers: str) -> object:
-        """Return a server's answer as JSON, with the password in the request."""
-        login = base64.b64encode(self.login.encode()).decode()
-        data = None if body is None else json.dumps(body).encode()
-        sent = {"Content-Type": "application/json", "Authorization": f"Basic {login}", **headers}
-        with urllib.request.urlopen(urllib.request.Request(url, data, sent), timeout=at_most(30)) as answer:
-            return json.load(answer)
+    def ask(self, url: str, body: object = None, *, login: str = "", method: str | None = None) -> Any:
+        """Return a server's answer as JSON, with the password in the request.
+
+        Raises:
+            HTTPError: the status is not one of success.
+        """
+        with _open(url, body, login or self.login, method, {}) as answer:
+            return json.loads(answer.read() or "null")
+
+    def prefect(self, path: str, body: object = None, method: str | None = None) -> Any:
+        """Return an answer of Prefect's API. Repeat the request while the database is busy (503), as Prefect's own
+        client does."""
+
+        def answer() -> list | None:
+            try:
+                return [self.ask(self.record.prefect_api + path, body, method=method)]
+            except urllib.error.HTTPError as error:
+                if error.code != 503:
+                    raise
+                return None
+
+        return wait_for(answer, 120, f"answer for {path}", self.tell)[0]
+
+    def deployment(self, name: str) -> dict[str, Any]:
+        """Return a deployment of Prefect's server."""
+        (found,) = self.prefect("/deployments/filter", {"deployments": {"name": {"any_": [name]}}})
+        return found
+
+    def start_run(self, deployment: str, overrides: Mapping[str, object], **more: object) -> str:
+        """Ask for a run of a deployment, as the UI does. Return the run's id."""
+        path = f"/deployments/{self.deployment(deployment)['id']}/create_flow_run"
+        parameters = {"recipe": "embedded", "overrides": overrides}
+        return self.prefect(path, {"parameters": parameters, **more})["id"]
+
+    def end_of(self, run_id: object, seconds: float) -> dict[str, Any]:
+        """Wait until a flow run has a final state, and return it."""
+
+        def ended() -> dict | None:
+            run = self.prefect(f"/flow_runs/{run_id}")
+            return run if run["state_type"] in ENDED else None
+
+        return wait_for(ended, seconds, f"end of flow run {run_id}", self.tell)
+
+    def mlflow_runs(self, login: str = "") -> list[dict[str, Any]]:
+        """Return the runs of the recipe `embedded` in MLflow."""
+        api = f"{self.record.mlflow}/api/2.0/mlflow"
+        found = self.ask(f"{api}/experiments/get-by-name?experiment_name=athanor-embedded", login=login)["experiment"]
+        return self.ask(f"{api}/runs/search", {"experiment_ids": [found["experiment_id"]]}, login=login).get("runs", [])
+
+    def program(self, part: str) -> psutil.Process | None:
+        """Return the process of the worker or of a server that `athanor up` has started itself, while it is running."""
+        started = {process.pid for process in psutil.Process(self.process.pid).children()}
+        return next((process for process in service_processes(self.root, part) if process.pid in started), None)
 
     def athanor(self, command: str, *arguments: str, **changes: object) -> subprocess.CompletedProcess:
         """Run an athanor command on the root. A recipe gets the quick settings."""
@@ -155,6 +206,33 @@ def running_service(
     finally:
         running.stop()
     assert not running.processes(), f"left behind: {running.processes()}\n{running.tell()}"
+
+
+def request(
+    url: str, body: object = None, *, login: str | None = None, method: str | None = None, **headers: str
+) -> tuple[int, bytes]:
+    """Return (status, answer) of a request, which has a password only if a login is given."""
+    try:
+        with _open(url, body, login, method, headers) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
+
+
+def _open(url: str, body: object, login: str | None, method: str | None, headers: Mapping[str, str]) -> Any:
+    sent = {"Content-Type": "application/json", **headers}
+    if login is not None:
+        sent["Authorization"] = f"Basic {base64.b64encode(login.encode()).decode()}"
+    data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+    return urllib.request.urlopen(urllib.request.Request(url, data, sent, method=method), timeout=at_most(60))
+
+
+def answers(url: str) -> bool:
+    """Return whether a server answers with success."""
+    try:
+        return request(url)[0] == 200
+    except OSError:
+        return False
 
 
 def _choose_own_ports(path: Path) -> None:

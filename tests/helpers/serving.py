@@ -41,7 +41,7 @@ class Serving:
     def stop(self) -> int:
         """Send Ctrl-C, and return the exit status."""
         self.process.send_signal(signal.SIGINT)
-        return self.process.wait(30)
+        return self.process.wait(at_most(30))
 
 
 @contextmanager
@@ -80,6 +80,6 @@ def chat(model: str, question: str, images: Sequence[bytes] = (), **fields: obje
 
 def ask(server: Serving, body: dict) -> dict:
     """Return the answer's whole completion."""
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=server.headers, timeout=600)
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=server.headers, timeout=at_most(600))
     assert answer.status_code == 200, answer.text
     return answer.json()

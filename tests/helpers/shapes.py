@@ -2,41 +2,11 @@
 
 import dataclasses
 
-from trainer.families.qwen3_vl.shape import read_shape
+from stages.inputs.config import EmbeddedModelConfig
 from trainer.model.layer import Layer
 from trainer.model.shape import ModelShape
 
-# The values of Qwen3-VL-2B-Instruct's config.json.
-CONFIG_2B = {
-    "model_type": "qwen3_vl",
-    "text_config": {
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "rope_theta": 5_000_000,
-        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
-    },
-    "vision_config": {
-        "depth": 24,
-        "hidden_size": 1024,
-        "num_heads": 16,
-        "intermediate_size": 4096,
-        "out_hidden_size": 2048,
-        "num_position_embeddings": 2304,
-        "patch_size": 16,
-        "deepstack_visual_indexes": [5, 11, 17],
-    },
-    "tie_word_embeddings": True,
-    "image_token_id": 151655,
-    "video_token_id": 151656,
-    "vision_start_token_id": 151652,
-    "vision_end_token_id": 151653,
-}
-QWEN_2B = read_shape(CONFIG_2B)
+QWEN_2B = EmbeddedModelConfig(seed=0, variant="qwen3_vl_2b").shape
 
 
 def changed(shape: ModelShape, **sizes: int) -> ModelShape:

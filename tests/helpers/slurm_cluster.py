@@ -100,17 +100,12 @@ class SlurmCluster:
         self._start("slurmctld", "-D", "-f", str(self.conf))
         self._until(lambda: "UP" in self.call("scontrol", "ping"), "slurmctld")
 
-    def stop_controller(self) -> None:
-        """End slurmctld. Jobs continue, and no client gets an answer."""
-        self.processes["slurmctld"].terminate()
-        self.processes["slurmctld"].wait(30)
-
     def start_node(self, node: str) -> None:
         self._start(node, "-D", "-N", node, "-f", str(self.conf), program="slurmd")
 
     def call(self, *command: str) -> str:
         """Return a client's standard output; "" if the client failed."""
-        done = subprocess.run(command, env=self.environment(), capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, env=self.environment(), capture_output=True, text=True, timeout=at_most(60))
         return done.stdout if done.returncode == 0 else ""
 
     def environment(self) -> dict[str, str]:
@@ -119,14 +114,14 @@ class SlurmCluster:
     def stop(self) -> None:
         """End all jobs and daemons."""
         self.call("scancel", "--user=root", "--full")
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + at_most(30)
         while self.call("squeue", "-h") and time.monotonic() < deadline:
             time.sleep(0.2)
         for process in reversed(self.processes.values()):
             process.terminate()
         for process in self.processes.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(20)
+                process.wait(at_most(20))
             process.kill()
             process.wait(5)
 

@@ -12,6 +12,7 @@ import transformers
 from tests.helpers.process_dir import process_dir
 from tests.helpers.tiny_hybrid_model import hybrid_config, randomize_hybrid, with_mtp
 from tests.helpers.tiny_model import tiny_hf_dir
+from tests.helpers.tiny_text_model import randomize
 
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 _HEADS = {"num_key_value_heads": 4, "linear_num_key_heads": 4, "linear_num_value_heads": 8}  # enough for tp2 cp2
@@ -74,15 +75,6 @@ def experts_hf_dir(shape: str) -> Path:
 def mtp_experts_hf_dir(shape: str) -> Path:
     """Return the directory of a shape of Qwen3.5 with all tensors of multi-token prediction."""
     return with_mtp(experts_hf_dir(shape))
-
-
-def randomize(model: torch.nn.Module) -> None:
-    """Give every parameter values that have an effect."""
-    generator = torch.Generator().manual_seed(11)
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            noise = torch.randn(param.shape, generator=generator)
-            param.copy_(1 + 0.2 * noise if "norm" in name and name.endswith("weight") else 0.08 * noise)
 
 
 def zero_routers(model: torch.nn.Module) -> None:

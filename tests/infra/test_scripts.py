@@ -1,17 +1,14 @@
 """The scripts and YAML files of infra/: shellcheck, yamllint, and a real first start of Postgres."""
 
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.compose_file import INFRA
-from tests.helpers.patience import at_most
+from tests.helpers.postgres import BINARIES, PostgresServer, postgres_server
 
 pytestmark = pytest.mark.promise(
     "compose.yaml and Dockerfiles pass their checks; MLflow starts as compose.yaml says, and `athanor sync` "
@@ -21,7 +18,6 @@ pytestmark = pytest.mark.promise(
 BIN = Path(sys.executable).parent
 YAML = sorted(map(str, INFRA.rglob("*.yaml")))
 SCRIPTS = sorted(str(path) for pattern in ("*.sh", "*.sbatch") for path in INFRA.rglob(pattern))
-POSTGRES = next(iter(sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)), None)
 
 
 def _run(*command: str) -> subprocess.CompletedProcess:
@@ -52,46 +48,21 @@ def test_ascii_only():
     assert [str(path) for path in texts if not path.read_text(encoding="utf-8").isascii()] == []
 
 
-@pytest.fixture
-def postgres():
-    """Start an empty Postgres on this machine and return the address of its socket."""
-    # Not below pytest's own directory, because each pytest that starts closes that to the user postgres.
-    data = Path(tempfile.mkdtemp(prefix="athanor-postgres-"))
-    user = {"user": "postgres"} if os.geteuid() == 0 else {}
-    if user:
-        shutil.chown(data, "postgres")
-    subprocess.run(
-        [POSTGRES / "initdb", "-D", data, "-U", "postgres", "--no-sync"],
-        check=True,
-        stdout=subprocess.DEVNULL,
-        cwd="/",
-        **user,
-    )
-    process = subprocess.Popen(
-        [POSTGRES / "postgres", "-D", data, "-k", data, "-c", "listen_addresses=", "-c", "fsync=off"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        cwd="/",
-        **user,
-    )
-    deadline = time.monotonic() + at_most(30)
-    while _run(str(POSTGRES / "pg_isready"), "-h", str(data)).returncode and time.monotonic() < deadline:
-        time.sleep(0.1)
-    yield data
-    process.terminate()
-    process.wait(at_most(30))
-    shutil.rmtree(data, ignore_errors=True)
+@pytest.mark.skipif(not (BINARIES / "psql").exists(), reason="needs PostgreSQL's server (apt-get install postgresql)")
+def test_each_service_has_a_database_that_no_other_enters():
+    with postgres_server() as server:
+        check_databases(server, {"PREFECT_DB_PASSWORD": "it's $fine; \\", "MLFLOW_DB_PASSWORD": "other"})
 
 
-@pytest.mark.skipif(POSTGRES is None, reason="needs PostgreSQL's server (apt-get install postgresql)")
-def test_each_service_has_a_database_that_no_other_enters(postgres):
-    passwords = {"PREFECT_DB_PASSWORD": "it's $fine; \\", "MLFLOW_DB_PASSWORD": "other"}
-    env = {**os.environ, **passwords, "PGHOST": str(postgres), "PATH": f"{POSTGRES}:{os.environ['PATH']}"}
-    subprocess.run(["bash", INFRA / "postgres" / "databases.sh"], check=True, env=env)
+def check_databases(server: PostgresServer, passwords: dict[str, str]) -> None:
+    server.make_databases(passwords)
+    of_user = {"prefect": passwords["PREFECT_DB_PASSWORD"], "mlflow": passwords["MLFLOW_DB_PASSWORD"]}
+    of_user["postgres"] = server.password
 
     def ask(user: str, database: str, sql: str) -> subprocess.CompletedProcess:
-        command = ["psql", "-At", "-U", user, "-d", database, "-c", sql]
-        return subprocess.run(command, env=env, capture_output=True, text=True)
+        env = {**os.environ, "PGPASSWORD": of_user[user]}
+        place = ("-h", "127.0.0.1", "-p", str(server.port), "-U", user, "-d", database)
+        return subprocess.run([BINARIES / "psql", "-At", *place, "-c", sql], env=env, capture_output=True, text=True)
 
     for user, database in (("prefect", "prefect"), ("mlflow", "mlflow"), ("mlflow", "mlflow_auth")):
         assert ask(user, database, "CREATE TABLE t (x int)").returncode == 0

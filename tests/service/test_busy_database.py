@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.helpers.patience import at_most
 from tests.helpers.tiers import full
 
 SUBMITS, LOAD = 20, 20
@@ -21,7 +22,7 @@ LATER = "2099-01-01T00:00:00Z"  # no worker takes the runs
 def write_on(path, ended: threading.Event) -> None:
     """Write repeatedly, like several flow runs that send logs and states."""
     while not ended.is_set():
-        with sqlite3.connect(path, timeout=60, isolation_level=None) as database:
+        with sqlite3.connect(path, timeout=at_most(60), isolation_level=None) as database:
             database.execute("BEGIN IMMEDIATE")
             time.sleep(0.02)
             database.execute("COMMIT")
@@ -30,7 +31,7 @@ def write_on(path, ended: threading.Event) -> None:
 
 @pytest.mark.parametrize("together", [full(1), full(5)])
 def test_twenty_of_twenty_submits_are_taken(service, together):
-    deployment = service.ask(f"{service.record.prefect_api}/deployments/filter", {})[0]["id"]
+    deployment = service.prefect("/deployments/filter", {})[0]["id"]
     url = f"{service.record.prefect_api}/deployments/{deployment}/create_flow_run"
     state = {"type": "SCHEDULED", "state_details": {"scheduled_time": LATER}}
 

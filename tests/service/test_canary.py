@@ -18,8 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image, PngImagePlugin
 
-from tests.helpers.canary import CANARIES, SECRETS, assert_nowhere, environment, find, scan, spellings
-from tests.helpers.command_lines import seen_command_lines
+from tests.helpers.canary import CANARIES, SECRETS, assert_nowhere, athanor, find, scan, seen_command_lines, spellings
 from tests.helpers.compose_file import INFRA
 from tests.helpers.small_run import SMALL
 
@@ -32,14 +31,6 @@ pytestmark = [
 ]
 
 RUN = {**SMALL, "tokenize.codec": "u8_zstd", "train.num_steps": 3}
-SECONDS = 300
-
-
-def athanor(place: Path, command: str, *arguments: str, **more: str) -> subprocess.CompletedProcess:
-    sets = [f"--set={key}={value}" for key, value in RUN.items()]
-    words = [sys.executable, "-m", "flows.cli.main", command, "--root", str(place / "root"), *sets, *arguments]
-    env = {**environment(place), **more}
-    return subprocess.run(words, cwd=place, env=env, capture_output=True, text=True, timeout=SECONDS, check=False)
 
 
 # The scanner finds a secret in every kind of file that a run leaves.
@@ -151,7 +142,7 @@ def ran(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess, set[bytes]
     """Run the whole pipeline with the real trainer, without a service."""
     place = tmp_path_factory.mktemp("canary")
     with seen_command_lines() as seen:
-        done = athanor(place, "run")
+        done = athanor(place, "run", RUN)
     assert done.returncode == 0, done.stderr
     return place, done, seen
 
@@ -172,7 +163,7 @@ def test_a_run_leaves_no_secret(ran):
 def test_what_would_be_submitted_holds_no_secret(ran, launcher):
     job_file = {"slurm": "slurm/header.sbatch", "kubernetes": "kubernetes/trainjob.yaml"}[launcher]
     words = [f"--set=execution.cluster.{each}" for each in (f"launcher={launcher}", f"job_file={INFRA / job_file}")]
-    done = athanor(ran[0], "plan", *words)
+    done = athanor(ran[0], "plan", RUN, *words)
     assert done.returncode == 0, done.stderr
     assert_nowhere(ran[0], done.stdout, done.stderr)
 
@@ -187,7 +178,7 @@ FAILING = {
 @pytest.mark.parametrize("what", FAILING)
 def test_a_run_that_is_refused_shows_no_secret(tmp_path, what):
     """A secret in a wrong place is only in this process's own command line. See test_security.py for more."""
-    done = athanor(tmp_path, "run", *FAILING[what])
+    done = athanor(tmp_path, "run", RUN, *FAILING[what])
     assert done.returncode == 2 and "must not carry a key" in done.stderr
     assert_nowhere(tmp_path, done.stdout, done.stderr)
 
@@ -195,5 +186,5 @@ def test_a_run_that_is_refused_shows_no_secret(tmp_path, what):
 def test_a_tracking_server_that_is_not_there_shows_no_secret(ran):
     """The server's address, which wrongly holds a password, is in no message, page or record."""
     address = f"http://me:{SECRETS['MLFLOW_TRACKING_PASSWORD']}@127.0.0.1:9"
-    done = athanor(ran[0], "run", MLFLOW_TRACKING_URI=address)
+    done = athanor(ran[0], "run", RUN, MLFLOW_TRACKING_URI=address)
     assert_nowhere(ran[0], done.stdout, done.stderr)

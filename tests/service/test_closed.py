@@ -16,7 +16,8 @@ import pytest
 from prefect.serializers import PickleSerializer
 
 from tests.helpers.browser import chromium, logged_in, requires_chromium
-from tests.helpers.service import RunningService, nested, running_service, wait_for
+from tests.helpers.patience import at_most
+from tests.helpers.service import RunningService, nested, request, running_service, wait_for
 from tests.helpers.small_run import SMALL
 
 pytestmark = [
@@ -42,39 +43,13 @@ def mark(tmp_path) -> Path:
     return tmp_path / "mark"
 
 
-def status(url: str, body: object = None, **headers: str) -> int:
-    """Return the status of the answer to a request without the password."""
-    data = None if body is None else json.dumps(body).encode()
-    try:
-        with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=30) as answer:
-            return answer.status
-    except urllib.error.HTTPError as error:
-        return error.code
-
-
-def known(service: RunningService) -> dict[str, str]:
-    login = base64.b64encode(service.login.encode()).decode()
-    return {"Authorization": f"Basic {login}", "Content-Type": "application/json"}
-
-
-def create_run(service: RunningService, name: str = "prepare-data", **body: object) -> str:
-    """Ask for a run of a deployment, and return its id."""
-    api = service.record.prefect_api
-    (found,) = service.ask(f"{api}/deployments/filter", {"deployments": {"name": {"any_": [name]}}})
-    parameters = {"recipe": "embedded", "overrides": nested(SMALL)}
-    return service.ask(f"{api}/deployments/{found['id']}/create_flow_run", {"parameters": parameters, **body})["id"]
-
-
-def end_of(service: RunningService, run_id: str) -> dict:
-    def ended() -> dict | None:
-        run = service.ask(f"{service.record.prefect_api}/flow_runs/{run_id}")
-        return run if run["state_type"] in ("COMPLETED", "FAILED", "CRASHED", "CANCELLED") else None
-
-    return wait_for(ended, END_SECONDS, "end of the run", service.tell)
-
-
 def num_runs(service: RunningService) -> int:
-    return service.ask(f"{service.record.prefect_api}/flow_runs/count", {})
+    return service.prefect("/flow_runs/count", {})
+
+
+def ended_run(service: RunningService, deployment: str = "prepare-data") -> dict:
+    """Ask for a run of a deployment, and return it when it has ended."""
+    return service.end_of(service.start_run(deployment, nested(SMALL)), END_SECONDS)
 
 
 # Other users of the machine
@@ -90,14 +65,11 @@ def test_the_password_is_in_a_file_of_its_user_alone_and_in_no_log(service):
     assert len(logs) >= 3 and not [text for text in [*logs, service.output.read_text()] if word in text]
 
 
-@pytest.mark.parametrize("path", ["/", "/version", "/get-artifact?run_uuid=1&path=x", "/graphql", "/static-files/x.js"])
-def test_mlflow_answers_nobody_without_it(service, path):
-    assert status(service.record.mlflow + path) == 401
-
-
-@pytest.mark.parametrize("path", ["/admin/version", "/flow_runs/1", "/work_pools/athanor", "/variables/name/x"])
-def test_prefect_answers_nobody_without_it(service, path):
-    assert status(service.record.prefect_api + path) == 401
+def test_neither_server_answers_anybody_without_it(service):
+    for path in ("/", "/version", "/get-artifact?run_uuid=1&path=x", "/graphql", "/static-files/x.js"):
+        assert request(service.record.mlflow + path)[0] == 401, path
+    for path in ("/admin/version", "/flow_runs/1", "/work_pools/athanor", "/variables/name/x"):
+        assert request(service.record.prefect_api + path)[0] == 401, path
 
 
 # Pages of other origins
@@ -107,9 +79,9 @@ def test_prefect_answers_nobody_without_it(service, path):
 def test_another_host_or_page_is_refused_even_with_the_password(service, headers):
     expected = 400 if "Host" in headers else 403
     for url in (f"{service.record.prefect_api}/health", service.record.prefect_ui, f"{service.record.mlflow}/health"):
-        assert status(url, **headers) == expected
+        assert request(url, **headers)[0] == expected
     for url in (f"{service.record.prefect_api}/flow_runs/filter", f"{service.record.mlflow}/graphql"):
-        assert status(url, {}, **known(service), **headers) == expected
+        assert request(url, {}, login=service.login, **headers)[0] == expected
 
 
 def test_a_preflight_allows_its_own_page_alone(service):
@@ -118,7 +90,7 @@ def test_a_preflight_allows_its_own_page_alone(service):
         url = f"{service.record.prefect_api}/deployments/filter"
         request = urllib.request.Request(url, headers=asks, method="OPTIONS")
         try:
-            with urllib.request.urlopen(request, timeout=30) as answer:
+            with urllib.request.urlopen(request, timeout=at_most(30)) as answer:
                 assert is_own and answer.headers["Access-Control-Allow-Origin"] == page
         except urllib.error.HTTPError as error:
             assert not is_own and error.headers["Access-Control-Allow-Origin"] is None
@@ -152,14 +124,15 @@ def foreign() -> Iterator[int]:
 def test_a_page_of_another_origin_in_a_browser_that_knows_the_password_does_nothing(service, foreign):
     api, mlflow = service.record.prefect_api, service.record.mlflow
     runs_url, search = f"{api}/flow_runs/count", f"{mlflow}/ajax-api/2.0/mlflow/experiments/search"
-    (deployment,) = service.ask(f"{api}/deployments/filter", {"deployments": {"name": {"any_": ["evaluate"]}}})
-    create = f"{api}/deployments/{deployment['id']}/create_flow_run"
+    create = f"{api}/deployments/{service.deployment('evaluate')['id']}/create_flow_run"
     make = f"{mlflow}/api/2.0/mlflow/experiments/create"
     before = num_runs(service)
+    basic = f"Basic {base64.b64encode(service.login.encode()).decode()}"
+    known = {"Authorization": basic, "Content-Type": "application/json"}
     with chromium("--host-resolver-rules=MAP *.example 127.0.0.1") as browser:
         page = logged_in(browser, service).new_page()
         page.goto(service.record.prefect_ui)  # the server's own page may call
-        ask = {"method": "POST", "headers": known(service), "body": "{}"}
+        ask = {"method": "POST", "headers": known, "body": "{}"}
         assert page.evaluate(FETCH, [runs_url, ask]) == ["basic", 200]
         page.goto(mlflow)
         ask = {"method": "POST", "headers": {"Content-Type": "application/json"}, "body": '{"max_results": 5}'}
@@ -167,7 +140,7 @@ def test_a_page_of_another_origin_in_a_browser_that_knows_the_password_does_noth
         for origin in (f"http://evil.example:{foreign}", f"http://127.0.0.1:{foreign}"):
             page.goto(origin)
             for url, body in ((create, "{}"), (make, '{"name": "evil"}')):
-                told = {"method": "POST", "headers": known(service), "body": body}
+                told = {"method": "POST", "headers": known, "body": body}
                 assert page.evaluate(FETCH, [url, told]) == ["failed", 0]
                 simple = {"method": "POST", "mode": "no-cors", "credentials": "include", "body": body}
                 assert page.evaluate(FETCH, [url, simple])[0] in ("opaque", "failed")  # sent, but the answer is hidden
@@ -189,54 +162,33 @@ def test_a_page_of_another_origin_in_a_browser_that_knows_the_password_does_noth
 def test_no_request_sets_a_job_variable(service, mark, variable):
     before = num_runs(service)
     with pytest.raises(urllib.error.HTTPError, match="422"):
-        create_run(service, job_variables={variable: f"touch {mark}"})
+        service.start_run("prepare-data", nested(SMALL), job_variables={variable: f"touch {mark}"})
     assert num_runs(service) == before
 
 
 def test_a_deployment_of_somebody_is_not_run(service, mark):
-    api = service.record.prefect_api
-    (ours,) = service.ask(f"{api}/deployments/filter", {"deployments": {"name": {"any_": ["evaluate"]}}})
+    ours = service.deployment("evaluate")
     steps = [{"prefect.deployments.steps.run_shell_script": {"script": f"touch {mark}"}}]
     theirs = {"name": "theirs", "flow_id": ours["flow_id"], "entrypoint": ours["entrypoint"], "pull_steps": steps}
-    service.ask(f"{api}/deployments/", {**theirs, "work_pool_name": "athanor"})
-    run = end_of(service, create_run(service, "theirs"))
+    service.prefect("/deployments/", {**theirs, "work_pool_name": "athanor"})
+    run = ended_run(service, "theirs")
     assert run["state_type"] == "CRASHED" and "deployment theirs is not athanor's" in run["state"]["message"]
     assert not mark.exists()
 
 
 def test_a_changed_deployment_or_pool_is_not_run_until_the_worker_starts_again(service, mark):
-    api = service.record.prefect_api
-    (ours,) = service.ask(f"{api}/deployments/filter", {"deployments": {"name": {"any_": ["evaluate"]}}})
     template = {"job_configuration": {"command": f"touch {mark}"}, "variables": {"type": "object", "properties": {}}}
-    patch(service, f"{api}/work_pools/athanor", {"base_job_template": template})
-    run = end_of(service, create_run(service))
+    service.prefect("/work_pools/athanor", {"base_job_template": template}, "PATCH")
+    run = ended_run(service)
     assert "work pool athanor: its job template is not as registered" in run["state"]["message"]
-    patch(service, f"{api}/deployments/{ours['id']}", {"entrypoint": "subprocess.Popen"})
-    run = end_of(service, create_run(service, "evaluate"))
+    path = f"/deployments/{service.deployment('evaluate')['id']}"
+    service.prefect(path, {"entrypoint": "subprocess.Popen"}, "PATCH")
+    run = ended_run(service, "evaluate")
     assert "deployment evaluate: entrypoint='subprocess.Popen' is not as registered" in run["state"]["message"]
     assert not mark.exists()
-    (worker,) = [
-        p for p in service.processes() if "flows.service.work" in p.cmdline() and p.ppid() == service.process.pid
-    ]
-    worker.kill()
+    service.program("worker").kill()
     wait_for(lambda: "started again" in service.printed()[-1], END_SECONDS, "new worker", service.tell)
-    assert end_of(service, create_run(service))["state_type"] == "COMPLETED", service.tell()
-
-
-def patch(service: RunningService, url: str, body: object) -> None:
-    """Send a PATCH request. A server whose database is locked answers 503, and the request is then repeated."""
-    request = urllib.request.Request(url, json.dumps(body).encode(), known(service), method="PATCH")
-
-    def is_done() -> bool:
-        try:
-            with urllib.request.urlopen(request, timeout=30) as answer:
-                return answer.status == 204
-        except urllib.error.HTTPError as error:
-            if error.code != 503:
-                raise
-            return False
-
-    wait_for(is_done, END_SECONDS, "change", service.tell)
+    assert ended_run(service)["state_type"] == "COMPLETED", service.tell()
 
 
 class Touch:
@@ -252,14 +204,12 @@ def test_a_state_that_names_a_pickle_runs_nothing(service, mark, tmp_path):
     stored = {"storage_key": str(tmp_path / "record"), "serializer": {"type": "pickle"}, "prefect_version": "3.8.8"}
     result = PickleSerializer().dumps(Touch(mark)).decode()
     (tmp_path / "record").write_text(json.dumps({"metadata": stored, "result": result}))
-    api, run_id = service.record.prefect_api, create_run(service)
+    run_id = service.start_run("prepare-data", nested(SMALL))
     done = {"state": {"type": "COMPLETED", "data": stored}, "force": True}
 
-    def is_pending() -> bool:
-        return service.ask(f"{api}/flow_runs/{run_id}")["state_type"] == "PENDING"
-
-    wait_for(is_pending, END_SECONDS, "start", service.tell)
-    service.ask(f"{api}/flow_runs/{run_id}/set_state", done)
+    path = f"/flow_runs/{run_id}"
+    wait_for(lambda: service.prefect(path)["state_type"] == "PENDING", END_SECONDS, "start", service.tell)
+    service.prefect(f"{path}/set_state", done)
     wait_for(lambda: "names a stored result" in service.log("worker"), END_SECONDS, "refusal", service.tell)
     time.sleep(1)
     assert not mark.exists()
@@ -289,4 +239,4 @@ def test_mlflow_writes_and_reads_nothing_beside_its_files(service, tmp_path):
 )
 def test_mlflow_starts_no_commands_and_calls_nobody(service, path):
     for prefix in ("api/3.0", "ajax-api/3.0", "ajax-api/2.0"):
-        assert status(f"{service.record.mlflow}/{prefix}/mlflow/{path}", **known(service)) == 404
+        assert request(f"{service.record.mlflow}/{prefix}/mlflow/{path}", login=service.login)[0] == 404

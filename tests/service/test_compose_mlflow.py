@@ -1,16 +1,13 @@
 """MLflow as compose.yaml starts it: logins, Postgres, files in an S3 store. `athanor sync` sends a complete run there.
 
 The databases are made by infra/postgres/databases.sh, the bucket by infra/make_buckets.py, and the server has the
-command
-and the environment of compose.yaml. Only the host names are those of this machine.
+command and the environment of compose.yaml. Only the host names are those of this machine.
 """
 
 import os
 import signal
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +21,9 @@ from flows.cli.main import main
 from flows.tracking.store import connect
 from tests.helpers.compose_file import INFRA, load_compose, read_env_file
 from tests.helpers.object_store import free_port, moto_server
-from tests.helpers.postgres import BINARIES, postgres_server, requires_postgres
-from tests.helpers.service import clean_environment, wait_for
+from tests.helpers.patience import at_most
+from tests.helpers.postgres import postgres_server, requires_postgres
+from tests.helpers.service import answers, clean_environment, request, wait_for
 from tests.helpers.tracked_run import Nobody, holdings, tell_a_run
 
 pytestmark = [
@@ -54,7 +52,7 @@ def server(tmp_path_factory) -> Iterator[Server]:
     place = tmp_path_factory.mktemp("mlflow")
     services = load_compose("compose.yaml", VALUES)["services"]
     with postgres_server() as postgres, moto_server() as store:
-        make_databases(postgres)
+        postgres.make_databases(VALUES)
         make_buckets(services["buckets"]["command"][2:])
         hosts = {"postgres:5432": f"127.0.0.1:{postgres.port}", "http://s3:7070": store, "/infra/": f"{place}/"}
         (place / "mlflow_auth.ini").write_text(replaced((INFRA / "mlflow_auth.ini").read_text(), hosts))
@@ -69,13 +67,7 @@ def server(tmp_path_factory) -> Iterator[Server]:
             yield Server(url, store)
         finally:
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait(30)
-
-
-def make_databases(postgres) -> None:
-    environment = {**os.environ, **VALUES, "PATH": f"{BINARIES}:{os.environ['PATH']}"}
-    environment |= {"PGHOST": "127.0.0.1", "PGPORT": str(postgres.port), "PGPASSWORD": postgres.password}
-    subprocess.run(["bash", str(INFRA / "postgres" / "databases.sh")], env=environment, check=True)
+            process.wait(at_most(30))
 
 
 def make_buckets(names: list[str]) -> None:
@@ -100,18 +92,8 @@ def start(command: list[str], environment: dict[str, str], log_path: Path) -> su
         )
 
 
-def answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=5) as answer:
-            return answer.status == 200
-    except OSError:
-        return False
-
-
 def test_without_a_login_nobody_reads(server):
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        urllib.request.urlopen(f"{server.url}/api/2.0/mlflow/experiments/search?max_results=1", timeout=60)
-    assert refused.value.code == 401
+    assert request(f"{server.url}/api/2.0/mlflow/experiments/search?max_results=1")[0] == 401
 
 
 def test_a_run_that_waited_is_sent_whole_by_sync(server, tmp_path, monkeypatch, capsys):

@@ -133,18 +133,11 @@ class Life:
         record = json.loads((self.root / "service" / "runs" / f"{self.run_id}.json").read_text())
         return psutil.Process(record["pid"])
 
-    def part(self, name: str) -> psutil.Process:
-        """Return the process of the worker or of a server."""
-        marked = processes_with("ATHANOR_SERVICE_PART", name)
-        ours = [process for process in marked if process in self.service.processes()]
-        return next((p for p in ours if p.ppid() == self.service.process.pid), self.service.process)
-
     def new_server(self) -> None:
         """Kill Prefect's server, and wait until `athanor up` has started a new one."""
-        server = self.part("prefect")
+        server = self.service.program("prefect")
         server.kill()
-        known = (server.pid, self.service.process.pid)
-        wait_for(lambda: self.part("prefect").pid not in known, 60, "new server", self.service.tell)
+        wait_for(lambda: self.service.program("prefect") not in (None, server), 60, "new server", self.service.tell)
         wait_for(lambda: self.client.api_healthcheck() is None, 120, "server again", self.service.tell)
 
     def mlflow_status(self) -> str:
@@ -238,7 +231,7 @@ def test_a_killed_flow_crashes_and_its_trainer_saves(life):
 def test_a_killed_worker_crashes_the_run_which_saves(life):
     life.retry()
     step = life.train_on()
-    life.part("worker").kill()
+    life.service.program("worker").kill()
     life.ends("Crashed", seconds=60)
     assert life.checkpoint() >= step
 
@@ -251,7 +244,7 @@ def test_a_killed_server_disturbs_nothing_and_the_losses_are_those_of_an_undistu
         life.new_server()
     assert life.ranks() == ranks
     with suspended(life.service.process):  # it would start another server
-        life.part("prefect").kill()
+        life.service.program("prefect").kill()
         wait_for(lambda: not life.ranks(), 240, "training's end without a server", life.service.tell)
     run = life.ends("Completed", seconds=300)  # includes the stages after the training, with a new server
     assert run.run_count == tries, "nobody had to try again"

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from flows.deployments.channels import KINDS
-from tests.helpers.service import running_service
+from tests.helpers.service import running_service, wait_for
 
 pytestmark = pytest.mark.full
 SECONDS = 90.0
@@ -87,9 +87,7 @@ def test_each_kind_arrives_once_on_each_way(tmp_path, receivers):
     }
     with running_service(tmp_path / "root", environment=environment) as service:
         subprocess.run([sys.executable, "-c", TELL], env=service.env(), check=True)
-        deadline = time.monotonic() + SECONDS
-        while (len(web.heard), len(mail.heard)) < (8, 4) and time.monotonic() < deadline:
-            time.sleep(0.5)
+        wait_for(lambda: len(web.heard) >= 8 and len(mail.heard) >= 4, SECONDS, "eight calls and four mails")
         time.sleep(5)  # for what should not come
     hooks = {body["kind"]: body for path, body in web.heard if path == "/hook"}
     assert sorted(hooks) == sorted(KINDS) and len(web.heard) == 8

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.patience import at_most
 from tests.helpers.postgres import PostgresServer, postgres_server, requires_postgres
 from tests.helpers.service import clean_environment
 
@@ -38,7 +39,9 @@ def test_eight_writers_at_once_on_a_fresh_store_lose_nothing(store, request, tmp
         address = f"{server.url.removeprefix('postgresql://')}eight_writers"
         environment |= {"MLFLOW_TRACKING_URI": f"postgresql+psycopg2://{address}", "PGPASSWORD": server.password}
     command = [sys.executable, "-m", "tests.helpers.writers", str(tmp_path), str(WRITERS), str(POINTS)]
-    done = subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=at_most(280)
+    )
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
     assert told["statuses"] == [0] * WRITERS, done.stderr

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from uuid import UUID
 
 import pytest
 from prefect.client.orchestration import SyncPrefectClient
@@ -17,6 +16,7 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.schedules import CronSchedule
 
 from stages.launchers.config import ClusterConfig
+from tests.helpers.patience import at_most
 from tests.helpers.service import RunningService, nested, run_athanor, running_service, wait_for
 from tests.helpers.small_run import SMALL
 
@@ -88,11 +88,8 @@ def test_a_schedule_of_every_minute_fires_and_its_run_completes(service, client,
     check_that_a_restart_keeps_the_schedule(service, client, nightly)
     client.update_deployment_schedule(nightly.id, schedule.id, active=False)  # one run is enough
 
-    def ended() -> FlowRun | None:
-        now = client.read_flow_run(run.id)
-        return now if now.state.is_final() else None
-
-    last = wait_for(ended, RUN_SECONDS, "end of the scheduled flow run", service.tell)
+    service.end_of(run.id, RUN_SECONDS)
+    last = client.read_flow_run(run.id)
     assert last.state.is_completed(), last.state.message
     assert last.name.startswith("embedded num_scans=40") and list((service.root / "artifacts").glob("evaluate/*"))
     print(f"late by {(run.start_time - run.expected_start_time).total_seconds():.1f} s, ran {last.total_run_time}")
@@ -101,7 +98,7 @@ def test_a_schedule_of_every_minute_fires_and_its_run_completes(service, client,
 def check_that_a_restart_keeps_the_schedule(service: RunningService, client: SyncPrefectClient, nightly) -> None:
     """Check that schedules survive, although `athanor up` registers deployments at every start."""
     command = [sys.executable, "-m", "flows.deployments.offers", "--root", str(service.root)]
-    subprocess.run(command, env=service.env(), check=True, timeout=120)
+    subprocess.run(command, env=service.env(), check=True, timeout=at_most(120))
     after = client.read_deployment(nightly.id)
     (schedule,) = after.schedules
     assert schedule.active and schedule.schedule.cron == "* * * * *" and schedule.parameters == {"overrides": OVERRIDES}
@@ -109,10 +106,10 @@ def check_that_a_restart_keeps_the_schedule(service: RunningService, client: Syn
 
 def test_two_flow_runs_at_once_are_each_as_alone(service, client, tmp_path):
     before = {path.name for path in (service.root / "artifacts" / "evaluate").glob("*")}
-    deployment = client.read_deployment_by_name("vlm-sft/vlm-sft")
-    overrides = [nested({**SMALL, "train.optim.lr": rate}) for rate in RATES]
-    ids = [client.create_flow_run_from_deployment(deployment.id, parameters={"overrides": o}).id for o in overrides]
-    runs = wait_for(lambda: _ended(client, ids), RUN_SECONDS, "end of the flow runs", service.tell)
+    ids = [service.start_run("vlm-sft", nested({**SMALL, "train.optim.lr": rate})) for rate in RATES]
+    for run_id in ids:
+        service.end_of(run_id, RUN_SECONDS)
+    runs = [client.read_flow_run(run_id) for run_id in ids]
     assert [run.state.name for run in runs] == ["Completed", "Completed"], service.tell()
     assert max(run.start_time for run in runs) < min(run.end_time for run in runs)  # they really ran in parallel
 
@@ -124,11 +121,6 @@ def test_two_flow_runs_at_once_are_each_as_alone(service, client, tmp_path):
     with sqlite3.connect(service.root / "mlflow.db") as database:  # MLflow has complete curves, of the nightly run too
         counts = database.execute("SELECT count(*) FROM metrics WHERE key = 'loss' GROUP BY run_uuid").fetchall()
     assert counts == [(SMALL["train.num_steps"],)] * 3
-
-
-def _ended(client: SyncPrefectClient, ids: list[UUID]) -> list[FlowRun] | None:
-    runs = [client.read_flow_run(run_id) for run_id in ids]
-    return runs if all(run.state.is_final() for run in runs) else None
 
 
 def _outcomes(root: Path, before: set[str]) -> dict[str, tuple[str, object]]:

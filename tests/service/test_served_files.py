@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
@@ -18,9 +17,8 @@ from flows.tracking.publish import Publication
 from flows.tracking.record import load_record
 from flows.tracking.store import connect
 from tests.flows.tracking.test_tracking_files import ELSEWHERE, files_of, tell
-from tests.helpers.service import RunningService, clean_environment, running_service
+from tests.helpers.service import RunningService, clean_environment, request, running_service
 from tests.helpers.tracked_run import MODEL, Nobody
-from tests.service.test_closed import known
 
 pytestmark = [
     pytest.mark.full,
@@ -122,19 +120,15 @@ def test_the_database_keeps_addresses_that_a_client_without_the_service_follows(
 
 def ask(service: RunningService, path: str, method: str = "GET", data: bytes | None = None) -> int:
     """Return the status of MLflow's answer for a path of its files, with the password in the request."""
-    url = f"{service.record.mlflow}/api/2.0/mlflow-artifacts/artifacts{path}"
-    request = urllib.request.Request(url, data, known(service), method=method)
-    try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return answer.status
-    except urllib.error.HTTPError as error:
-        return error.code
+    return request(files_url(service) + path, data, login=service.login, method=method)[0]
+
+
+def files_url(service: RunningService) -> str:
+    return f"{service.record.mlflow}/api/2.0/mlflow-artifacts/artifacts"
 
 
 def test_files_are_asked_for_with_the_password_alone(service):
-    url = f"{service.record.mlflow}/api/2.0/mlflow-artifacts/artifacts?path="
-    with pytest.raises(urllib.error.HTTPError, match="401"):
-        urllib.request.urlopen(url, timeout=30)
+    assert request(f"{files_url(service)}?path=")[0] == 401
 
 
 def test_a_file_that_is_sent_leaves_the_artifact_of_which_it_was_a_second_name(service):

@@ -23,6 +23,8 @@ from stages.launchers.config import ClusterConfig
 from stages.launchers.slurm.script import SBATCH_FILE
 from stages.train import stage as train
 from stages.train.run_trainer import StageStopped
+from tests.helpers.patience import at_most
+from tests.helpers.service import wait_for
 from tests.helpers.slurm_cluster import SlurmCluster, slurm_cluster, why_not
 from tests.helpers.small_run import SMALL
 from trainer.contract.answer import MetricsRow, read_metrics
@@ -72,7 +74,9 @@ def flow_root(cluster, tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("flow")
     sets = [part for override in OVERRIDES for part in ("--set", override)]
     command = [sys.executable, "-m", "flows.cli.main"]
-    done = subprocess.run([*command, "run", "--root", str(root), *sets], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [*command, "run", "--root", str(root), *sets], capture_output=True, text=True, timeout=at_most(300)
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert "15 of 15 stages made" in done.stdout
     return root
@@ -111,16 +115,8 @@ def _jobs(cluster: SlurmCluster, root: Path) -> list[int]:
     ]
 
 
-def _until(condition: Callable[[], object], seconds: float = 240) -> object:
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "it did not come"
-        time.sleep(0.1)
-    return found
-
-
 def _assert_nothing_left(cluster: SlurmCluster, root: Path) -> None:
-    _until(lambda: not cluster.processes_of(root) and not _jobs(cluster, root), 10)
+    wait_for(lambda: not cluster.processes_of(root) and not _jobs(cluster, root), 10, "end of the job")
 
 
 def test_two_nodes_give_the_loss_of_one(cluster, flow_root, tmp_path):
@@ -152,7 +148,8 @@ def _start_and_kill_the_flow(flow_root: Path, root: Path) -> None:
     code += "train_on(Path(sys.argv[1]), Path(sys.argv[2]))"
     child = subprocess.Popen([sys.executable, "-c", code, str(flow_root), str(root)], start_new_session=True)
     try:
-        _until(lambda: any(len(read_metrics(found.parent)) >= 2 for found in root.glob(f"scratch/*/{METRICS_JSONL}")))
+        steps = f"scratch/*/{METRICS_JSONL}"
+        wait_for(lambda: any(len(read_metrics(found.parent)) >= 2 for found in root.glob(steps)), 240, "two steps")
     finally:
         os.killpg(child.pid, signal.SIGKILL)
         child.wait()

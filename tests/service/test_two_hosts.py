@@ -4,7 +4,9 @@ import time
 
 import pytest
 
+from tests.helpers.patience import at_most
 from tests.helpers.run_dir import metrics_of, result_of, run_trainer, write_job
+from tests.helpers.service import wait_for
 from tests.helpers.two_hosts import start_agents, two_hosts, why_not
 
 pytestmark = [
@@ -19,19 +21,12 @@ pytestmark = [
 STEPS = 12
 
 
-def _wait_for_step(run, step):
-    deadline = time.monotonic() + 120
-    while not any(row.step >= step for row in metrics_of(run)):
-        assert time.monotonic() < deadline, (run.output_dir / "logs/trainer.log").read_text()
-        time.sleep(0.2)
-
-
 def test_two_hosts_learn_what_one_host_with_two_ranks_learns(tmp_path):
     one = write_job(tmp_path, num_steps=STEPS, name="one-host")
     assert run_trainer(one, processes=2) == 0
     two = write_job(tmp_path, num_steps=STEPS, name="two-hosts")
     with two_hosts() as hosts:
-        statuses = [agent.wait(240) for agent in start_agents(two, hosts)]
+        statuses = [agent.wait(at_most(240)) for agent in start_agents(two, hosts)]
     assert statuses == [0, 0]
     of_one, of_two = ([(row.loss, row.grad_norm) for row in metrics_of(run)] for run in (one, two))
     assert of_one == of_two and len(of_two) == STEPS
@@ -43,14 +38,13 @@ def test_a_host_that_is_gone_is_named_and_ends_the_rank_of_the_other(tmp_path, l
     run, other = write_job(tmp_path, num_steps=10_000), 1 - lost
     with two_hosts() as hosts:
         agents = start_agents(run, hosts)
-        _wait_for_step(run, 3)
+        told = (run.output_dir / "logs/trainer.log").read_text
+        wait_for(lambda: any(row.step >= 3 for row in metrics_of(run)), 120, "third step", told)
         getattr(hosts[lost], how)()
         gone, log = time.monotonic(), run.output_dir / "logs" / ("trainer.log", "rank-0001.log")[other]
         who = f"rank {other} on {hosts[other].name} lost rank {lost} on {hosts[lost].name}, whose log says why"
-        while who not in log.read_text():
-            assert time.monotonic() < gone + 30, log.read_text()
-            time.sleep(0.2)
+        wait_for(lambda: who in log.read_text(), 30, who, log.read_text)
         print(f"named after {time.monotonic() - gone:.1f} s")
         if how == "kill":  # torchrun itself tries for minutes to reach an unplugged host
-            assert agents[other].wait(30) != 0
+            assert agents[other].wait(at_most(30)) != 0
             assert result_of(run).message.startswith(who)

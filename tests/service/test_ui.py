@@ -5,7 +5,6 @@ Screenshots of every page are in ATHANOR_PICTURES, or in the test's own director
 
 import os
 import re
-import time
 import urllib.error
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 
 from flows.tracking.store import compare_url
 from tests.helpers.browser import chromium, logged_in, requires_chromium
+from tests.helpers.patience import at_most
 
 pytestmark = [
     pytest.mark.full,
@@ -27,38 +27,9 @@ DATA = {"num_scans": 40, "num_multi": 8, "num_pairs": 8, "num_texts": 8}
 STEPS = 12
 
 
-def api(service, path: str, body: object = None) -> object:
-    """Return an answer of Prefect's server. Repeat the request while the database is busy (503), as Prefect's client
-    does."""
-    url, deadline = f"{service.record.prefect_api}{path}", time.monotonic() + 60
-    while True:
-        try:
-            return service.ask(url, body)
-        except urllib.error.HTTPError as error:
-            if error.code != 503 or time.monotonic() > deadline:
-                raise
-            time.sleep(0.5)
-
-
-def deployment_id(service, name: str) -> str:
-    (found,) = api(service, "/deployments/filter", {"deployments": {"name": {"any_": [name]}}})
-    return found["id"]
-
-
 def runs_of(service, deployment: str) -> list[dict]:
     body = {"deployments": {"id": {"any_": [deployment]}}, "sort": "START_TIME_DESC"}
-    return api(service, "/flow_runs/filter", body)
-
-
-def wait_for_run(service, run_id: str, seconds: float = RUN_SECONDS) -> dict:
-    """Wait until the flow run has a final state, and return it."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        run = api(service, f"/flow_runs/{run_id}")
-        if run["state_type"] in ("COMPLETED", "FAILED", "CRASHED", "CANCELLED"):
-            return run
-        time.sleep(0.5)
-    raise AssertionError(f"flow run {run_id} is {run['state_name']} after {seconds} s")
+    return service.prefect("/flow_runs/filter", body)
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +117,7 @@ SMALL = {
 @pytest.fixture(scope="module")
 def form_run(service, browser, pictures) -> dict:
     """Ask for a run in the form, first wrongly and then rightly, and watch the run to its end."""
-    deployment = deployment_id(service, "vlm-sft")
+    deployment = service.deployment("vlm-sft")["id"]
     before = {run["id"] for run in runs_of(service, deployment)}
     page = browser.new_page()
     form = Form(page, service, deployment)
@@ -168,8 +139,8 @@ def form_run(service, browser, pictures) -> dict:
     page.wait_for_url(lambda url: not url.endswith("/run"))
     (run,) = [run for run in runs_of(service, deployment) if run["id"] not in before]
     page.goto(f"{service.record.prefect_ui}/runs/flow-run/{run['id']}")
-    page.get_by_text("Completed", exact=True).first.wait_for(timeout=RUN_SECONDS * 1000)
-    yield {"page": page, **wait_for_run(service, run["id"], 10)}
+    page.get_by_text("Completed", exact=True).first.wait_for(timeout=at_most(RUN_SECONDS) * 1000)
+    yield {"page": page, **service.end_of(run["id"], 10)}
     page.close()
 
 
@@ -208,7 +179,7 @@ def test_the_run_shows_logs_and_artifacts(service, form_run, pictures):
 
 def artifacts(service, run_id: str, key: str) -> list[dict]:
     body = {"artifacts": {"flow_run_id": {"any_": [run_id]}, "key": {"any_": [key]}}}
-    return api(service, "/artifacts/filter", body)
+    return service.prefect("/artifacts/filter", body)
 
 
 def test_mlflow_opens_on_score_and_loss(service, form_run, pictures, page):
@@ -238,23 +209,19 @@ def test_mlflow_opens_on_score_and_loss(service, form_run, pictures, page):
     ],
 )
 def test_a_wrong_value_is_refused_with_its_path(service, overrides, words):
-    deployment = deployment_id(service, "vlm-sft")
     with pytest.raises(urllib.error.HTTPError) as refused:
-        api(service, f"/deployments/{deployment}/create_flow_run", {"parameters": {"overrides": overrides}})
+        service.start_run("vlm-sft", overrides)
     assert refused.value.code == 409
     assert words in refused.value.read().decode()
 
 
 def test_two_runs_compared_in_mlflow(service, form_run, pictures, page):
-    deployment = deployment_id(service, "vlm-sft")
-    crossed = {"overrides": {**SMALL, "tokenize": {"max_seq_len": 99999}}}
-    wrong = api(service, f"/deployments/{deployment}/create_flow_run", {"parameters": crossed})
-    right = api(service, f"/deployments/{deployment}/create_flow_run", {"parameters": {"overrides": SMALL}})
-    second, refused = wait_for_run(service, right["id"]), wait_for_run(service, wrong["id"], 60)
+    wrong = service.start_run("vlm-sft", {**SMALL, "tokenize": {"max_seq_len": 99999}})
+    right = service.start_run("vlm-sft", SMALL)
+    second, refused = service.end_of(right, RUN_SECONDS), service.end_of(wrong, 60)
     assert second["state_type"] == "COMPLETED", second["state"]["message"]
-    assert (refused["state_type"], refused["state_name"]) == ("FAILED", "Refused") and not artifacts(
-        service, wrong["id"], "stages"
-    )
+    assert (refused["state_type"], refused["state_name"]) == ("FAILED", "Refused")
+    assert not artifacts(service, wrong, "stages")
     assert refused["state"]["message"].startswith("recipe embedded with overrides: tokenize.max_seq_len=99999 is more")
     (stages,) = artifacts(service, second["id"], "stages")
     assert re.search(r"\[convert\]\(\S+/reports/convert/\w+/report.html\) \| reused \|", stages["data"])

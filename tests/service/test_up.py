@@ -4,18 +4,15 @@ behind."""
 import re
 import signal
 import sqlite3
-import time
-import urllib.request
 from collections.abc import Iterator
 
 import psutil
 import pytest
 
-from flows.prefect_server.processes import service_processes
 from flows.prefect_server.service_record import read_record
 from flows.tracking.store import server_url
 from stages.launchers.config import ClusterConfig
-from tests.helpers.service import RunningService, nested, run_athanor, running_service, wait_for
+from tests.helpers.service import RunningService, answers, nested, run_athanor, running_service, wait_for
 from tests.helpers.small_run import SMALL
 
 pytestmark = pytest.mark.full
@@ -34,26 +31,25 @@ def service(tmp_path_factory) -> Iterator[RunningService]:
 
 def flow_runs(service: RunningService) -> list[dict]:
     """Return the runs that a user has started, without subflow runs."""
-    found = service.ask(f"{service.record.prefect_api}/flow_runs/filter", {"sort": "START_TIME_DESC"})
+    found = service.prefect("/flow_runs/filter", {"sort": "START_TIME_DESC"})
     return [run for run in found if run["parent_task_run_id"] is None]
 
 
-def mlflow_runs(service: RunningService, experiment: str = "athanor-embedded") -> list[dict]:
-    url = f"{service.record.mlflow}/api/2.0/mlflow"
-    found = service.ask(f"{url}/experiments/get-by-name?experiment_name={experiment}")["experiment"]
-    return service.ask(f"{url}/runs/search", {"experiment_ids": [found["experiment_id"]]}).get("runs", [])
+def wait_for_another(service: RunningService, part: str, old: psutil.Process) -> None:
+    """Wait until a program runs again, in another process, and `athanor up` says that it is ready."""
 
+    def is_there() -> bool:
+        said = [line.split()[1] for line in service.printed() if line.startswith(f"{part} ")]
+        found = service.program(part)
+        return said[-1] == "ready" and found is not None and found.pid != old.pid
 
-def program(service: RunningService, part: str) -> psutil.Process | None:
-    """Return the process of a part that `athanor up` has started itself, while it is running."""
-    started = {process.pid for process in psutil.Process(service.process.pid).children()}
-    return next((process for process in service_processes(service.root, part) if process.pid in started), None)
+    wait_for(is_there, AGAIN_SECONDS, f"new {part}", service.tell)
 
 
 def test_it_says_what_it_starts_and_where(service):
-    deadline = time.monotonic() + 30  # `service` waits for the record, which is written before the line is printed
-    while not (lines := service.printed())[-1].startswith("ready after") and time.monotonic() < deadline:
-        time.sleep(0.05)
+    # `service` waits for the record, which is written before the line is printed.
+    wait_for(lambda: service.printed()[-1].startswith("ready after"), 30, "last line", service.tell)
+    lines = service.printed()
     for part, address in (("prefect", service.record.prefect_ui), ("mlflow", service.record.mlflow)):
         states = [line.split()[1] for line in lines if line.startswith(f"{part} ")]
         assert states == ["starting", "ready"]
@@ -84,13 +80,12 @@ def test_the_ui_is_told_the_right_address_of_the_server(service):
 
 
 def test_deployments_pool_worker_and_limits_are_there(service):
-    api = service.record.prefect_api
-    names = {found["name"] for found in service.ask(f"{api}/deployments/filter", {})}
+    names = {found["name"] for found in service.prefect("/deployments/filter", {})}
     assert names == {"vlm-sft", "vlm-sft-nightly", "prepare-data", "evaluate", "sweep"}
-    assert service.ask(f"{api}/work_pools/athanor")["type"] == "process"
-    (worker,) = service.ask(f"{api}/work_pools/athanor/workers/filter", {})
+    assert service.prefect("/work_pools/athanor")["type"] == "process"
+    (worker,) = service.prefect("/work_pools/athanor/workers/filter", {})
     assert worker["status"] == "ONLINE"
-    limits = {limit["name"]: limit["limit"] for limit in service.ask(f"{api}/v2/concurrency_limits/filter", {})}
+    limits = {limit["name"]: limit["limit"] for limit in service.prefect("/v2/concurrency_limits/filter", {})}
     assert limits[ClusterConfig().limit] == 1
 
 
@@ -99,7 +94,7 @@ def test_a_run_finds_it_and_shows_up_in_both(service):
     assert done.returncode == 0, done.stderr + service.tell()
     (run,) = flow_runs(service)
     assert run["state_name"] == "Completed"
-    (tracked,) = mlflow_runs(service)
+    (tracked,) = service.mlflow_runs()
     tags = {tag["key"]: tag["value"] for tag in tracked["data"]["tags"]}
     assert tags["prefect.flow_run_id"] == run["id"] and tracked["info"]["status"] == "FINISHED"
     assert service.record.mlflow in done.stdout
@@ -119,46 +114,24 @@ def test_a_second_one_is_refused_with_the_addresses_of_the_first(service):
 
 @pytest.mark.parametrize("part", ["mlflow", "prefect", "worker"])
 def test_a_killed_program_is_started_again_in_its_place(service, part):
-    killed = program(service, part)
+    killed = service.program(part)
     killed.kill()
-    wait_for(
-        lambda: _said(service, part, "ready") and _is_new(service, part, killed.pid),
-        AGAIN_SECONDS,
-        f"new {part}",
-        service.tell,
-    )
+    wait_for_another(service, part, killed)
     assert any(f"{part} " in line and "died (signal 9)" in line for line in service.printed())
     assert read_record(service.root) == service.record  # the same ports
     addresses = {"prefect": f"{service.record.prefect_api}/health", "mlflow": f"{service.record.mlflow}/health"}
-    if part in addresses:
-        with urllib.request.urlopen(addresses[part], timeout=20) as answer:
-            assert answer.status == 200
-    assert all(program(service, name) for name in ("prefect", "mlflow", "worker"))
+    assert part not in addresses or answers(addresses[part])
+    assert all(service.program(name) for name in ("prefect", "mlflow", "worker"))
 
 
 def test_servers_that_hang_are_started_again(service):
-    hung = {part: program(service, part) for part in ("mlflow", "prefect")}
+    hung = {part: service.program(part) for part in ("mlflow", "prefect")}
     for process in hung.values():
         process.send_signal(signal.SIGSTOP)
     for part, process in hung.items():
-        wait_for(
-            lambda part=part, pid=process.pid: _said(service, part, "ready") and _is_new(service, part, pid),
-            AGAIN_SECONDS,
-            f"new {part}",
-            service.tell,
-        )
+        wait_for_another(service, part, process)
         assert any(line.startswith(f"{part} ") and "hangs" in line for line in service.printed())
-    assert all(program(service, name) for name in ("prefect", "mlflow", "worker"))
-
-
-def _said(service: RunningService, part: str, state: str) -> bool:
-    last = [line for line in service.printed() if line.startswith(f"{part} ")][-1]
-    return last.split()[1] == state
-
-
-def _is_new(service: RunningService, part: str, old: int) -> bool:
-    found = program(service, part)
-    return found is not None and found.pid != old
+    assert all(service.program(name) for name in ("prefect", "mlflow", "worker"))
 
 
 def test_killed_itself_the_next_one_cleans_up_on_the_same_ports_and_ctrl_c_leaves_nothing(service):
@@ -170,7 +143,7 @@ def test_killed_itself_the_next_one_cleans_up_on_the_same_ports_and_ctrl_c_leave
         assert not before & {process.pid for process in after.processes()}
         assert (after.record.prefect_ui, after.record.mlflow) == (service.record.prefect_ui, service.record.mlflow)
         assert len(flow_runs(after)) == 2  # one run with a service, and one without
-        assert len(mlflow_runs(after)) == 1
+        assert len(after.mlflow_runs()) == 1
         run_id = start_training(after)
         started = {process.pid for process in after.processes()}
     finally:
@@ -187,13 +160,10 @@ def test_killed_itself_the_next_one_cleans_up_on_the_same_ports_and_ctrl_c_leave
 
 def start_training(service: RunningService) -> str:
     """Start a flow run as the UI does, and wait until it trains. Return its id."""
-    api = service.record.prefect_api
-    (found,) = service.ask(f"{api}/deployments/filter", {"deployments": {"name": {"any_": ["vlm-sft"]}}})
-    overrides = nested({**SMALL, "train.num_steps": 5000})
-    run = service.ask(f"{api}/deployments/{found['id']}/create_flow_run", {"parameters": {"overrides": overrides}})
+    run_id = service.start_run("vlm-sft", nested({**SMALL, "train.num_steps": 5000}))
     trains = "scratch/train-*/metrics.jsonl"
     wait_for(lambda: list(service.root.glob(trains)), AGAIN_SECONDS, "training", service.tell)
-    return run["id"]
+    return run_id
 
 
 def test_a_program_that_cannot_start_is_told_with_the_end_of_its_log(tmp_path):

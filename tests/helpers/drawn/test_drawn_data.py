@@ -15,9 +15,10 @@ from flows.pipeline.recipe import load_recipe
 from stages.artifacts.artifact import External
 from stages.artifacts.run_stage import run_stage
 from stages.convert.stage import STAGE as CONVERT
-from tests.helpers.drawn.suite import SUBSETS, iter_cord_splits
-from tests.helpers.drawn.write import CORD_SCHEMA, ROW_SCHEMA, SUITE_YAML, write_receipts, write_suite
+from tests.helpers.drawn.suite import SUBSETS, iter_cord_splits, iter_suite_rows
+from tests.helpers.drawn.write import ROW_SCHEMA, SUITE_YAML, write_receipts, write_suite
 from tests.helpers.json_rows import read_source, turns
+from tests.helpers.raw_rows import CORD_SCHEMA
 from tests.helpers.trees import tree_digest
 
 FEW = dict.fromkeys(SUBSETS, 6)
@@ -62,8 +63,11 @@ def test_it_is_converted_by_the_recipe_without_a_skip(suite, tmp_path):
     assert converted == {sample.key: sample for sample in read_source("the_cauldron", suite, turns="chat")}
 
 
-def test_rebuilt_it_has_the_same_bytes(suite, tmp_path):
+def test_rebuilt_it_has_the_same_bytes_and_another_seed_or_number_draws_another_picture(suite, tmp_path):
     assert tree_digest(write_suite(tmp_path, FEW)) == tree_digest(suite)
+    rows = [row for seed in (0, 1) for _, row in iter_suite_rows(seed, FEW)]
+    assert len({row["images"][0]["bytes"] for row in rows}) == len(rows) == 2 * sum(FEW.values())
+    assert [row for _, row in iter_suite_rows(0, {"docvqa": 5})] == rows[6:11]  # whatever the number of rows
 
 
 @pytest.mark.parametrize(("target", "inverse"), [("json", from_json), ("donut", from_tags)])

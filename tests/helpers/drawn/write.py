@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from tests.helpers.drawn.suite import iter_cord_splits, iter_suite_rows
-from tests.helpers.raw_rows import write_parquet
+from tests.helpers.raw_rows import CORD_SCHEMA, write_parquet
 
 _GROUP_ROWS = 100
 SUITE_YAML = Path(__file__).with_name("suite.yaml")
@@ -24,7 +24,6 @@ ROW_SCHEMA = pa.schema(
         ("texts", pa.list_(pa.struct([*_TEXT, ("references", pa.list_(pa.string()))]))),
     ]
 )
-CORD_SCHEMA = pa.schema([("image", _IMAGE), ("ground_truth", pa.string())])
 
 
 def write_suite(directory: Path, counts: Mapping[str, int], seed: int = 0) -> Path:
