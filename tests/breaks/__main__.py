@@ -18,8 +18,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.tiers.changed import tests_for
-from tests.tiers.full import git
+from tests.tiers.changed import git, tests_for
 
 FOLDER = Path(__file__).parent
 SEEN_BY = "Seen by: "

@@ -1,7 +1,9 @@
 """Adapters on each set of modules in bf16, beside what bf16 costs PEFT itself."""
 
+import peft
 import pytest
 import torch
+from packaging.version import Version
 from peft import PeftModel
 
 from tests.helpers.adapters import adapted_model
@@ -27,6 +29,14 @@ pytestmark = pytest.mark.promise(
 )
 
 SEQ_LEN = 128
+# PEFT has no DoRA of stacked matrices, and before 0.21.2 it takes those of experts for modules.
+STACKED = pytest.mark.skipif(Version(peft.__version__) < Version("0.21.2"), reason="needs PEFT 0.21.2")
+CASES = [
+    pytest.param(shape, kind, marks=STACKED if "experts" in shape else ())
+    for shape in EVERYWHERE
+    for kind in ("lora", "dora")
+    if kind == "lora" or "experts" not in shape
+]
 
 
 def of_ours(model, rules, samples) -> torch.Tensor:
@@ -49,8 +59,7 @@ def of_peft(model, rules, samples) -> torch.Tensor:
 
 @requires_gpus(1)
 @pytest.mark.parametrize("modules", ON_CUDA)
-@pytest.mark.parametrize("kind", ["lora", "dora"])
-@pytest.mark.parametrize("shape", EVERYWHERE)
+@pytest.mark.parametrize(("shape", "kind"), CASES)
 def test_gradients_in_bf16_are_as_near_to_float32_as_peft_s(shape, kind, modules, tmp_path):
     adapter = AdapterConfig(kind=kind, rank=4, alpha=8, targets=EVERYWHERE[shape])
     family, read = read_model(model_dir(shape))
@@ -66,8 +75,10 @@ def test_gradients_in_bf16_are_as_near_to_float32_as_peft_s(shape, kind, modules
     theirs = {}
     for dtype in (torch.float32, torch.bfloat16):
         reference = load_reference(model_dir(shape)).to(dtype).cuda()
-        peft = PeftModel.from_pretrained(reference, tmp_path / "start", is_trainable=True, autocast_adapter_dtype=False)
-        theirs[dtype] = of_peft(peft.to(dtype), rules, samples)
+        adapted = PeftModel.from_pretrained(
+            reference, tmp_path / "start", is_trainable=True, autocast_adapter_dtype=False
+        )
+        theirs[dtype] = of_peft(adapted.to(dtype), rules, samples)
     own, yardstick = (relative(x, theirs[torch.float32]) for x in (ours, theirs[torch.bfloat16]))
     print(f"{shape} {kind}: relative distance of gradients {own:.2e} (PEFT in bf16 {yardstick:.2e})")
     assert own <= YARDSTICKS * yardstick

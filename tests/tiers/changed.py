@@ -13,6 +13,7 @@ do not show. A change of anything else takes all tests.
 import argparse
 import ast
 import functools
+import json
 import re
 import subprocess
 import sys
@@ -21,9 +22,12 @@ from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 
-from tests.tiers.full import UNKNOWN_SECONDS, git, read_full_pass, run_files
+import pytest
+
 from tests.tiers.plugin import ROOT, read_durations
 
+FULL_PASS = ROOT / "tests" / "full_pass.json"
+UNKNOWN_SECONDS = 30.0  # of a file without a record
 PACKAGES = ("flows", "stages", "dataset_builders", "trainer", "tests")
 # These tests start the product by its command, so every module of it reaches them.
 WHOLE = ("tests/e2e/", "tests/service/")
@@ -54,6 +58,20 @@ PATHS = {
 }
 _HAS_FULL = re.compile(r"mark\.full|\bfull\(|\btiered\(")
 _MODULE = re.compile(r"[a-z_][a-z0-9_]*(\.[a-z_][a-z0-9_]*)+(:\w+)?")
+
+
+def git(*arguments: str) -> str:
+    """Return the output of a git command.
+
+    Raises:
+        subprocess.CalledProcessError: git failed, or this is not a checkout.
+    """
+    return subprocess.run(("git", *arguments), cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def read_full_pass() -> str:
+    """Return the newest commit at which all tests passed."""
+    return json.loads(FULL_PASS.read_text())["commit"]
 
 
 @functools.cache
@@ -159,6 +177,21 @@ def changed_paths(since: str) -> list[str]:
         return git("ls-files").splitlines()
     differing = git("diff", "--name-only", "--no-renames", since).splitlines()
     return sorted({*differing, *git("ls-files", "--others", "--exclude-standard").splitlines()})
+
+
+def run_files(files: list[str], workers: int, arguments: list[str]) -> int:
+    """Run pytest on files, and return its exit code.
+
+    tests/service/ runs after the rest in two processes: its tests wait for servers, and more of them would starve each
+    other.
+    """
+    codes = [0]
+    service = [file for file in files if file.startswith("tests/service/")]
+    for chosen, processes in (([file for file in files if file not in service], workers), (service, min(2, workers))):
+        spread = [f"--numprocesses={processes}", "--dist=loadfile", "--no-loadscope-reorder"]
+        command = [sys.executable, "-m", "pytest", *spread, *arguments, *chosen]
+        codes += [subprocess.run(command, cwd=ROOT, check=False).returncode] if chosen else []
+    return max(code for code in codes if code != pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
 def main(argv: list[str]) -> int:

@@ -3,42 +3,25 @@
     python -m tests.tiers.full [--part K/N] [--workers N] [pytest's arguments]
 
 Every result is appended to build/full_pass/<commit>.jsonl at once. Tests that passed there do not run again, so the
-same command goes on after a stop. When all parts have passed on one commit, tests/full_pass.json is written: the
-commit, the machine, seconds, what passed, and why the rest was skipped.
+same command goes on after a stop. A later commit takes over the results of the tests that the difference cannot reach
+(changed.py). When all parts have passed, tests/full_pass.json is written: the commit, the machine, seconds, what
+passed, why the rest was skipped, and what was taken over.
 """
 
 import argparse
 import json
 import os
 import platform
-import subprocess
 import sys
 import time
 from collections import Counter
 from pathlib import Path
 
-import pytest
-
+from tests.tiers.changed import FULL_PASS, UNKNOWN_SECONDS, changed_paths, git, run_files, tests_for
 from tests.tiers.plugin import ROOT, passed_in, read_durations, read_ledger, write_durations
 
-FULL_PASS = ROOT / "tests" / "full_pass.json"
 WRITTEN = ("full_pass.json", "durations.json")  # by this module
 PARTS = 6
-UNKNOWN_SECONDS = 30.0  # of a file without a record
-
-
-def git(*arguments: str) -> str:
-    """Return the output of a git command.
-
-    Raises:
-        subprocess.CalledProcessError: git failed, or this is not a checkout.
-    """
-    return subprocess.run(("git", *arguments), cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
-
-
-def read_full_pass() -> str:
-    """Return the newest commit at which all tests passed."""
-    return json.loads(FULL_PASS.read_text())["commit"]
 
 
 def divide(seconds: dict[str, float], parts: int) -> list[list[str]]:
@@ -52,21 +35,6 @@ def divide(seconds: dict[str, float], parts: int) -> list[list[str]]:
     return divided
 
 
-def run_files(files: list[str], workers: int, arguments: list[str]) -> int:
-    """Run pytest on files, and return its exit code.
-
-    tests/service/ runs after the rest in two processes: its tests wait for servers, and more of them would starve each
-    other.
-    """
-    codes = [0]
-    service = [file for file in files if file.startswith("tests/service/")]
-    for chosen, processes in (([file for file in files if file not in service], workers), (service, min(2, workers))):
-        spread = [f"--numprocesses={processes}", "--dist=loadfile", "--no-loadscope-reorder"]
-        command = [sys.executable, "-m", "pytest", *spread, *arguments, *chosen]
-        codes += [subprocess.run(command, cwd=ROOT, check=False).returncode] if chosen else []
-    return max(code for code in codes if code != pytest.ExitCode.NO_TESTS_COLLECTED)
-
-
 def run_part(name: str, files: list[str], ledger: Path, workers: int, arguments: list[str]) -> bool:
     """Run the files' tests that have not passed yet, and return whether all have passed now."""
     began = time.monotonic()
@@ -75,6 +43,21 @@ def run_part(name: str, files: list[str], ledger: Path, workers: int, arguments:
     with ledger.open("a") as file:
         file.write(json.dumps(row) + "\n")
     return has_passed
+
+
+def take_over(ledger: Path) -> None:
+    """Begin a ledger with the results of the newest other one, but for the tests that the difference of the two commits
+    can reach."""
+    others = sorted(ledger.parent.glob("?" * 40 + ".jsonl"), key=lambda path: -path.stat().st_mtime)
+    if ledger.exists() or not others:
+        return
+    commit = others[0].stem
+    reached = tests_for(changed_paths(commit))
+    rows = [row for row in read_ledger(others[0]) if "test" in row and row["test"].partition("::")[0] not in reached]
+    ledger.write_text("".join(json.dumps({"commit": commit, **row}) + "\n" for row in rows))
+    print(
+        f"{len(passed_in(ledger))} results of {commit[:10]} are taken over: the difference does not reach their tests"
+    )
 
 
 def joined(rows: list[dict], files: set[str]) -> dict | None:
@@ -86,6 +69,7 @@ def joined(rows: list[dict], files: set[str]) -> dict | None:
     last = {row["test"]: row for row in tests}
     failed = sorted({row["test"] for row in tests if row["outcome"] == "failed"})
     skipped = Counter(row["why"] for row in last.values() if row["outcome"] == "skipped")
+    taken_over = Counter(row["commit"] for row in last.values() if "commit" in row)
     clock: Counter[str] = Counter()
     for row in parts:
         clock[row["part"]] += row["clock_seconds"]
@@ -93,6 +77,7 @@ def joined(rows: list[dict], files: set[str]) -> dict | None:
         "passed": len(last) - skipped.total(),
         "skipped": dict(skipped.most_common()),
         "failed_before_they_passed": failed,
+        "taken_over": dict(taken_over),
         "clock_seconds": dict(sorted(clock.items())),
         "processor_seconds": round(sum(row["seconds"] for row in tests)),
     }
@@ -117,6 +102,8 @@ def main(argv: list[str]) -> int:
         print(f"these files differ from HEAD, so nothing is recorded of this run:\n{changed}")
         ledger = ledger.with_name("uncommitted.jsonl")
         ledger.unlink(missing_ok=True)
+    else:
+        take_over(ledger)
     files = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests").rglob("test_*.py"))]
     recorded = read_durations()
     divided = divide({file: recorded.get(file, {}).get("full", UNKNOWN_SECONDS) for file in files}, int(count))
