@@ -1,6 +1,7 @@
 """`athanor up` as a user has it: everything answers, a run finds it, dead programs are restarted, nothing is left
 behind."""
 
+import contextlib
 import re
 import signal
 import sqlite3
@@ -169,7 +170,10 @@ def start_training(service: RunningService) -> str:
 def test_a_program_that_cannot_start_is_told_with_the_end_of_its_log(tmp_path):
     root = tmp_path / "root"
     root.mkdir()
-    (root / "mlflow.db").write_bytes(b"no database at all" * 100)
+    with contextlib.closing(sqlite3.connect(root / "mlflow.db")) as database:  # whole, but of an MLflow to come
+        database.executescript(
+            "CREATE TABLE alembic_version (version_num TEXT); INSERT INTO alembic_version VALUES ('x')"
+        )
     failed = RunningService(root, ready=False)
     try:
         assert failed.process.wait(AGAIN_SECONDS) == 1, failed.tell()
@@ -177,5 +181,5 @@ def test_a_program_that_cannot_start_is_told_with_the_end_of_its_log(tmp_path):
         failed.stop()
     text = failed.output.read_text()
     assert "athanor: mlflow died (status 1)" in text
-    assert "file is not a database" in text.split("athanor: mlflow")[1]
+    assert "Can't locate revision identified by 'x'" in text.split("athanor: mlflow")[1]
     assert not failed.processes()
