@@ -15,7 +15,7 @@ TORCHVISION := $(VENV)/torchvision
 PYTHON = $(shell for python in python3.11 python3.12 python3 python; do \
 	  $$python -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null && echo $$python && break; done)
 ARGS ?=
-JOBS ?= 4
+JOBS ?= 3
 # One file to a worker, in the order of tests/tiers/plugin.py.
 SPREAD := --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
 export PIP_DISABLE_PIP_VERSION_CHECK := 1

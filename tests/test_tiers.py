@@ -145,6 +145,7 @@ def test_fails(): assert {passes}
 """
 
 
+@pytest.mark.full
 def test_a_part_is_resumed_where_it_stopped_and_a_pass_tells_what_it_rests_on(tmp_path, monkeypatch):
     """Also with several processes. The seconds of a program that a test starts are the test's."""
     suite, ledger, rows = tmp_path / "test_it.py", tmp_path / "ledger.jsonl", []

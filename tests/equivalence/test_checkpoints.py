@@ -143,7 +143,7 @@ def test_what_is_written_late_is_the_state_at_the_step_of_the_save(undisturbed, 
     assert rows_of(run) == rows_of(undisturbed)
 
 
-@pytest.mark.parametrize("place", tiered(PLACES, ("file", "publish")))
+@pytest.mark.parametrize("place", tiered(PLACES, ("publish",)))
 def test_a_kill_at_any_point_of_a_save_costs_that_save_and_no_more(undisturbed, tmp_path, place):
     run = make_run(tmp_path, keep_last=1)
     if place != "delete":

@@ -21,7 +21,6 @@ from tests.equivalence.test_layouts import (
     own,
 )
 from tests.helpers.run_dir import make_bins, metrics_of, model_dir, write_job
-from tests.helpers.tiers import full
 from tests.helpers.world import exported, run_world
 from trainer.checkpoint.directory import list_checkpoints
 from trainer.contract.adapter import AdapterConfig
@@ -123,9 +122,8 @@ def test_a_layout_trains_as_one_process_does(name, trained):
     assert all(rank["drift"] == 0.0 for rank in ours.world.ranks)
 
 
-@pytest.mark.parametrize(
-    ("shape", "kind"), [full("first", "lora"), ("hybrid-first", "dora"), full("experts-shared", "lora")]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("shape", "kind"), [("first", "lora"), ("hybrid-first", "dora"), ("experts-shared", "lora")])
 def test_it_is_the_training_beside_the_rounded_weights(shape, kind, tmp_path):
     """Bit for bit: the rounding is all that float8 changes. And it changes something."""
     rounded = tmp_path / "rounded"

@@ -207,6 +207,7 @@ def test_resumed_is_bit_equal(two_ranks):
             assert getattr(ours, name) == getattr(theirs, name), (ours.step, name)
 
 
+@pytest.mark.full
 def test_resumed_on_one_rank_and_then_on_two(two_ranks):
     on_one = copy_with_checkpoint(two_ranks, "on-one", 2)
     run_world(on_one, 1, save=True)

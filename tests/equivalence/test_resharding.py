@@ -60,7 +60,7 @@ def saved(root) -> tuple[RunConfig, World]:
     return run, run_world(run, 2, save=True)
 
 
-@pytest.mark.parametrize("name", tiered(LAYOUTS, ("tp2", "own-1+2-pp2", "cp2")))
+@pytest.mark.parametrize("name", tiered(LAYOUTS, ("tp2", "own-1+2-pp2")))
 def test_saved_on_tp2_and_resumed(name, root, saved):
     layout, processes = LAYOUTS[name]
     assert_resumes(saved, job(root, f"resumed-{name}", layout), processes, exact=name == "tp2")
@@ -91,7 +91,8 @@ def hybrid(tmp_path_factory) -> tuple[RunConfig, World]:
     return run, run_world(run, 2, save=True)
 
 
-@pytest.mark.parametrize("name", tiered(HYBRID, ("alone",)))
+@pytest.mark.full
+@pytest.mark.parametrize("name", HYBRID)
 def test_layers_of_two_kinds_saved_on_tp2_and_resumed(name, hybrid):
     layout, processes = HYBRID[name]
     resumed = job(hybrid[0].output_dir.parent, f"resumed-{name}", layout, "hybrid-second")
@@ -139,8 +140,9 @@ def test_pipelines_of_other_pieces_go_on(shape, before, after, tmp_path):
     "With AdamW's moments in bfloat16, weights are after 20 updates less than 4% of their way off, and a "
     "training resumes to the bit."
 )
-@pytest.mark.parametrize("name", ["alone", full("tp2"), full("tp2-sp")])
-@pytest.mark.parametrize("moments", [full("float32"), "bfloat16"])
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["alone", "tp2", "tp2-sp"])
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
 def test_layers_of_two_kinds_in_bfloat16_saved_and_resumed(name, moments, tmp_path):
     """A group of the optimizer would hold bfloat16 and float32 parameters, whose numbers change places in a checkpoint.
     As it was saved it goes on to the bit; on two ranks as far off as bfloat16's products are."""

@@ -89,7 +89,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--part", default="", help=f"K/N: the K-th of N parts; default: all {PARTS}, one after the other"
     )
-    parser.add_argument("--workers", type=int, default=4, help="processes")
+    parser.add_argument("--workers", type=int, default=3, help="processes")
     args, rest = parser.parse_known_args(argv)
     number, _, count = (args.part or f"0/{PARTS}").partition("/")
     if not (number.isdigit() and count.isdigit() and int(number) <= int(count) and (int(number) or not args.part)):

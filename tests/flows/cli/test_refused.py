@@ -11,6 +11,7 @@ import pytest
 
 from dataset_builders.errors import LONGEST_LINE
 from flows.cli.main import main
+from tests.helpers.tiers import full
 from tests.helpers.tiny_model import tiny_hf_dir
 
 ROOT = Path(__file__).parents[3]
@@ -20,18 +21,18 @@ HEAVY = {"torch", "prefect", "mlflow", "transformers", "tokenizers", "scipy", "m
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["run", "--set", "train.optim.lr=abc"], "train.optim.lr='abc' should be a valid number"),
-        (["run", "--set", "nosuch.key=1"], "unknown key nosuch"),
         (["run", "--set", "model=/nowhere"], "model '/nowhere' is not a directory here"),
-        (["run", "nope"], "no recipe 'nope'"),
-        (["plan", "--set", "convert.options={turns: neither}"], "convert"),
         (["plan", "--set", "train.adapter={rank: 8, alpha: 8, targets: [q_proj]}"], r"nearest: .*\.q_proj"),
-        (["up", "--host", "nowhere"], "--host nowhere is not an IP address"),
-        (["up", "--limit", "gpu"], "--limit gpu is not NAME=SLOTS"),
-        (["bench", "/nowhere"], "model '/nowhere' is not a directory here"),
-        (["sweep", "--grid", "train.optim.lr=[7]"], "train.optim.lr=7 should be less than or equal to 1"),
-        (["ask", "/nowhere", "-", "Which digit?"], "model '/nowhere' is not a directory here"),
-        (
+        full(["run", "--set", "train.optim.lr=abc"], "train.optim.lr='abc' should be a valid number"),
+        full(["run", "--set", "nosuch.key=1"], "unknown key nosuch"),
+        full(["run", "nope"], "no recipe 'nope'"),
+        full(["plan", "--set", "convert.options={turns: neither}"], "convert"),
+        full(["up", "--host", "nowhere"], "--host nowhere is not an IP address"),
+        full(["up", "--limit", "gpu"], "--limit gpu is not NAME=SLOTS"),
+        full(["bench", "/nowhere"], "model '/nowhere' is not a directory here"),
+        full(["sweep", "--grid", "train.optim.lr=[7]"], "train.optim.lr=7 should be less than or equal to 1"),
+        full(["ask", "/nowhere", "-", "Which digit?"], "model '/nowhere' is not a directory here"),
+        full(
             ["ask", str(tiny_hf_dir()), "-", "Which digit?", "--adapter", "/nowhere"],
             "adapter /nowhere has no adapter_c",
         ),

@@ -185,6 +185,7 @@ def test_a_model_whose_scores_do_not_hold_is_not_registered_and_not_pushed(finis
     assert len(client.search_model_versions(f"name='{name}'")) == before
 
 
+@pytest.mark.full
 def test_without_comparison_and_contamination_nothing_of_them_is_made(finished, capsys):
     assert athanor("run", finished, compare="null", contamination="null") == 0
     text = capsys.readouterr().out
@@ -200,6 +201,7 @@ def test_the_recipe_on_the_card_makes_the_same_model(small_run, finished, capsys
     assert "0 of 15 stages would be made" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_a_model_goes_to_the_hub_with_its_card(finished, pushed):
     assert athanor("run", finished, **PUSHED) == 0
     ((hf_dir, repo_id, private),) = pushed

@@ -136,6 +136,7 @@ def test_over_http_a_champion_is_downloaded_and_loaded_after_its_root_is_gone(se
     assert place.is_relative_to(elsewhere) and (place / "model.safetensors").read_bytes() == weights
 
 
+@pytest.mark.full
 def test_what_is_there_is_not_sent_again(server, tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.url)
     tell(tmp_path, "again")
@@ -149,6 +150,7 @@ def test_what_is_there_is_not_sent_again(server, tmp_path, monkeypatch):
     assert {path: path.stat().st_mtime_ns for path in (server.directory / "artifacts").rglob("*")} == before
 
 
+@pytest.mark.full
 def test_an_upload_that_broke_goes_on_with_the_files_that_lack(server, tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.url)
     tell(tmp_path, "broken")
@@ -256,6 +258,7 @@ def test_a_large_file_stays(tmp_path, monkeypatch):
     assert {*chosen_files(made, "small", sizes_of(made.dir))} == {*made.shown_files(), "quarantine.jsonl"}
 
 
+@pytest.mark.full
 def test_by_reference_nothing_of_a_model_is_uploaded(server, tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.url)
     tell(tmp_path, "reference", "references")
@@ -268,6 +271,7 @@ def test_by_reference_nothing_of_a_model_is_uploaded(server, tmp_path, monkeypat
     )
 
 
+@pytest.mark.full
 def test_an_adapter_goes_with_its_model(server, tmp_path, monkeypatch):
     """The registered directory holds the adapter. The run holds it too, except its weights, which references.json
     lists."""

@@ -277,6 +277,7 @@ def test_a_killed_run_gets_its_end(tmp_path):
     assert publish_waiting(tmp_path) == []
 
 
+@pytest.mark.full
 def test_a_killed_run_that_was_published_before_gets_its_end_too(tmp_path):
     process = multiprocessing.get_context("spawn").Process(target=_open_and_die, args=(str(tmp_path),))
     process.start()
@@ -319,6 +320,7 @@ def _change_many(root: str, who: int) -> None:
             record.opening.tags[f"{who}-{number}"] = "here"
 
 
+@pytest.mark.full
 def test_two_processes_change_one_record(tmp_path):
     open_tracker(tmp_path, "shared")
     context = multiprocessing.get_context("spawn")

@@ -1,5 +1,6 @@
 """A model before training gets the same tokens, pixels and system prompt as its export will get."""
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -24,6 +25,7 @@ from stages.inputs.hf_directory import model_input
 from stages.launchers.config import ClusterConfig
 from stages.tokenize.config import TokenizeConfig
 from tests.helpers.evaluation import answered, hf_artifact, mixed_samples, samples_artifact, talkative_hf_dir
+from tests.helpers.tiers import tiered
 
 CONFIG = AnswerConfig(max_new_tokens=4, part_size=4, batch_size=8)
 OTHER = {"min_pixels": 64 * 64, "max_pixels": 96 * 96}  # both limits are reached by the images of mixed_samples
@@ -134,8 +136,7 @@ def planned(monkeypatch):
     return lengths
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("stats", OTHERS[:2])
+@pytest.mark.parametrize(("stats", "processes"), tiered(itertools.product(OTHERS[:2], (1, 2)), [(OTHERS[0], 1)]))
 def test_a_model_before_training_is_asked_as_its_export_is(
     samples, asked, planned, launched, tmp_path, stats, processes
 ):
