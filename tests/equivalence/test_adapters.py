@@ -111,7 +111,7 @@ def trained(tmp_path_factory):
 
 
 # What is the adapters' own: divided inputs and outputs (DoRA's lengths too), images elsewhere, delta layers, experts.
-CORE = ("hybrid-cp2", "experts-ep2-dp2")
+CORE = ("hybrid-cp2",)
 
 
 @pytest.mark.parametrize("name", tiered(LAYOUTS, CORE))

@@ -84,7 +84,7 @@ def parameters(run: RunConfig, mesh, *, trained: bool) -> dict[str, torch.Tensor
     return {name: param.detach() for name, param in model.named_parameters()}
 
 
-@pytest.mark.parametrize("frozen", tiered_freezings(("vision",), ("merger", "language")))
+@pytest.mark.parametrize("frozen", tiered_freezings(("merger", "language")))
 def test_what_is_frozen_keeps_its_bits_and_all_else_learns(frozen, mesh, tmp_path):
     run = job(tmp_path, frozen_parts(frozen), num_steps=9)
     assert train(run, mesh).status == "finished"

@@ -58,6 +58,7 @@ def all_reads() -> dict[str, str]:
     return {name: str(path.relative_to(REPO)) for path, tree in trees.items() for name in reads_of(tree, known)}
 
 
+@pytest.mark.full
 def test_the_check_sees_what_it_looks_for():
     code = (
         "A = 'ONE'\nos.environ.get(A)\nos.environ['TWO']\n'THREE' in os.environ\nos.getenv('FOUR')\nos.environ.get(x)"

@@ -11,6 +11,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 from tests.tiers.processor import processor_seconds
 
@@ -45,6 +46,14 @@ def passed_in(path: Path) -> set[str]:
     return {test for test, outcome in last.items() if outcome != "failed"}
 
 
+class ByFile(LoadFileScheduling):
+    """One file to a worker, but all of tests/flows/ to one: each process that runs a flow imports Prefect and MLflow
+    and starts a server of its own, which costs 30 processor seconds."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "tests/flows" if nodeid.startswith("tests/flows/") else super()._split_scope(nodeid)
+
+
 class Tiers:
     """The hooks of one session, or of one of its workers."""
 
@@ -74,13 +83,18 @@ class Tiers:
         if self.used is None:  # the seconds of imports and collection are no test's
             self.used = processor_seconds()
 
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_make_scheduler(self, config: pytest.Config, log: object) -> LoadFileScheduling:
+        return ByFile(config, log)
+
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Write the processor seconds since the last report into each report."""
+        """Write the processor seconds since the end of the test before into the last report of each test."""
         report = yield
-        now = processor_seconds()
-        report.processor_seconds = max(0.0, now - self.used)
-        self.used = now
+        if report.when == "teardown":
+            now = processor_seconds()
+            report.processor_seconds = max(0.0, now - self.used)
+            self.used = now
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -89,7 +103,7 @@ class Tiers:
         ledger = self.config.option.ledger
         if ledger and not hasattr(self.config, "workerinput"):
             self.reports[report.nodeid].append(report)
-            if report.when == "teardown" or not hasattr(report, "processor_seconds"):
+            if report.when not in ("setup", "call"):  # the teardown, or the crash of a worker
                 with open(ledger, "a") as file:
                     file.write(json.dumps(_row(report.nodeid, self.reports.pop(report.nodeid))) + "\n")
 
@@ -103,7 +117,7 @@ class Tiers:
 
 
 def _seconds_of(report: pytest.TestReport) -> float:
-    return getattr(report, "processor_seconds", 0.0)  # a report of a worker that crashed has none
+    return getattr(report, "processor_seconds", 0.0)
 
 
 def _row(test: str, reports: list[pytest.TestReport]) -> dict[str, object]:
