@@ -174,10 +174,9 @@ def test_a_later_commit_takes_over_what_its_difference_cannot_reach(tmp_path, mo
     before, now = tmp_path / f"{'1' * 40}.jsonl", tmp_path / f"{'2' * 40}.jsonl"
     before.write_text("".join(json.dumps(row) + "\n" for row in rows))
     full.take_over(now)
-    assert read_ledger(now) == [{"commit": "1" * 40, **rows[1]}]
-    assert full.joined(read_ledger(now), {"tests/test_b.py"}) is None, "each part still runs what is left of it"
-    with now.open("a") as file:
-        file.write(json.dumps(rows[2]) + "\n")
+    assert read_ledger(now) == [{"commit": "1" * 40, **rows[1]}, {**rows[2], "files": ["tests/test_b.py"]}]
+    assert full.ended(read_ledger(now)) == {"tests/test_b.py"}
+    assert full.joined(read_ledger(now), {"tests/test_a.py", "tests/test_b.py"}) is None
     assert full.joined(read_ledger(now), {"tests/test_b.py"})["taken_over"] == {"1" * 40: 1}
 
 

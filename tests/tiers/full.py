@@ -38,7 +38,8 @@ def divide(seconds: dict[str, float], parts: int) -> list[list[str]]:
 def run_part(name: str, files: list[str], ledger: Path, workers: int, arguments: list[str]) -> bool:
     """Run the files' tests that have not passed yet, and return whether all have passed now."""
     began = time.monotonic()
-    has_passed = run_files(sorted(files), workers, [f"--ledger={ledger}", *arguments]) == 0
+    files = [file for file in files if file not in ended(read_ledger(ledger))]
+    has_passed = not files or run_files(sorted(files), workers, [f"--ledger={ledger}", *arguments]) == 0
     row = {"part": name, "clock_seconds": round(time.monotonic() - began), "passed": has_passed, "files": files}
     with ledger.open("a") as file:
         file.write(json.dumps(row) + "\n")
@@ -53,17 +54,26 @@ def take_over(ledger: Path) -> None:
         return
     commit = others[0].stem
     reached = tests_for(changed_paths(commit))
-    rows = [row for row in read_ledger(others[0]) if "test" in row and row["test"].partition("::")[0] not in reached]
-    ledger.write_text("".join(json.dumps({"commit": commit, **row}) + "\n" for row in rows))
+    rows = []
+    for row in read_ledger(others[0]):
+        if "part" in row:
+            rows.append({**row, "files": [file for file in row["files"] if file not in reached]})
+        elif row["test"].partition("::")[0] not in reached:
+            rows.append({"commit": commit, **row})
+    ledger.write_text("".join(json.dumps(row) + "\n" for row in rows))
     print(
         f"{len(passed_in(ledger))} results of {commit[:10]} are taken over: the difference does not reach their tests"
     )
 
 
+def ended(rows: list[dict]) -> set[str]:
+    """Return the files of which all tests have passed or were skipped."""
+    return {file for row in rows if row.get("passed") for file in row["files"]}
+
+
 def joined(rows: list[dict], files: set[str]) -> dict | None:
     """Return what tests/full_pass.json says of a ledger, or None if a file has not passed yet."""
-    parts = [row for row in rows if "part" in row]
-    if not files <= {file for row in parts if row["passed"] for file in row["files"]}:
+    if not files <= ended(rows):
         return None
     tests = [row for row in rows if "test" in row]
     last = {row["test"]: row for row in tests}
@@ -71,7 +81,7 @@ def joined(rows: list[dict], files: set[str]) -> dict | None:
     skipped = Counter(row["why"] for row in last.values() if row["outcome"] == "skipped")
     taken_over = Counter(row["commit"] for row in last.values() if "commit" in row)
     clock: Counter[str] = Counter()
-    for row in parts:
+    for row in (row for row in rows if "part" in row):
         clock[row["part"]] += row["clock_seconds"]
     return {
         "passed": len(last) - skipped.total(),
