@@ -27,14 +27,23 @@ def encoded(
 
 
 def share_images(bins: list[list[TokenizedSample]]) -> list[list[TokenizedSample]]:
-    """Return the bins with the same pixels in every sample that has one image of 4 x 6 patches."""
-    pixels: list[np.ndarray] = []
+    """Return the bins with the same pixels in every image of 4 x 6 patches, and in every one of 6 x 4.
+
+    The latter is the second image of its samples: it is stored once, before the first images of later samples, so a
+    sample's images are stored in another order than its own.
+    """
+    first: dict[tuple[int, ...], np.ndarray] = {}
 
     def shared(sample: TokenizedSample) -> TokenizedSample:
-        if sample.image_grid_thw.tolist() != [[1, 4, 6]]:
+        if len(sample.image_grid_thw) == 0:
             return sample
-        pixels.append(sample.patches)
-        return dataclasses.replace(sample, patches=pixels[0])
+        grids = [tuple(grid) for grid in sample.image_grid_thw.tolist()]
+        pieces = np.split(sample.patches, sample.image_grid_thw.prod(1).cumsum())[:-1]
+        pieces = [
+            first.setdefault(grid, piece) if grid in ((1, 4, 6), (1, 6, 4)) else piece
+            for grid, piece in zip(grids, pieces, strict=True)
+        ]
+        return dataclasses.replace(sample, patches=np.concatenate(pieces))
 
     return [[shared(sample) for sample in samples] for samples in bins]
 

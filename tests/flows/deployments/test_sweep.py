@@ -7,7 +7,6 @@ from urllib.parse import unquote
 
 import pytest
 
-from dataset_builders.errors import InputError
 from flows.cli.main import main
 from flows.deployments.grid import MAX_RUNS, expand, parse_grid
 from flows.deployments.sweep import check_grid
@@ -110,7 +109,7 @@ def test_a_run_that_fails_does_not_stop_the_others(small_run, tmp_path, capsys, 
     def first_fails(config, *rest):
         started.append(config.train.optim.lr)
         if config.train.optim.lr == 0.003:
-            raise InputError("disk full while export wrote; make room and run again\nmore")
+            raise RuntimeError("disk full while export wrote; make room and run again\nmore")
         return real(config, *rest)
 
     monkeypatch.setattr(module, "vlm_sft", first_fails)

@@ -15,8 +15,9 @@ import flows  # noqa: F401  sets what Prefect reads at its import
 import psutil
 import pytest
 from prefect import flow, task
-from prefect.client.orchestration import get_client
-from prefect.client.schemas.objects import State, StateType
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+from prefect.client.schemas.objects import State, StateType, TaskRun
 from prefect.runtime import flow_run
 from prefect.states import Cancelling, Pending, Running
 
@@ -100,6 +101,11 @@ def force(flow_run_id: str, state: State) -> None:
         client.set_flow_run_state(uuid.UUID(flow_run_id), state, force=True)
 
 
+def tasks_of(client: SyncPrefectClient, flow_run_id: str) -> list[TaskRun]:
+    of_flow = FlowRunFilter(id=FlowRunFilterId(any_=[uuid.UUID(flow_run_id)]))
+    return client.read_task_runs(flow_run_filter=of_flow)
+
+
 def test_a_run_is_noted_while_its_process_lives(tmp_path):
     flow_run_id = noting(tmp_path)
     (record,) = read_runs(tmp_path)
@@ -152,9 +158,25 @@ def test_tasks_and_flow_runs_within_are_settled_too(tmp_path, dead_pid):
     ids = one_within_another()
     for flow_run_id in ids.values():
         force(flow_run_id, Running())
+    with get_client(sync_client=True) as client:
+        # the server hears of the end of a task by an event, a moment later
+        ended = lambda: [run for run in tasks_of(client, ids["inner"]) if run.state.is_completed()]  # noqa: E731
+        (nothings,) = wait_for(ended, 60, "end of the task")
+        client.set_task_run_state(nothings.id, Running(), force=True)
     note(tmp_path, ids["inner"], dead_pid)  # the subflow that was running when the process died
     assert put_right(tmp_path) == 2
     assert {state_of(flow_run_id).type for flow_run_id in ids.values()} == {StateType.CRASHED}
+    with get_client(sync_client=True) as client:
+        assert [run.state.type for run in tasks_of(client, ids["inner"])] == [StateType.CRASHED]
+
+
+def test_a_run_that_a_dead_worker_had_taken_is_scheduled_again():
+    flow_run_id = outer()
+    force(flow_run_id, Pending())
+    with get_client(sync_client=True) as client:
+        assert reconcile._settle_lost(client, client.read_flow_run(uuid.UUID(flow_run_id))) == 1
+    state = state_of(flow_run_id)
+    assert state.type == StateType.SCHEDULED and state.message == reconcile.AGAIN
 
 
 @pytest.fixture
