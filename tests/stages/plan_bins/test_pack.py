@@ -6,12 +6,31 @@ import numpy as np
 import pytest
 
 from stages.plan_bins.pack import pack
-from tests.bench.bench_bins import lengths
 
 pytestmark = pytest.mark.promise(
     "Bins keep their limits, any step's are found without holding an epoch, and dealing them to ranks by cost, "
     "threads and resumes change none of a step's samples."
 )
+
+
+def lengths(kind: str, num: int, seq_len: int, pad_multiple: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return (tokens, patches) of `num` samples.
+
+    log-normal: tokens with mean 900 and sigma 0.9, cut at seq_len; a random part of them are image tokens in four
+    of five samples. Other kinds: log-normal text (median 120) and images as the name says.
+    """
+    rng = np.random.default_rng(seed)
+    if kind == "log-normal":
+        tokens = np.exp(rng.normal(np.log(900) - 0.9**2 / 2, 0.9, num)).astype(np.int64).clip(1, seq_len)
+        images = (tokens * rng.uniform(0, 1, num)).astype(np.int64) * (rng.random(num) < 0.8)
+        return (-(-tokens // pad_multiple) * pad_multiple).clip(max=seq_len), 4 * images
+    text = np.exp(rng.normal(np.log(120), 0.9, num)).astype(np.int64) + 16
+    per_image = np.exp(rng.normal(np.log(480), 0.6, num)).astype(np.int64)
+    images = {"text": 0, "one image": 1, "mixed": rng.integers(0, 4, num)}[kind] * per_image
+    room = seq_len - text.clip(max=seq_len // 2)
+    images = np.minimum(images, room)
+    tokens = text.clip(max=seq_len // 2) + images
+    return -(-tokens // pad_multiple) * pad_multiple, 4 * images
 
 
 def _check(bins: np.ndarray, tokens: np.ndarray, patches: np.ndarray, seq_len: int, max_patches: int) -> int:
