@@ -162,8 +162,8 @@ def within(budget: float, tests: Iterable[str]) -> dict[str, float]:
     for test in tests:
         if not _HAS_FULL.search((ROOT / test).read_text()):
             continue
-        tiers = recorded.get(test, {"full": UNKNOWN_SECONDS})
-        seconds = max(0.0, tiers.get("full", 0.0) - tiers.get("core", 0.0))
+        tiers = recorded.get(test, {})
+        seconds = max(0.0, tiers["full"] - tiers.get("core", 0.0)) if "full" in tiers else UNKNOWN_SECONDS
         if sum(chosen.values()) + seconds <= budget:
             chosen[test] = seconds
     return chosen
