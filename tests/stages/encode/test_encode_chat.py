@@ -13,6 +13,7 @@ from dataset_builders.errors import InputError
 from stages.encode.chat import ChatEncoder, read_system_prompt, split_turns
 from stages.encode.config import Learn
 from tests.helpers.samples import turns
+from tests.helpers.tiers import full
 from tests.helpers.tiny_model import SHAPES, tiny_hf_dir
 
 pytestmark = pytest.mark.promise(
@@ -66,7 +67,11 @@ def _edited_dir(directory: Path, name: str, text: str, shape: str = "first") -> 
     return hf_dir
 
 
-@pytest.fixture(scope="module", params=[(t, s) for t in ("qwen3_vl", "reasoning") for s in SHAPES], ids="-".join)
+CASES = [(template, shape) for template in ("qwen3_vl", "reasoning") for shape in SHAPES]
+CORE = (("qwen3_vl", "first"), ("qwen3_vl", "odd"), ("reasoning", "first"))
+
+
+@pytest.fixture(scope="module", params=[case if case in CORE else full(case) for case in CASES], ids="-".join)
 def chat(request, tmp_path_factory) -> ChatEncoder:
     template, shape = request.param
     if template == "qwen3_vl":

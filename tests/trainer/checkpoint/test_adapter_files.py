@@ -15,6 +15,7 @@ from tests.helpers.adapters import PLACES, adapted_model, adapter_of, fresh_in_p
 from tests.helpers.bins import MIXED, make_samples
 from tests.helpers.reference import load_reference, reference_logits
 from tests.helpers.single_rank import single_rank
+from tests.helpers.tiers import full
 from trainer.checkpoint.adapter_files import with_adapters
 from trainer.checkpoint.hf_read import HFTensors
 from trainer.contract.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_start
@@ -43,6 +44,7 @@ KINDS = {
     "whole": {"modules_to_save": WHOLE, "kind": "dora"},
 }
 CASES = [(shape, kind) for shape in PLACES for kind in KINDS if kind != "whole" or shape == "second"]
+CORE = (("first", "lora"), ("first", "rslora"), ("second", "whole"), ("hybrid-first", "dora"))
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +53,7 @@ def mesh():
         yield mesh
 
 
-@pytest.fixture(scope="module", params=CASES, ids="-".join)
+@pytest.fixture(scope="module", params=[case if case in CORE else full(case) for case in CASES], ids="-".join)
 def written(request, mesh, tmp_path_factory):
     """A model with adapters, and its adapter/ and hf/ on disk."""
     shape, kind = request.param
