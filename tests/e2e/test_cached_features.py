@@ -53,7 +53,7 @@ def test_a_flow_encodes_each_image_once(family, dtype, first, later, tmp_path, c
     assert any(not torch.equal(tensor, after[name]) for name, tensor in before.items())
 
     again = plan(tmp_path, capsys, **cached)
-    assert re.search(r"\b0 of 12 stages would be made, 12 reused", again)
+    assert re.search(r"\b0 of 13 stages would be made, 13 reused", again)
     assert re.search(rf"image features +[\d,]+ bytes per image token in {dtype} .* distinct images", again)
     other_rate = plan(tmp_path, capsys, **cached, **{"train.optim.lr": 1e-3, "plan_bins.max_patches": 4096})
     assert re.search(r"encode_images +reuse", other_rate) and re.search(r"train +make", other_rate)

@@ -154,7 +154,7 @@ def test_the_end_of_turn_is_all_that_is_left_out(broken, control):
 def test_a_model_that_never_learnt_to_stop_is_caught_by_its_stop_rate(broken):
     answers, most = broken.answers, load_recipe("embedded").config.evaluate.max_new_tokens
     assert broken.stop_rate == np.mean([answer["stopped"] for answer in answers]) <= 0.1
-    assert np.mean([len(answer["ids"]) == most for answer in answers]) >= 0.9
+    assert np.mean([answer["num_tokens"] == most for answer in answers]) >= 0.9
     # Nothing else is wrong with the model: its loss is low, and its answers start right.
     assert broken.run.data.metrics["final_heldout_loss"] < 1
     assert np.mean([reads_right(answer) for answer in answers]) >= 0.8
