@@ -32,7 +32,7 @@ run: $(RUN_STAMP) ## raw digits to a fine-tuned, scored, registered model, below
 gpu: ## the environment for an NVIDIA GPU: torch for CUDA, and Transformer Engine, compiled here
 	@$(or $(wildcard $(BIN)/python),$(PYTHON),python3) infra/gpu_environment.py $(ARGS)
 
-test: $(STAMP) ## the core of the test suite: every module, each guarantee once; ten minutes on two cores
+test: $(STAMP) ## the core of the test suite: every module, each guarantee once
 	@$(BIN)/python -m pytest $(SPREAD) -m "not full" $(ARGS)
 
 test-full: export ATHANOR_FUZZ_SEED ?= $(shell date +%s)

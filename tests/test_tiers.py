@@ -6,6 +6,7 @@ import subprocess
 import sys
 from fnmatch import fnmatch
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -178,6 +179,13 @@ def test_a_later_commit_takes_over_what_its_difference_cannot_reach(tmp_path, mo
     assert full.ended(read_ledger(now)) == {"tests/test_b.py"}
     assert full.joined(read_ledger(now), {"tests/test_a.py", "tests/test_b.py"}) is None
     assert full.joined(read_ledger(now), {"tests/test_b.py"})["taken_over"] == {"1" * 40: 1}
+
+
+@pytest.mark.parametrize(("codes", "wanted"), [([0, 5], 0), ([0, -9], -9), ([1, 0], 1), ([5, 5], 0)], ids=str)
+def test_files_whose_pytest_was_killed_have_not_passed(monkeypatch, codes, wanted):
+    ends = iter(codes)
+    monkeypatch.setattr(changed.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=next(ends)))
+    assert changed.run_files(["tests/test_a.py", "tests/service/test_b.py"], 3, []) == wanted
 
 
 def test_parts_have_about_the_same_seconds():

@@ -185,13 +185,14 @@ def run_files(files: list[str], workers: int, arguments: list[str]) -> int:
     tests/service/ runs after the rest in two processes: its tests wait for servers, and more of them would starve each
     other.
     """
-    codes = [0]
+    codes = []
     service = [file for file in files if file.startswith("tests/service/")]
     for chosen, processes in (([file for file in files if file not in service], workers), (service, min(2, workers))):
         spread = [f"--numprocesses={processes}", "--dist=loadfile", "--no-loadscope-reorder"]
         command = [sys.executable, "-m", "pytest", *spread, *arguments, *chosen]
         codes += [subprocess.run(command, cwd=ROOT, check=False).returncode] if chosen else []
-    return max(code for code in codes if code != pytest.ExitCode.NO_TESTS_COLLECTED)
+    # a pytest that a signal ended has a negative code
+    return next((code for code in codes if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)), 0)
 
 
 def main(argv: list[str]) -> int:

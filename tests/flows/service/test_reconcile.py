@@ -159,10 +159,12 @@ def test_tasks_and_flow_runs_within_are_settled_too(tmp_path, dead_pid):
     for flow_run_id in ids.values():
         force(flow_run_id, Running())
     with get_client(sync_client=True) as client:
-        # the server hears of the end of a task by an event, a moment later
-        ended = lambda: [run for run in tasks_of(client, ids["inner"]) if run.state.is_completed()]  # noqa: E731
-        (nothings,) = wait_for(ended, 60, "end of the task")
-        client.set_task_run_state(nothings.id, Running(), force=True)
+
+        def ended() -> list[TaskRun]:
+            return [run for run in tasks_of(client, ids["inner"]) if run.state.is_completed()]
+
+        (of_nothing,) = wait_for(ended, 60, "event that tells the server of the end of the task")
+        client.set_task_run_state(of_nothing.id, Running(), force=True)
     note(tmp_path, ids["inner"], dead_pid)  # the subflow that was running when the process died
     assert put_right(tmp_path) == 2
     assert {state_of(flow_run_id).type for flow_run_id in ids.values()} == {StateType.CRASHED}
