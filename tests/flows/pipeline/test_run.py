@@ -17,6 +17,7 @@ from flows.cli.main import main
 from flows.tracking.store import connect
 from tests.flows.pipeline.damages import KINDS, account
 from tests.helpers.small_run import SMALL, athanor, error_line, stand_in_trainer
+from tests.helpers.tiers import full
 from tests.stages.encode.test_template import REWRITING, model_with
 
 
@@ -241,12 +242,12 @@ def test_an_unknown_recipe(tmp_path, capsys):
 
 
 def test_a_full_disk_is_one_line_with_the_way_out(finished, capsys, monkeypatch):
-    def full(*_args, **_kwargs):
+    def full_disk(*_args, **_kwargs):
         raise OSError(28, "No space left on device")
 
     changes = {"compare": "null", "evaluate.max_new_tokens": 4}
     with monkeypatch.context() as patch:
-        patch.setattr("stages.answer.parts._write_part", full)
+        patch.setattr("stages.answer.parts._write_part", full_disk)
         assert athanor("run", finished, **changes) == 2
     line = error_line(capsys)
     assert "disk full while answer wrote" in line and "run the same command again" in line
@@ -283,8 +284,8 @@ def _train_lock(root: Path, changes: dict[str, object]) -> Path:
     ("how", "status", "words"),
     [
         ("fail", 1, "loss is nan at step 4 Samples of that step: a/00000001. Log: "),
-        ("input", 2, "hf_dir has no weights"),
-        ("stop", 75, "run the same command again to go on"),
+        full("input", 2, "hf_dir has no weights"),
+        full("stop", 75, "run the same command again to go on"),
     ],
 )
 def test_how_a_failed_training_is_told(finished, capsys, monkeypatch, how, status, words):

@@ -18,6 +18,7 @@ from stages.encode.chat import ChatEncoder
 from stages.encode.template import ChatTemplate, check_template, read_template
 from tests.helpers.patience import at_most
 from tests.helpers.samples import turns
+from tests.helpers.tiers import tiered
 from tests.helpers.tiny_model import tiny_hf_dir
 
 pytestmark = pytest.mark.promise(
@@ -66,7 +67,16 @@ _HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("text", _HOSTILE, ids=[text[:40] for text in _HOSTILE])
+_CORE = (  # one for each limit, an error of the template and a refusal
+    "{{ 9**(9**(messages|length + 8)) % 7 }}",
+    "{{ 'a' * 3000000000 }}",
+    "{{ 'a' * 200000000 }}",
+    "{{ 1 // 0 }}",
+    "{{ raise_exception('never') }}",
+)
+
+
+@pytest.mark.parametrize("text", tiered(_HOSTILE, _CORE), ids=[text[:40] for text in _HOSTILE])
 def test_a_hostile_template_is_one_line_before_any_tokenizer(text, tmp_path, request):
     if "0.5 s" in _HOSTILE[text]:
         request.getfixturevalue("short_limit")
@@ -92,7 +102,7 @@ _UNLIKE_THE_PROMPT = {
 }
 
 
-@pytest.mark.parametrize("added", _UNLIKE_THE_PROMPT)
+@pytest.mark.parametrize("added", tiered(_UNLIKE_THE_PROMPT, list(_UNLIKE_THE_PROMPT)[-1:]))
 def test_a_template_whose_text_is_not_its_prompt_is_refused_by_its_files_alone(added, tmp_path):
     hf_dir = model_with(tmp_path, added + (tiny_hf_dir() / "chat_template.jinja").read_text())
     with pytest.raises(InputError, match=f"{hf_dir}: {_UNLIKE_THE_PROMPT[added]} chat template writes ") as caught:

@@ -93,7 +93,7 @@ def export_has_pictures(export: Artifact) -> bool:
     return (export.dir / "hf" / "preprocessor_config.json").is_file()
 
 
-@pytest.mark.parametrize("family", tiered(MODELS, ("qwen3_vl", "qwen3_5_moe")))
+@pytest.mark.parametrize("family", tiered(MODELS, ("qwen3_vl",)))
 def test_an_export_of_each_family_passes(family, tmp_path, in_this_process):
     hf_dir = MODELS[family]()
     stats = reloaded(tmp_path, exported(tmp_path / "export", hf_dir), hf_dir)
@@ -112,7 +112,7 @@ def test_a_merged_export_and_its_adapter_pass(kind, tmp_path, in_this_process):
     }
 
 
-@pytest.mark.parametrize("shape", [full("first"), "hybrid-first", full("experts-listed"), "experts-shared"])
+@pytest.mark.parametrize("shape", [full("first"), full("hybrid-first"), full("experts-listed"), "experts-shared"])
 def test_what_the_trainer_exports_passes(shape, tmp_path, in_this_process):
     """Merged weights and the adapter, also of experts, as the trainer writes them."""
     targets = ROLES if "experts" in shape else PLACES[shape]
