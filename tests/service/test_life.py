@@ -30,7 +30,7 @@ pytestmark = [
         "losses."
     ),
 ]
-NUM_STEPS = 160
+NUM_STEPS = 320  # six tries, each of which a fast machine lets run on for dozens of steps
 MORE_STEPS = 6  # steps of a try before it is disturbed
 # Fields of metrics.jsonl that the training computes, without durations.
 COMPUTED = ("step", "loss", "heldout_loss", "lr", "epoch", "tokens", "loss_tokens", "padding_fraction")
