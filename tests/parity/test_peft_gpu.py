@@ -1,10 +1,7 @@
 """Adapters on each set of modules in bf16, beside what bf16 costs PEFT itself."""
 
-import peft
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 from peft import PeftModel
 
 from tests.helpers.adapters import adapted_model
@@ -24,23 +21,18 @@ from trainer.layers.lora.trained import trained_rules
 from trainer.loop.set_up import give_adapters
 from trainer.model.registry import read_model
 from trainer.model.rules import global_names
+from trainer.model.targets import adapted_layers
 
 pytestmark = pytest.mark.promise(
     "Twenty steps of LoRA or DoRA equal PEFT with torch's AdamW: losses to 1e-5, adapters to 2e-6."
 )
 
 SEQ_LEN = 128
-# PEFT has no DoRA of stacked matrices. PEFT 0.21.0, and 0.21.2 beside transformers 5.17, take those of experts for
-# modules; 0.21.2 beside 5.23 does not.
-STACKED = pytest.mark.skipif(
-    Version(peft.__version__) < Version("0.21.2") or Version(transformers.__version__) < Version("5.23"),
-    reason="needs PEFT 0.21.2 and transformers 5.23",
-)
 CASES = [
-    pytest.param(shape, kind, marks=STACKED if "experts" in shape else ())
+    (shape, kind)
     for shape in EVERYWHERE
     for kind in ("lora", "dora")
-    if kind == "lora" or "experts" not in shape
+    if kind == "lora" or "experts" not in shape  # PEFT has no DoRA of stacked matrices
 ]
 
 
@@ -73,7 +65,8 @@ def test_gradients_in_bf16_are_as_near_to_float32_as_peft_s(shape, kind, modules
     samples = make_samples(MIXED, geometry_of(read), range(20, 300))
     with single_rank() as mesh:
         run, model = adapted_model(tmp_path, mesh, shape, adapter)
-        write_peft_directory(tmp_path / "start", dict(hf_tensors([model], mesh, rules)), [], adapter, [])
+        tensors = dict(hf_tensors([model], mesh, rules))
+        write_peft_directory(tmp_path / "start", tensors, adapted_layers(table, adapter), adapter, [])
         model = build_tiny(run.hf_dir, mesh, SEQ_LEN, torch.bfloat16, modules=modules)
         give_adapters([model], run, table, tmp_path / "start")
         ours = of_ours(model.cuda(), rules, samples)
