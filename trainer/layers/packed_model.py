@@ -104,7 +104,8 @@ class PackedModel(MegatronModule):
             vp_stage=vp_stage,
         )
         self.language.decoder.recompute = is_recomputed = parallel.recompute == "full"
-        self.language.decoder.is_uniform = all(kind == kinds[0] for kind in kinds)
+        # Layers that take chunks have parameters of several runs of rows, which `in_runs` does not stack.
+        self.language.decoder.is_uniform = all(kind == kinds[0] for kind in kinds) and not shape.language.in_chunks
         if shape.language.mtp is not None:
             spec, number = self.layer_spec(modules, shape.language.mtp.layer), shape.language.num_layers + 1
             self.language.mtp = MultiTokenPredictor(
