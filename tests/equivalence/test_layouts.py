@@ -164,6 +164,8 @@ LAYOUTS = {
     "hybrid-cp2-selective": ({"cp": 2, **SELECTIVE}, 2, "hybrid-second"),
     "hybrid-cp4": ({"cp": 4}, 4, "hybrid-deep"),
     "hybrid-tp2-cp2": ({"tp": 2, "cp": 2}, 4, "hybrid-deep"),
+    "hybrid-linear-tp2-sp": ({"tp": 2, **SP}, 2, "hybrid-linear"),
+    "hybrid-linear-pp2": ({"pp": 2}, 2, "hybrid-linear"),
     "hybrid-tp2-sp-cp2": ({"tp": 2, "cp": 2, **SP, **FULL}, 4, "hybrid-deep"),
     "experts-full": (FULL, 1, "experts-listed"),
     "experts-dp2": ({}, 2, "experts-shared"),

@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from tests.equivalence.test_layouts import CUT_VISION, DEALT, FULL, KINDS, SELECTIVE, SEQ_LEN, SMOOTH, SP, STEPS, own
+from tests.equivalence.test_unlike_ranks import CASES
+from tests.equivalence.test_unlike_ranks import job as unlike_job
 from tests.helpers.gpu_world import run_worlds
 from tests.helpers.hardware import requires_engine, requires_gpus
 from tests.helpers.reference import load_reference, reference_losses
@@ -204,6 +206,36 @@ def test_a_checkpoint_of_one_layout_goes_on_in_another(tmp_path):
         assert [row.step for row in world.rows if row.step > SAVED_AT] == list(range(SAVED_AT + 1, STEPS + 1))
         limit = noise if name == "tp2" else YARDSTICKS * yardstick_of("first")["loss"]
         assert found <= max(limit, 1e-6), name
+
+
+@requires_gpus(2)
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["adapters of the last rank", "adapters of vision", "experts of the last rank"])
+def test_ranks_that_hold_unlike_parts_go_on(name, precision, tmp_path):
+    """On the two GPUs as far off as the same training twice; on one GPU as far off as the precision."""
+    case = CASES[name]
+
+    def run_of(called: str, layout: dict):
+        run = unlike_job(tmp_path, called, case, layout)
+        return run.model_copy(update={"train": run.train.model_copy(update={"precision": precision})})
+
+    jobs = {called: (run_of(called, case.layout), case.processes) for called in ("first", "again")}
+    whole = run_worlds(tmp_path, jobs, save=True)
+    assert all(isinstance(world, World) for world in whole.values()), whole
+    noise = distance(whole["again"], whole["first"])
+    resumed = {"resumed": (run_of("resumed", case.layout), case.processes), "alone": (run_of("alone", {}), 1)}
+    saved = f"checkpoints/step-{SAVED_AT:06d}"
+    for run, _ in resumed.values():
+        shutil.copytree(jobs["first"][0].output_dir / saved, run.output_dir / saved)
+    expected = [row for row in whole["first"].rows if row.step > SAVED_AT]
+    for called, world in run_worlds(tmp_path, resumed).items():
+        assert isinstance(world, World), world
+        rows = [row for row in world.rows if row.step > SAVED_AT]
+        found = distance(World(rows, []), World(expected, []))
+        print(f"\n{name}, {precision}, {called}: {found}; the same twice: {noise}")
+        for key in ("loss", "grad_norm"):
+            rounding = 1e-5 if precision == "float32" else YARDSTICKS * yardstick_of(case.shape)[key]
+            assert found[key] <= max(noise[key], 1e-6 if called == "resumed" else rounding), (called, key)
 
 
 @requires_gpus(1)

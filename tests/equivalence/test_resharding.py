@@ -107,6 +107,16 @@ def test_layers_of_two_kinds_saved_on_one_rank_and_resumed_on_tp2(hybrid):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("name", ["alone", "tp2-sp"])
+def test_layers_of_the_delta_rule_alone_saved_on_tp2_and_resumed(name, tmp_path):
+    """Layers of one kind would be stacked in a checkpoint, which runs of rows cannot be."""
+    saved = job(tmp_path, "saved", {**TP2, **SP}, "hybrid-linear")
+    layout, processes = HYBRID[name]
+    whole = (saved, run_world(saved, 2, save=True))
+    assert_resumes(whole, job(tmp_path, "resumed", layout, "hybrid-linear"), processes, exact=name == "tp2-sp")
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["alone", "cp2", "tp2-sp"])
 def test_multi_token_prediction_saved_on_tp2_and_resumed(name, tmp_path):
     saved = job(tmp_path, "saved", {**TP2, **SP}, "mtp-second")

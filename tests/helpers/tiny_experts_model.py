@@ -35,7 +35,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 # Routers of zeros with one expert per token: torch.topk takes the first of equal ones, and the weight is 1 whatever the
 # logits are, so that all tokens of every layer stay with the first expert while the model trains.
 LONE = "lone"
-_EVERY = SHAPES | {LONE: ("qwen3_5_moe", SHAPES["shared"][1] | {"num_experts_per_tok": 1})}
+_EVERY = SHAPES | {
+    LONE: ("qwen3_5_moe", SHAPES["shared"][1] | {"num_experts_per_tok": 1}),
+    "late": ("qwen3_vl_moe", {**_EXPERTS, "mlp_only_layers": [0, 1]}),  # the first of two pipeline ranks has none
+}
 
 
 def experts_config(shape: str) -> dict[str, Any]:

@@ -97,6 +97,7 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     ),
     # Layers that pipeline ranks cannot share evenly, of two kinds that cost differently.
     "odd": ({"num_hidden_layers": 7, "linear_num_value_heads": 6}, {}, True),
+    "linear": ({"layer_types": [DELTA] * 4}, {}, True),
 }
 
 

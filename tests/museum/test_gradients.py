@@ -21,6 +21,7 @@ from trainer.loop.optim import build_optimizer, clip_and_update, set_learning_ra
 from trainer.loop.set_up import Trainer, set_up
 from trainer.loop.step import run_micro_batches
 from trainer.model.freeze import freeze
+from trainer.objectives.sft import loss_of
 from trainer.objectives.totals import Totals
 from trainer.parts.delta.module import Decay
 
@@ -114,6 +115,49 @@ def test_the_loss_is_summed_in_float32(mesh):
     check(_OutputLoss.apply(hidden, weight, labels, mesh.groups.tp, False))
     with fault_seen():
         check(F.cross_entropy(hidden @ weight.t(), labels, reduction="none"))
+
+
+def logged_loss(trainer: Trainer) -> float:
+    """Return the loss that is logged for a step over two bins."""
+    totals = Totals.zero(trainer.mesh.device)
+    batches = prefetch(trainer.order.reader, iter([0, 1]), 1, pin=False)
+    run_micro_batches(trainer.chunks, batches, 2, trainer.mesh, totals, forward_only=True)
+    total, tokens = totals.over_ranks(trainer.mesh)[:2].tolist()
+    return total / tokens
+
+
+def test_the_logged_loss_is_the_one_that_is_minimised(trainer, monkeypatch):
+    """The logged loss was a mean of the micro batches' means, but the optimised loss was the mean of all tokens.
+
+    https://github.com/NovaSky-AI/SkyRL/pull/1893
+    """
+    params = list(trainer.chunks[0].parameters())
+    gradient = gradients(trainer, [0, 1])
+    direction = gradient / gradient.norm()
+
+    def check() -> None:
+        """Check that the logged loss grows along the gradient by the gradient's length."""
+        losses = []
+        for shift in (0.01, -0.02):
+            with torch.no_grad():
+                for param, part in zip(params, direction.split([param.numel() for param in params]), strict=True):
+                    param += shift * part.view_as(param)
+            losses.append(logged_loss(trainer))
+        with torch.no_grad():
+            for param, part in zip(params, direction.split([param.numel() for param in params]), strict=True):
+                param += 0.01 * part.view_as(param)
+        assert (losses[0] - losses[1]) / 0.02 == pytest.approx(float(gradient.norm()), rel=2e-3)
+
+    check()
+
+    def logs_means(losses: torch.Tensor, lengths: object = None):
+        total, count, _ = loss_of(losses)
+        mean = losses.detach().mean().double()
+        return total, count, {"loss_and_tokens": torch.stack([mean, torch.ones_like(mean)])}
+
+    monkeypatch.setattr("trainer.loop.step.loss_of", logs_means)
+    with fault_seen():
+        check()
 
 
 def rates(step_of: Callable[[int], int]) -> list[float]:

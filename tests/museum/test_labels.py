@@ -184,6 +184,17 @@ def test_the_mask_grows_with_the_image_tokens(chat, encoded):
         check_mask(chat, ids, np.pad(text.mask, (0, len(ids) - len(text.mask))))
 
 
+def test_image_tokens_are_not_learnt(chat, encoded):
+    """Only padding was left out of the labels, so that most of what was trained on were the tokens of images.
+
+    https://github.com/MakazhanAlpamys/Soup/issues/302
+    """
+    ids, mask = encoded
+    check_labels(chat, batch_of(chat, ids, mask))
+    with fault_seen():
+        check_labels(chat, batch_of(chat, ids, np.maximum(mask, ids == chat.image_token_id)))
+
+
 def test_a_mask_without_a_one_is_refused(chat, encoded):
     """The processor's mask of answers was all zeros as soon as a conversation had an image, so nothing was trained on.
 

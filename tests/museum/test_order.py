@@ -106,6 +106,23 @@ def test_a_resume_in_a_later_epoch_has_that_epochs_order():
         check(first_epoch[stopped * BATCH - BINS :])
 
 
+def test_a_resume_at_the_end_of_an_epoch_begins_the_next():
+    """After a save at the end of an epoch, the restored position was the end of the next epoch too, which was skipped.
+
+    https://github.com/verl-project/verl/issues/7401
+    """
+    stopped = 5  # exactly two epochs
+    whole = list(order()(0, STEPS))
+
+    def check(rest: list[int]) -> None:
+        assert rest == whole[stopped * BATCH :]
+
+    rest = list(order()(stopped, STEPS))
+    check(rest)
+    with fault_seen():
+        check(rest[BINS:])
+
+
 def test_another_number_of_ranks_goes_on_with_the_same_data():
     """A training that was resumed on fewer ranks used one rank's position in the data, and left out the samples of the
     other ranks.

@@ -4,6 +4,7 @@ import dataclasses
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -113,6 +114,28 @@ def test_positions_of_a_packed_image_are_its_own(packed):
     check_as_alone(packed)
     with fault_seen():
         check_as_alone(packed, position_ids=torch.arange(SEQ_LEN).expand(3, -1))
+
+
+def test_positions_begin_again_with_each_sample(packed):
+    """The positions of a packed row were those of one long sample, so they ran on over the ends of samples.
+
+    https://github.com/radixark/miles/pull/1272
+    """
+
+    def check(position_ids: torch.Tensor) -> None:
+        for sample, own in zip(packed.samples, position_ids.split(batch.sample_lengths, 1)):
+            assert torch.equal(own, positions_of([sample])[:, : own.size(1)])
+
+    def positions_of(samples: list[TokenizedSample]) -> torch.Tensor:
+        return make_micro_batch(samples, packed.geometry, SEQ_LEN).position_ids
+
+    batch = make_micro_batch(packed.samples, packed.geometry, SEQ_LEN)
+    check(batch.position_ids[:, : sum(batch.sample_lengths)])
+    names = ("input_ids", "loss_mask", "image_grid_thw", "patches")
+    one = {name: np.concatenate([getattr(sample, name) for sample in packed.samples]) for name in names}
+    long = dataclasses.replace(packed.samples[0], **one)
+    with fault_seen():
+        check(positions_of([long])[:, : sum(batch.sample_lengths)])
 
 
 def mrope_reference() -> tuple[torch.nn.Module, torch.Tensor]:

@@ -8,8 +8,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from torch.testing import assert_close
+from transformers import AutoImageProcessor
 
 from dataset_builders.contracts.sample import IMAGE_SLOT, Sample, SkipSample
 from dataset_builders.contracts.tokenized import PixelStore, TokenizedSample
@@ -28,6 +30,7 @@ from tests.helpers.tiny_model import tiny_hf_dir
 from tests.museum.fault import fault_seen
 from trainer.data.geometry import geometry_of
 from trainer.data.micro_batch import make_micro_batch
+from trainer.data.slices import RankSlice
 
 pytestmark = pytest.mark.promise(
     "athanor has none of the museum's published faults, and each test fails where the fault is put in."
@@ -111,6 +114,81 @@ def test_a_batch_without_a_picture_gives_the_encoder_gradients(pair, monkeypatch
     monkeypatch.setattr(pair.ours.vision, "forward", lambda batch: rows)
     with fault_seen():
         check()
+
+
+def test_a_picture_does_not_attend_to_the_padding_beside_it(pair, monkeypatch):
+    """A boolean mask was added to the scores of attention, so what it forbids was only a little less likely.
+
+    https://github.com/NVIDIA-NeMo/Automodel/pull/2116
+    """
+    sizes = [((1, 4, 6),), ((1, 4, 8),)]  # of lengths that are attended to together, with padding
+    samples = make_samples([Kind(20, grids) for grids in sizes], pair.geometry, range(20, 300))
+
+    def features(of: list[TokenizedSample]) -> torch.Tensor:
+        return pair.ours.vision(make_micro_batch(of, pair.geometry, SEQ_LEN))
+
+    def check() -> None:
+        with torch.no_grad():
+            assert_close(features(samples), torch.cat([features([sample]) for sample in samples]), atol=1e-5, rtol=1e-5)
+
+    check()
+    attend = F.scaled_dot_product_attention
+
+    def adds(*given, attn_mask: torch.Tensor | None, **settings):
+        return attend(*given, attn_mask=None if attn_mask is None else attn_mask.to(given[0].dtype), **settings)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", adds)
+    with fault_seen():
+        check()
+
+
+def test_every_picture_of_an_uneven_batch_is_encoded_by_a_stage(pair, monkeypatch):
+    """Images were divided among the micro batches of a pipeline without the remainder, so the last ones were dropped.
+
+    https://github.com/NVIDIA-NeMo/Automodel/pull/2180
+    """
+    samples, stages = make_samples([*MIXED, TWINS], pair.geometry, range(20, 300)), 4
+    patches = np.concatenate([sample.patches for sample in samples])
+
+    def check() -> None:
+        shares = [RankSlice(vision_shares=stages, vision_share=stage) for stage in range(stages)]
+        batches = [make_micro_batch(samples, pair.geometry, SEQ_LEN, share) for share in shares]
+        assert sum(batch.encoded_rows for batch in batches) == len(patches) // 4
+        rows = sorted(bytes(row) for batch in batches for row in batch.patches.numpy())
+        assert rows == sorted(bytes(row) for row in patches)
+
+    check()
+
+    def without_the_rest(counts: list[int], ranks: int) -> list[range]:
+        each = len(counts) // ranks
+        return [range(rank * each, (rank + 1) * each) for rank in range(ranks)]
+
+    monkeypatch.setattr("trainer.data.slices.spread_images", without_the_rest)
+    with fault_seen():
+        check()
+
+
+def test_pictures_are_scaled_to_the_models_own_patches():
+    """Images were scaled to multiples of 28 for a model whose patches have 16 pixels, so it saw other sizes than in
+    inference.
+
+    https://github.com/EvolvingLMMs-Lab/lmms-engine/pull/132
+    """
+    data, config = make_image(100, 100), load_image_config(tiny_hf_dir())
+    processor = AutoImageProcessor.from_pretrained(tiny_hf_dir())
+    expected = processor(images=[open_rgb(data)], return_tensors="pt")["image_grid_thw"][0].tolist()
+
+    def check(read) -> None:
+        assert encode_image(read(data), config)[1].tolist() == expected
+
+    check(lambda image: image)
+
+    def in_multiples_of_28(image: bytes) -> bytes:
+        picture = open_rgb(image)
+        return saved(picture.resize([28 * round(side / 28) for side in picture.size]), "PNG")
+
+    with fault_seen():
+        check(in_multiples_of_28)
 
 
 @pytest.fixture(scope="module")

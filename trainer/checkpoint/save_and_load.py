@@ -19,7 +19,6 @@ from trainer.checkpoint import optimizer_state, rng
 from trainer.checkpoint.directory import keep_aside, newest_path
 from trainer.checkpoint.reader import CheckpointNotTrusted, CommonState, check_metadata
 from trainer.contract.answer import KEPT_ASIDE, check_state_file, read_checkpoint_record, state_files
-from trainer.layers.lora.convert import has_adapters
 from trainer.layers.lora.trained import trained_parameters
 from trainer.parallel.fsdp import FullyShardedModel
 from trainer.parallel.mesh import Mesh
@@ -75,13 +74,14 @@ def load(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer
         InputError: the checkpoint belongs to another model or sharding, or cannot be read.
     """
     _check_sharding(chunks[0], checkpoint)
-    state = _load(state_of(chunks, optimizer, loading=True), checkpoint)
+    step = read_checkpoint_record(checkpoint)["step"]
+    state = _load(state_of(chunks, optimizer, step, loading=True), checkpoint)
     rng.restore(state["rng"], mesh.groups.tp.rank())
     if isinstance(chunks[0], FullyShardedModel):
         chunks[0].load_checkpoint_state(state, optimizer)
         return
-    for name, model in _named([chunk.module for chunk in chunks]):
-        model.load_state_dict(state[name], strict=not has_adapters(model))
+    _load_models([chunk.module for chunk in chunks], state)
+    _set_updates(state["optimizer"], step)
     optimizer.load_state_dict(state["optimizer"])
     _unshare_adam_step(optimizer)
 
@@ -103,15 +103,19 @@ def load_model(models: Sequence[torch.nn.Module], checkpoint: Path) -> None:
     Raises:
         InputError: the checkpoint belongs to another model, or cannot be read.
     """
-    state = _load({name: state_of_model(model) for name, model in _named(models)}, checkpoint)
+    _load_models(models, _load({name: state_of_model(model) for name, model in _named(models)}, checkpoint))
+
+
+def _load_models(models: Sequence[torch.nn.Module], state: dict[str, Any]) -> None:
     for name, model in _named(models):
-        model.load_state_dict(state[name], strict=not has_adapters(model))
+        if name in state:  # otherwise the checkpoint has nothing for this chunk
+            model.load_state_dict(state[name], strict=not model.has_adapters)
 
 
 def state_of_model(model: torch.nn.Module) -> dict[str, Any]:
     """Return the checkpoint entries of a chunk's weights. With adapters these are only the trained parameters: all
     other weights are the base model's."""
-    if not has_adapters(model):
+    if not model.has_adapters:
         return model.sharded_state_dict()
     state = model.sharded_state_dict(metadata={"non_homogeneous_layers": True})  # layers may have different adapters
     trained = {id(param) for param in trained_parameters(model)}
@@ -124,18 +128,31 @@ def _named(models: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module
 
 
 def state_of(
-    chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, *, loading: bool
+    chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, step: int, *, loading: bool
 ) -> dict[str, Any]:
-    """Return the sharded state of this rank, for megatron-core to save or to load into. A state to save holds views."""
+    """Return the sharded state of this rank, for megatron-core to save or to load into. A state to save holds views.
+
+    Args:
+        step: step of the training, which is the number of the optimizer's updates.
+    """
     _give_adam_its_state(optimizer)
     rank = torch.distributed.get_rank()
     random_state = ShardedObject("rng", rng.capture(), (1,), (0,), replica_id=rank)  # rank 0 writes it, all read it
     if isinstance(chunks[0], FullyShardedModel):
-        return {**chunks[0].checkpoint_state(optimizer), "rng": random_state}
+        return {**chunks[0].checkpoint_state(optimizer, step), "rng": random_state}
     model_state = {name: state_of_model(model) for name, model in _named([chunk.module for chunk in chunks])}
     optimizer_state.install()
     sharded = optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=_SHARDING)
+    _set_updates(sharded, step)
     return {**model_state, "optimizer": sharded, "rng": random_state}
+
+
+def _set_updates(state: dict[Any, Any], step: int) -> None:
+    """Set the number of updates in the state of an optimizer. Rank 0 writes it for all ranks, and a rank has counted no
+    updates of a group of which it holds no parameter."""
+    for part in [state] if "optimizer" in state else state.values():
+        for group in part["optimizer"]["param_groups"]:
+            group["step"] = step
 
 
 def _load(state: dict[str, Any], checkpoint: Path) -> dict[str, Any]:

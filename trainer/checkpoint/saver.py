@@ -66,7 +66,7 @@ class Checkpointer:
         self._writing: Future[Written] | None = None
         self._deleting: Future[None] | None = None
         self._step, self._begun, self._blocked = step, 0.0, 0.0
-        sizes = _sizes(state_of(chunks, optimizer, loading=False))
+        sizes = _sizes(state_of(chunks, optimizer, step, loading=False))
         self._size = sum(mesh.gather(sum(sizes)))
         self._look_at_the_disk(step)
         self._memory = self._make_memory(sizes, step)
@@ -91,7 +91,7 @@ class Checkpointer:
         self._step, self._begun = step, time.perf_counter()
         self._work = self._directory / f"saving-{checkpoint_name(step)}"
         self._on_main(self._begin)
-        state = state_of(self._chunks, self._optimizer, loading=False)
+        state = state_of(self._chunks, self._optimizer, step, loading=False)
         plan = OneFile()
         request = dist_checkpointing.save(state, str(self._work), sharded_strategy=plan, async_sharded_save=True)
         self._file, self._finalize = plan.file, request.finalize_fns

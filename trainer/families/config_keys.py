@@ -7,7 +7,7 @@ because it may mean something that we do not compute. A field of type Any affect
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -18,6 +18,8 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     ValidationError,
+    ValidationInfo,
+    field_validator,
 )
 
 from dataset_builders.errors import InputError, in_ascii
@@ -30,6 +32,17 @@ class Keys(BaseModel):
     """The keys of one object. Types are strict, as in JSON: 2.0 is not an integer, and "2" is not a number."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_equals(cls, value: object, info: ValidationInfo) -> object:
+        """Refuse 0 for False and 4.0 for 4, which pydantic takes for a Literal because they are equal."""
+        field = cls.model_fields[info.field_name]
+        if get_origin(field.annotation) is Literal:
+            for allowed in get_args(field.annotation):
+                if value == allowed and type(value) is not type(allowed):
+                    raise ValueError(f"only this is understood: {allowed}")
+        return value
 
 
 def _refuse_whole(value: object) -> object:
@@ -62,11 +75,11 @@ class CommonKeys(Keys):
     chunk_size_feed_forward: int = 0
     output_attentions: Any = None
     output_hidden_states: bool | None = False
-    return_dict: bool | None = True
+    return_dict: Literal[True] = True  # without it, transformers' models of several parts fail
     use_cache: bool = True
     id2label: dict[str, str] | None = None
     label2id: dict[str, int] | None = None
-    num_labels: Any = None
+    num_labels: int = 2
     problem_type: None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
@@ -131,8 +144,8 @@ class ExpertKeys(Keys):
     num_experts_per_tok: PositiveInt = 8
     moe_intermediate_size: PositiveInt
     norm_topk_prob: Literal[True] = True
-    output_router_logits: Any = None
-    router_aux_loss_coef: Any = None
+    output_router_logits: bool = False
+    router_aux_loss_coef: PointedFloat = 0.001
 
 
 KeysT = TypeVar("KeysT", bound=Keys)

@@ -55,7 +55,9 @@ def decoder_config(
     Args:
         pieces: the pieces of the pipeline, see `pipeline_pieces`; not used without a pipeline.
     """
-    settings = {name: value for part in shape.parts for name, value in part.transformer_settings().items()}
+    # A model without attention has no heads, and megatron-core needs some that tensor-parallel ranks divide.
+    settings = {"num_attention_heads": parallel.tp}
+    settings |= {name: value for part in shape.parts for name, value in part.transformer_settings().items()}
     activation = settings.pop("activation")
     return TransformerConfig(
         num_layers=shape.num_layers,

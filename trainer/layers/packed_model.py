@@ -50,6 +50,8 @@ class PackedModel(MegatronModule):
         config: config of the language model, see `decoder_config`; every chunk needs its own.
 
     Attributes:
+        has_adapters: whether the model is trained by adapters, and modules trained whole, alone. This chunk may hold
+            none of them.
         has_graphs: whether the layers can run as CUDA graphs. Layers whose experts are divided by ranks cannot, because
             the host waits for the numbers of rows.
         mtp_loss_scaling_factor: factor of the loss of multi-token prediction.
@@ -58,6 +60,7 @@ class PackedModel(MegatronModule):
             this rank takes no part.
     """
 
+    has_adapters = False
     has_graphs = True
     mtp_loss_scaling_factor = 0.0
 
@@ -101,7 +104,8 @@ class PackedModel(MegatronModule):
             vp_stage=vp_stage,
         )
         self.language.decoder.recompute = is_recomputed = parallel.recompute == "full"
-        self.language.decoder.is_uniform = all(kind == kinds[0] for kind in kinds)
+        # Layers that take chunks have parameters of several runs of rows, which `in_runs` does not stack.
+        self.language.decoder.is_uniform = all(kind == kinds[0] for kind in kinds) and not shape.language.in_chunks
         if shape.language.mtp is not None:
             spec, number = self.layer_spec(modules, shape.language.mtp.layer), shape.language.num_layers + 1
             self.language.mtp = MultiTokenPredictor(

@@ -67,7 +67,7 @@ def patch_torch_adam() -> None:
     def without_parameters(self):
         if self.get_parameters():
             return original_state_dict(self)
-        # Rank 0, which always has parameters, writes the saved copy.
+        # trainer/checkpoint/save_and_load.py sets the number of updates.
         groups = [{**group, "step": 0.0} for group in self.optimizer.state_dict()["param_groups"]]
         return {"optimizer": {"param_groups": [{k: v for k, v in g.items() if k != "params"} for g in groups]}}
 

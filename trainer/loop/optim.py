@@ -167,6 +167,8 @@ def build_optimizer(
         model,
         config_overrides=_groups(config, family, dtype),
     )
+    # If only experts are trained, megatron-core's optimizer of all other weights is a stub, which cannot be saved.
+    optimizer = ChainedOptimizer([inner for inner in optimizer.chained_optimizers if not inner.is_stub_optimizer])
     is_cuda = torch.cuda.is_available()
     if optim.moments == "bfloat16" or (is_cuda and not HAVE_TE):
         if is_cuda:  # on a CPU the runtime shim has already done it
@@ -174,7 +176,7 @@ def build_optimizer(
         for inner in optimizer.chained_optimizers:
             inner.optimizer = PiecewiseAdam(inner.optimizer.param_groups, getattr(torch, optim.moments))
     for inner in optimizer.chained_optimizers:
-        if isinstance(inner, DistributedOptimizer) and not inner.is_stub_optimizer:
+        if isinstance(inner, DistributedOptimizer):
             shorten_copies(inner)
     return optimizer
 

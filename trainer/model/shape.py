@@ -70,8 +70,9 @@ class DecoderShape:
 
     @property
     def parts(self) -> list[Part]:
-        """The different halves of the layers, each once, in the order of the model."""
-        return list(dict.fromkeys(half for layer in self.layers for half in layer.halves))
+        """The different halves of the layers and of the layer of multi-token prediction, each once, in their order."""
+        layers = [*self.layers, *([] if self.mtp is None else [self.mtp.layer])]
+        return list(dict.fromkeys(half for layer in layers for half in layer.halves))
 
     @property
     def mixers(self) -> list[Mixer]:

@@ -19,7 +19,6 @@ from trainer.model.rules import Rule
 from trainer.model.shape import ModelShape
 
 _WEIGHT = ".weight"
-_RANK_STEP = 8  # torch's grouped product needs rows of a multiple of 16 bytes
 _OF_LAYER = re.compile(r"language\.decoder\.layers\.(\d+)\.")
 
 
@@ -156,7 +155,6 @@ def _check_stacks(config: AdapterConfig, name: str) -> None:
     for field, value, is_possible, way_out in (
         ("kind", config.kind, config.kind == "lora", "set lora"),
         ("dropout", config.dropout, config.dropout == 0, "set 0"),
-        ("rank", config.rank, config.rank % _RANK_STEP == 0, f"set a multiple of {_RANK_STEP}, which GPUs need"),
     ):
         if not is_possible:
             raise InputError(

@@ -92,7 +92,7 @@ class FullyShardedModel(DataParallelBase):
         for chained in optimizer.chained_optimizers:
             chained.grad_stats_parallel_group = self.group
 
-    def checkpoint_state(self, optimizer: ChainedOptimizer) -> dict[str, Any]:
+    def checkpoint_state(self, optimizer: ChainedOptimizer, num_updates: int) -> dict[str, Any]:
         """Return the state that dist_checkpointing saves, and loads in place: this rank's slices and their moments.
 
         The weights have the names and shapes of the bare model, so that any layout can load them.
@@ -107,7 +107,7 @@ class FullyShardedModel(DataParallelBase):
                 tensors = {"": piece.data} | {f"optimizer.state.{key}.": moments[key] for key in _MOMENTS if moments}
                 for prefix, tensor in tensors.items():
                     state[prefix + name] = _stored(prefix, self.places[name], self.weights[name], tensor)
-        return state | {"num_updates": _num_updates(optimizer)}
+        return state | {"num_updates": num_updates}
 
     def load_checkpoint_state(self, state: dict[str, Any], optimizer: ChainedOptimizer) -> None:
         """Set the number of updates, the only value that is not loaded in place."""
@@ -171,10 +171,3 @@ def _give_moments(adam: torch.optim.Optimizer, piece: torch.nn.Parameter) -> Non
     for key in _MOMENTS:
         if key not in adam.state[piece]:
             adam.state[piece][key] = torch.zeros_like(piece)
-
-
-def _num_updates(optimizer: ChainedOptimizer) -> int:
-    """Return the number of Adam's updates. torch counts them per parameter, Transformer Engine per group."""
-    counts = [group["step"] for group in optimizer.param_groups if "step" in group]
-    counts += [state["step"] for state in optimizer.optimizer.state.values() if "step" in state]
-    return int(max(counts, default=0))

@@ -17,11 +17,14 @@ from tests.helpers.reference import load_reference
 from tests.helpers.single_rank import single_rank
 from tests.trainer.checkpoint.test_adapter_files import assert_logits_equal
 from trainer.checkpoint.adapter_files import with_adapters
-from trainer.checkpoint.hf_read import HFTensors
+from trainer.checkpoint.hf_read import HFTensors, is_of_experts
+from trainer.checkpoint.save_and_load import state_of
 from trainer.contract.adapter import AdapterConfig
 from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT
 from trainer.contract.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_start
+from trainer.layers.lora.trained import trained_parameters
 from trainer.loop.export import write_weights
+from trainer.loop.share_model import share_model
 from trainer.model.registry import read_model
 from trainer.model.rules import stored_rules
 from trainer.model.targets import adapted_layers, check_targets
@@ -32,7 +35,7 @@ pytestmark = pytest.mark.promise(
 )
 
 BOTH, DOWN = "experts", r".*\.mlp\.experts\.down_proj"
-CASES = [("experts-listed", BOTH), ("experts-shared", BOTH), ("experts-shared", DOWN)]
+CASES = [("experts-listed", BOTH, 8), ("experts-shared", BOTH, 5), ("experts-shared", DOWN, 3)]
 
 
 def settings(*targets: str, **changes: object) -> AdapterConfig:
@@ -45,14 +48,16 @@ def mesh():
         yield mesh
 
 
-@pytest.fixture(scope="module", params=CASES, ids=["transposed", "as ours", "down alone"])
+@pytest.fixture(scope="module", params=CASES, ids=["transposed", "as ours, rank 5", "down alone, rank 3"])
 def written(request, mesh, tmp_path_factory):
     """A model with adapters on its experts, and its adapter/ and hf/ on disk."""
-    shape, target = request.param
-    config = settings(target)
+    shape, target, rank = request.param
+    config = settings(target, rank=rank)
     run, model = adapted_model(tmp_path_factory.mktemp("adapters"), mesh, shape, config)
     write_weights([model], mesh, run)
-    rules = read_model(run.hf_dir)[0].weight_rules(model.shape)
+    family = read_model(run.hf_dir)[0]
+    rules = family.weight_rules(model.shape)
+    check_targets(run.train, family, rules)
     return SimpleNamespace(run=run, ours=model, config=config, shape=shape, rules=rules)
 
 
@@ -97,7 +102,9 @@ def test_directories_of_peft_and_of_ours_are_gone_on_from(written, mesh, tmp_pat
     start = written.run.output_dir / ADAPTER_EXPORT
     config = json.loads((start / ADAPTER_CONFIG).read_text())
     names = {key: config[key] for key in ("target_modules", "target_parameters")}
-    theirs = get_peft_model(load_reference(written.run.hf_dir), LoraConfig(r=8, lora_alpha=12, **names)).eval()
+    theirs = get_peft_model(
+        load_reference(written.run.hf_dir), LoraConfig(r=written.config.rank, lora_alpha=12, **names)
+    ).eval()
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for param in (param for param in theirs.parameters() if param.requires_grad):
@@ -118,7 +125,6 @@ def test_directories_of_peft_and_of_ours_are_gone_on_from(written, mesh, tmp_pat
     [
         ({"kind": "dora"}, r"train.adapter.kind=dora is not possible for .*experts.gate_up_proj.*set lora"),
         ({"dropout": 0.1}, "train.adapter.dropout=0.1 is not possible"),
-        ({"rank": 12}, "train.adapter.rank=12 is not possible .* set a multiple of 8"),
     ],
 )
 def test_what_peft_does_not_compute_is_refused(written, changes, words):
@@ -126,6 +132,19 @@ def test_what_peft_does_not_compute_is_refused(written, changes, words):
     train = written.run.train.model_copy(update={"adapter": settings(BOTH, **changes)})
     with pytest.raises(InputError, match=words):
         check_targets(train, family, written.rules)
+
+
+@pytest.mark.parametrize("targets", [("experts",), (DOWN,), ("experts", "mlp")])
+def test_nothing_but_experts_is_trained_and_saved(mesh, targets, tmp_path):
+    config = settings(rank=4).model_copy(update={"targets": targets})
+    run, model = adapted_model(tmp_path, mesh, "experts-shared", config)
+    chunks, optimizer = share_model([model], run, mesh, read_model(run.hf_dir)[0])
+    state = state_of(chunks, optimizer, 3, loading=False)["optimizer"]
+    parts = [state] if "optimizer" in state else [*state.values()]
+    assert len(parts) == len({is_of_experts(param) for param in trained_parameters(model)})
+    kept = [tensors for part in parts for tensors in part["param_state"].values()]
+    assert len(kept) == len([*trained_parameters(model)])
+    assert {group["step"] for part in parts for group in part["optimizer"]["param_groups"]} == {3}
 
 
 def test_an_unmerged_adapter_of_experts_does_not_answer(written):

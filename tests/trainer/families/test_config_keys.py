@@ -5,8 +5,10 @@ rotary base, the activation, and for some the logits of the whole model.
 """
 
 import copy
+import itertools
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +210,39 @@ def test_a_mutated_config_is_the_model_that_transformers_makes_or_is_refused(mod
     assert min(outcomes.values()) > count // 5, outcomes
 
 
+CLASSES = {
+    "qwen3": (qwen3.Qwen3Keys,),
+    "qwen3_vl": (qwen3_vl.Qwen3VLKeys, qwen3_vl.TextKeys, qwen3_vl.VisionKeys),
+    "qwen3_5": (qwen3_5_vl.Qwen35VLKeys, qwen3_5_vl.TextKeys, qwen3_5_vl.VisionKeys),
+    "qwen3_vl_moe": (qwen3_vl_moe.Qwen3VLMoeKeys, qwen3_vl_moe.TextKeys, qwen3_vl_moe.VisionKeys),
+    "qwen3_5_moe": (qwen3_5_moe.Qwen35MoeKeys, qwen3_5_moe.TextKeys, qwen3_5_moe.VisionKeys),
+}
+TYPES = (None, True, False, 0, 1, 1.0, 4.0, "a", [], {})
+
+
+def of_other_types(model_type: str) -> Iterator[tuple[str, object, dict[str, Any]]]:
+    """Yield (key, value, config) with a value of each type for each key that we know."""
+    for part, keys in zip((None, "text_config", "vision_config"), CLASSES[model_type]):
+        names = {field.alias or name for name, field in keys.model_fields.items()}
+        for key, value in itertools.product(sorted(names - {"model_type", "text_config", "vision_config"}), TYPES):
+            config = base_config(model_type)
+            (config if part is None else config[part])[key] = copy.deepcopy(value)
+            yield f"{part or ''}.{key}", value, config
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_no_type_of_a_value_is_accepted_that_transformers_refuses(model_type):
+    wrong = []
+    for key, value, config in of_other_types(model_type):
+        if accepted(config) is not None:
+            try:
+                transformers.AutoConfig.for_model(**copy.deepcopy(config))
+            except Exception as error:
+                wrong.append(f"{key}={value!r}: {error}")
+    assert not wrong, "\n".join(wrong)
+
+
 def _in_reach(shape: ModelShape) -> bool:
     """Small enough to be run, and with room for the ids of the samples."""
     has_pixels = shape.vision is None or (shape.vision.patch_size, shape.vision.temporal_patch_size) == (16, 2)
@@ -277,6 +312,37 @@ def test_what_was_once_accepted_is_refused_by_name(changes, words):
     with pytest.raises(InputError) as caught:
         qwen3_vl.read_shape(config, "m/config.json")
     assert str(caught.value).startswith("m/config.json: ") and words in str(caught.value)
+
+
+REFUSED_TYPES = [
+    (
+        "text_config",
+        "output_router_logits",
+        None,
+        "output_router_logits is null; only this is understood: a valid boolean",
+    ),
+    (
+        "text_config",
+        "router_aux_loss_coef",
+        None,
+        "router_aux_loss_coef is null; only this is understood: a valid number",
+    ),
+    ("text_config", "router_aux_loss_coef", 1, "router_aux_loss_coef is 1; transformers takes only a number with a"),
+    ("text_config", "attention_bias", 0, "text_config.attention_bias is 0; only this is understood: False"),
+    ("vision_config", "in_channels", 3.0, "vision_config.in_channels is 3.0; only this is understood: 3"),
+    (None, "return_dict", False, "return_dict is false; only this is understood: True"),
+    (None, "return_dict", None, "return_dict is null; only this is understood: True"),
+    (None, "num_labels", None, "num_labels is null; only this is understood: a valid integer"),
+]
+
+
+@pytest.mark.parametrize(("part", "key", "value", "words"), REFUSED_TYPES)
+def test_a_value_of_a_type_that_transformers_refuses_is_refused(part, key, value, words):
+    config = base_config("qwen3_vl_moe")
+    (config if part is None else config[part])[key] = value
+    with pytest.raises(InputError) as caught:
+        qwen3_vl_moe.read_shape(config, "m/config.json")
+    assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_missing_rotary_base_and_tied_weights_are_transformers_own():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from trainer.contract.adapter import AdapterConfig
-from trainer.layers.lora.adapter import Adapter, LinearAdapter
+from trainer.layers.lora.adapter import LinearAdapter
 from trainer.model.rules import ExpertsFirst, ExpertsLast, Rule, Stacked, global_names
 from trainer.model.targets import Adapted
 
@@ -18,6 +18,7 @@ def add_adapters(model: torch.nn.Module, layers: Sequence[Adapted], config: Adap
     Args:
         layers: adapted layers of the whole model.
     """
+    model.has_adapters = True
     for param in model.parameters():
         param.requires_grad = False
     for module in model.modules() if config.dropout else ():
@@ -92,11 +93,6 @@ def _bias_within(linear: torch.nn.Module) -> torch.Tensor | None:
     is_returned = linear.te_return_bias if hasattr(linear, "te_return_bias") else linear.skip_bias_add
     has_none = linear.bias is None or not linear.bias.numel()  # Transformer Engine has an empty bias then
     return None if is_returned or has_none else linear.bias
-
-
-def has_adapters(model: torch.nn.Module) -> bool:
-    """Whether only the adapters of a chunk are trained."""
-    return any(isinstance(module, Adapter) for module in model.modules())
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,19 @@
 """Settings and layouts that a Qwen3.5 model cannot run are refused in one line before any work."""
 
+import dataclasses
+
 import pytest
+import torch
 
 from dataset_builders.errors import InputError
 from flows.pipeline.graph import check_model
 from flows.pipeline.recipe import load_recipe
 from tests.helpers.run_dir import changed, write_job
 from tests.helpers.single_rank import build_tiny, single_rank
-from tests.helpers.tiny_hybrid_model import hybrid_config, hybrid_hf_dir
+from tests.helpers.tiny_hybrid_model import DELTA, hybrid_config, hybrid_hf_dir
 from trainer.contract.parallel import ParallelConfig
 from trainer.families.qwen3_5_vl.shape import read_shape
+from trainer.layers.decoder import decoder_config
 from trainer.parts.delta.part import DeltaNet
 from trainer.plan.checks import check_run
 
@@ -37,6 +41,24 @@ def test_what_is_not_there_is_refused(precision, parallel, processes, words, tmp
     with pytest.raises(InputError, match=words) as caught:
         check_run(changed(run, train=train, parallel=ParallelConfig(**parallel)), processes)
     assert "\n" not in str(caught.value)
+
+
+LAYERS = {"delta": {"layer_types": [DELTA] * 4}, "delta, fewer than an interval": {"num_hidden_layers": 3}}
+LAYERS |= {name + ", mtp": layers | {"mtp_num_hidden_layers": 1} for name, layers in LAYERS.items()}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_model_needs_no_layer_of_attention(name, tp):
+    config = hybrid_config()
+    config["text_config"] |= LAYERS[name]
+    shape = read_shape(config)
+    has_mtp = shape.mtp is not None
+    language = dataclasses.replace(shape.language, mtp=shape.mtp)
+    assert {mixer.role for mixer in language.mixers} == {"delta"}
+    assert has_mtp is ("num_heads" in language.divided_widths())
+    settings = decoder_config(language, ParallelConfig(tp=tp, sequence_parallel=tp > 1), torch.float32)
+    assert settings.num_attention_heads == (4 if has_mtp else tp) and settings.attention_output_gate is has_mtp
 
 
 @pytest.mark.parametrize(
