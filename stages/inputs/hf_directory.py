@@ -30,7 +30,8 @@ WEIGHTS_INDEX = "model.safetensors.index.json"
 
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json", "special_tokens_map.json")
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
-_PROCESSOR_FILES = (*_TOKENIZER_FILES, *_TEMPLATE_FILES, "tokenizer_config.json", "preprocessor_config.json")
+PREPROCESSOR_CONFIG, PROCESSOR_CONFIG = "preprocessor_config.json", "processor_config.json"
+_PROCESSOR_FILES = (*_TOKENIZER_FILES, *_TEMPLATE_FILES, "tokenizer_config.json")
 _MODEL_FILE_PATTERNS = ["*.json", "*.jinja", "*.txt", "*.safetensors"]
 _HASHERS = 4  # files read at a time
 _DTYPES = ("F32", "BF16", "F16")  # dtypes of weights that can be trained
@@ -103,8 +104,8 @@ def check_processor_files(path: Path) -> None:
     family, _ = read_model(path)
     if not ((path / "tokenizer.json").is_file() or all((path / n).is_file() for n in ("vocab.json", "merges.txt"))):
         raise InputError(f"{path} has no tokenizer (tokenizer.json, or vocab.json with merges.txt); copy the model's")
-    if family.image_processor is not None and not (path / "preprocessor_config.json").is_file():
-        raise InputError(f"{path} has no preprocessor_config.json (how pictures are scaled); copy the model's")
+    if family.image_processor is not None and not image_settings(path):
+        raise InputError(f"{path} has no {PREPROCESSOR_CONFIG} (how pictures are scaled); copy the model's")
     tokenizer_config = path / "tokenizer_config.json"
     if not (
         any((path / name).is_file() for name in _TEMPLATE_FILES)
@@ -122,13 +123,29 @@ def read_json(path: Path) -> dict[str, Any]:
     return read_object(path, "copy the model's own file again")
 
 
+def image_settings(path: Path) -> dict[Path, dict[str, Any]]:
+    """Return file -> settings of the image processor in it; the file that transformers prefers comes first. Empty for a
+    text-only model.
+
+    Raises:
+        InputError: a file is not a JSON object.
+    """
+    whole, alone = path / PROCESSOR_CONFIG, path / PREPROCESSOR_CONFIG
+    nested = read_json(whole).get("image_processor") if whole.is_file() else None
+    if nested is not None and not isinstance(nested, dict):
+        raise InputError(f"{whole}: image_processor is not an object; copy the model's own file again")
+    return ({} if nested is None else {whole: nested}) | ({alone: read_json(alone)} if alone.is_file() else {})
+
+
 def processor_input(path: Path) -> External:
     """Return the input that determines tokens and pixels: tokenizer, template, preprocessor, and token ids."""
     _, shape = read_model(path)
     config = read_json(path / "config.json")
     ids = {key: value for key, value in config.items() if key.endswith("_token_id")}
+    # If both files have settings, these are equal.
+    names = [n for n in _PROCESSOR_FILES if (path / n).is_file()] + [f.name for f in [*image_settings(path)][-1:]]
     identity = {
-        "files": _digests(path, (n for n in _PROCESSOR_FILES if (path / n).is_file())),
+        "files": _digests(path, names),
         "ids": ids,
         "model_type": config["model_type"],
         "vocab_size": shape.language.vocab_size,
