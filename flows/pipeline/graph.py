@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import BaseModel
-from tokenizers import Tokenizer
 
 from dataset_builders.contracts.manifest import MANIFEST
 from dataset_builders.contracts.strict import StrictModel
@@ -34,6 +33,7 @@ from stages.inputs.hf_directory import (
     hf_dir_of,
     model_input,
     processor_input,
+    read_json,
     resolve_hf_dir,
 )
 from stages.inputs.raw_source import open_raw
@@ -290,9 +290,9 @@ def first_lines(config: PipelineConfig) -> Iterator[str]:
         return
     hf_dir = resolve_hf_dir(config.model)
     token, ends, file = read_model(hf_dir)[0].turn_tokens[-1], end_ids(hf_dir), hf_dir / "tokenizer.json"
-    number = Tokenizer.from_file(str(file)).token_to_id(token) if file.is_file() else None
-    if number is not None and number not in ends:
-        yield f"trained turns end with {token} ({number}), which the export adds to the model's eos_token_id {ends}"
+    for added in read_json(file).get("added_tokens", []) if file.is_file() else []:
+        if added["content"] == token and (number := added["id"]) not in ends:
+            yield f"trained turns end with {token} ({number}), which the export adds to the model's eos_token_id {ends}"
 
 
 def open_inputs(config: PipelineConfig, root: StorePath) -> dict[str, Input]:
