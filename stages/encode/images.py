@@ -10,6 +10,7 @@ import numpy as np
 from PIL import Image
 from pydantic import ValidationError
 
+from dataset_builders.contracts.fingerprint import describe_drift
 from dataset_builders.contracts.tokenized import PatchFormat, PixelConfig
 from dataset_builders.errors import InputError
 from dataset_builders.storage.files import write_json
@@ -43,11 +44,13 @@ def load_image_config(hf_dir: Path, min_pixels: int | None = None, max_pixels: i
         for file, raw in image_settings(hf_dir).items()
     }
     (file, config), *others = configs.items()
-    if others and others[0][1] != config:
-        raise InputError(
-            f"{file}: image_processor ({_limits_text(config)}) is not what {others[0][0].name} says "
-            f"({_limits_text(others[0][1])}), and programs read either; delete one of them, or make them equal"
-        )
+    for other, theirs in others:
+        if theirs != config:
+            raise InputError(
+                f"{file}: image_processor differs from {other.name} "
+                f"({describe_drift(config.model_dump(), theirs.model_dump())}), and programs read either; delete one "
+                "of them, or make them equal"
+            )
     _check_agrees(file, config.patch_format, shape)
     return config
 
@@ -86,11 +89,6 @@ def _size_of(file: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
         f"{file}: size has no shortest_edge and longest_edge alone (it is {str(raw.get('size'))[:80]}); copy the "
         "model's own file again"
     )
-
-
-def _limits_text(config: PixelConfig) -> str:
-    limits = f"min_pixels={config.min_pixels}, max_pixels={config.max_pixels}"
-    return f"{limits}, patch_size={config.patch_format.patch_size}"
 
 
 def _pixel_config(file: Path, raw: dict[str, Any], low: Any, high: Any) -> PixelConfig:
