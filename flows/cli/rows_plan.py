@@ -15,12 +15,14 @@ from dataset_builders.recognise.trial import Trial, try_reading
 from dataset_builders.storage.store import StorePath, is_local
 from flows.cli.text_table import bytes_text
 from flows.pipeline.config import PipelineConfig
-from stages.artifacts.quarantine import check_lost, reason_words
+from stages.artifacts.quarantine import MIN_LOST, check_lost, reason_words
 from stages.convert.config import SourceReading
 from stages.encode.images import load_image_config
 from stages.inputs.config import EmbeddedModelConfig
 from stages.inputs.hf_directory import hf_dir_of
 from trainer.contract.run import TrainConfig
+from trainer.model.registry import read_model
+from trainer.model.shape import ModelShape
 
 _CHARS_PER_TOKEN = 2.0  # for a tokenizer that is still to be trained on these texts
 _TURN_TOKENS = 5  # <|im_start|>, the role, two line ends, <|im_end|>
@@ -71,6 +73,8 @@ def plan_rows(config: PipelineConfig, reading: SourceReading, source: StorePath,
     if not trial.rows:
         raise InputError(f"the files below {source} hold no rows; give a source with some")
     _check(config, trial, source)
+    if model is not None:
+        check_images(trial, read_model(hf_dir_of(model))[1], config.model, config.tokenize.max_skip_fraction)
     tokens = _lengths(config, trial.samples, trial.sizes, model)
     kept = [number for number in tokens if number <= config.tokenize.max_seq_len]
     share = trial.rows / trial.tried
@@ -126,6 +130,25 @@ def _check(config: PipelineConfig, trial: Trial, source: StorePath) -> None:
             f"convert.min_heldout={least}: of {distinct} usable samples only {distinct // 2} can be held out if as "
             "many are to be trained on; add data, or lower convert.min_heldout"
         )
+
+
+def check_images(trial: Trial, shape: ModelShape, model: object, limit: float) -> None:
+    """Check that a model without a vision encoder gets no images.
+
+    Args:
+        model: the model's name, for the message.
+        limit: the recipe's tokenize.max_skip_fraction: the share of samples that may be left out.
+
+    Raises:
+        InputError: more of the samples have images.
+    """
+    shown, samples = sum(bool(sample.images) for sample in trial.samples), len(trial.samples)
+    if shape.images is not None or (shown < samples and (shown < MIN_LOST or shown <= limit * samples)):
+        return
+    raise InputError(
+        f"{shown} of {samples} samples have images, and {model} reads only text, so they would be left out; give a "
+        "model that reads images, as Qwen/Qwen3-VL-2B-Instruct, or data without images"
+    )
 
 
 def _lengths(

@@ -26,12 +26,14 @@ from stages.encode.template import check_template
 from stages.encode_images.config import EncodeImagesConfig, EncodingConfig
 from stages.inputs.adapter_directory import adapter_input
 from stages.inputs.config import EmbeddedReceiptsConfig
+from stages.inputs.ends import end_ids
 from stages.inputs.hf_directory import (
     check_hf_dir,
     check_mtp_tensors,
     hf_dir_of,
     model_input,
     processor_input,
+    read_json,
     resolve_hf_dir,
 )
 from stages.inputs.raw_source import open_raw
@@ -208,6 +210,7 @@ def check_model(config: PipelineConfig) -> Path | None:
     hf_dir = resolve_hf_dir(config.model)
     check_hf_dir(hf_dir, config.execution.model_code_sha256)
     check_template(hf_dir)
+    end_ids(hf_dir)
     load_image_config(hf_dir, config.tokenize.min_pixels, config.tokenize.max_pixels)
     family, shape = read_model(hf_dir, config.train)
     _check_family(config, family, shape)
@@ -272,6 +275,24 @@ def modules_line(config: PipelineConfig) -> str:
         InputError: the recipe asks for modules that are not available here.
     """
     return f"training will use {describe(config.execution.modules, this_host())}"
+
+
+def first_lines(config: PipelineConfig) -> Iterator[str]:
+    """Yield the lines that `plan` and `run` begin with: the modules of the training, and the end that is added to the
+    model.
+
+    Raises:
+        InputError: see `modules_line` and `end_ids`.
+    """
+    if trains_here(config):
+        yield modules_line(config)
+    if not isinstance(config.model, str):
+        return
+    hf_dir = resolve_hf_dir(config.model)
+    token, ends, file = read_model(hf_dir)[0].turn_tokens[-1], end_ids(hf_dir), hf_dir / "tokenizer.json"
+    for added in read_json(file).get("added_tokens", []) if file.is_file() else []:
+        if added["content"] == token and (number := added["id"]) not in ends:
+            yield f"trained turns end with {token} ({number}), which the export adds to the model's eos_token_id {ends}"
 
 
 def open_inputs(config: PipelineConfig, root: StorePath) -> dict[str, Input]:

@@ -125,7 +125,7 @@ class GreedyDecoder:
     def __init__(
         self,
         model: transformers.PreTrainedModel,
-        end_ids: Sequence[int],
+        end_ids: Iterable[int],
         image_token_id: int,
         patch_format: PatchFormat,
     ) -> None:

@@ -18,6 +18,7 @@ from stages.encode.chat import ChatEncoder
 from stages.encode.prompt import PromptFormat, read_prompt_format
 from stages.inputs.adapter_directory import read_adapter_dir
 from stages.inputs.adapter_layers import add_adapters
+from stages.inputs.ends import end_ids
 from stages.inputs.hf_directory import check_hf_dir
 from stages.inputs.transformers_progress import no_progress_bar
 from trainer.model.late_import import load
@@ -30,7 +31,7 @@ class Generator:
     """A loaded model directory that answers messages with images. It runs in bfloat16 on a GPU, in float32 without one.
 
     Args:
-        hf_dir: has config.json, weights, tokenizer, chat template, preprocessor_config.json and generation_config.json.
+        hf_dir: has config.json, weights, tokenizer, chat template and preprocessor_config.json.
         device: number of the GPU on this host; None: the first one.
         prompt: the form of the prompts; None: the directory's own.
         adapter_dir: a PEFT directory with an adapter for the model; None: no adapter.
@@ -57,7 +58,7 @@ class Generator:
             add_adapters(model, adapter)
         self.decoder = GreedyDecoder(
             model,
-            end_ids_of(hf_dir, model.generation_config),
+            {*end_ids(hf_dir), self._chat.end_of_turn_id},  # an adapter's model ends turns as it was trained to
             self._chat.image_token_id,
             self._image_config.patch_format,
         )
@@ -158,27 +159,3 @@ def _load(hf_dir: Path, device: int | None) -> "transformers.PreTrainedModel":
     if missing := sorted(info["missing_keys"]):  # transformers draws them at random
         raise InputError(f"{hf_dir}: {len(missing)} tensors are missing, the first is {missing[0]}; copy it again")
     return model.to(place).eval()
-
-
-def end_ids_of(hf_dir: Path, generation: transformers.GenerationConfig) -> list[int]:
-    """Return the ids of the tokens that end an answer.
-
-    Raises:
-        InputError: the generation config has no such token.
-    """
-    eos = generation.eos_token_id
-    ids = [eos] if isinstance(eos, int) else list(eos or [])
-    if not ids:
-        raise InputError(
-            f"{hf_dir / 'generation_config.json'} gives no eos_token_id, so no answer would ever end; "
-            "copy the model's own file, or add the id of its end-of-turn token"
-        )
-    return ids
-
-
-def read_generation_config(hf_dir: Path) -> transformers.GenerationConfig:
-    """Return generation_config.json, or else the settings that transformers derives from the model's config.json."""
-    if (hf_dir / "generation_config.json").is_file():
-        return transformers.GenerationConfig.from_pretrained(hf_dir, local_files_only=True)
-    config = transformers.AutoConfig.from_pretrained(hf_dir, local_files_only=True, trust_remote_code=False)
-    return transformers.GenerationConfig.from_model_config(config)

@@ -20,9 +20,9 @@ from dataset_builders.contracts.tokenized import PixelConfig
 from dataset_builders.pictures.images import image_size, open_rgb
 from dataset_builders.pictures.pixels import image_grid
 from stages.answer.engine import Answer, EngineSettings, Prepared, Request, check_engine
-from stages.answer.transformers_engine import end_ids_of, read_generation_config
 from stages.encode.chat import ChatEncoder
 from stages.encode.images import load_image_config, write_pixel_limits
+from stages.inputs.ends import end_ids
 from stages.inputs.hf_directory import check_hf_dir
 
 _GROUPS_TOGETHER = 16  # groups per call, so that vLLM's scheduler can choose among many sequences
@@ -41,7 +41,7 @@ class VllmEngine:
         self._vllm = importlib.import_module("vllm")
         self._chat = ChatEncoder(settings.hf_dir, system_prompt=settings.prompt.system_prompt)
         self._image_config = settings.prompt.pixels
-        self._end_ids = frozenset(end_ids_of(settings.hf_dir, read_generation_config(settings.hf_dir)))
+        self._end_ids = frozenset({*end_ids(settings.hf_dir), self._chat.end_of_turn_id})
         self._encoding = threading.Lock()  # a tokenizer is not thread-safe
         self._llm = self._vllm.LLM(
             model=str(_with_pixels(settings.hf_dir, self._image_config)),

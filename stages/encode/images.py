@@ -10,14 +10,16 @@ import numpy as np
 from PIL import Image
 from pydantic import ValidationError
 
+from dataset_builders.contracts.fingerprint import describe_drift
 from dataset_builders.contracts.tokenized import PatchFormat, PixelConfig
 from dataset_builders.errors import InputError
 from dataset_builders.storage.files import write_json
-from stages.inputs.hf_directory import read_json
+from stages.inputs.hf_directory import PREPROCESSOR_CONFIG, PROCESSOR_CONFIG, image_settings, read_json
 from trainer.model.registry import read_model
 from trainer.model.shape import ModelShape
 
 _BICUBIC = 3  # PIL's number for bicubic, which preprocessor_config.json uses
+_DEFAULT_SIZE = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}  # of transformers' Qwen2VLImageProcessor
 # For a text-only model, whose samples have no images: a patch of one pixel.
 _NO_PICTURES = PixelConfig(
     min_pixels=1,
@@ -29,29 +31,64 @@ _NO_PICTURES = PixelConfig(
 
 
 def load_image_config(hf_dir: Path, min_pixels: int | None = None, max_pixels: int | None = None) -> PixelConfig:
-    """Return the resizing and patch settings from preprocessor_config.json; the areas may be overridden.
+    """Return the resizing and patch settings of a model's image processor; the areas may be overridden.
 
     Raises:
-        InputError: a field is missing, contradicts config.json, or has a value that is not supported.
+        InputError: a field is missing, contradicts config.json or another file, or has a value that is not supported.
     """
     family, shape = read_model(hf_dir)
     if family.image_processor is None:
         return _NO_PICTURES
-    file = hf_dir / "preprocessor_config.json"
-    raw = read_json(file)
-    _check_supported(file, raw, family.image_processor.types)
-    size = raw["size"] if isinstance(raw.get("size"), dict) else {}
-    low = min_pixels or size.get("shortest_edge") or raw.get("min_pixels")
-    high = max_pixels or size.get("longest_edge") or raw.get("max_pixels")
-    if not low or not high:
-        raise InputError(f"{file}: size has no shortest_edge and longest_edge; copy the model's own file again")
+    configs = {
+        file: _image_config(file, raw, family.image_processor.types, min_pixels, max_pixels)
+        for file, raw in image_settings(hf_dir).items()
+    }
+    (file, config), *others = configs.items()
+    for other, theirs in others:
+        if theirs != config:
+            raise InputError(
+                f"{file}: image_processor differs from {other.name} "
+                f"({describe_drift(config.model_dump(), theirs.model_dump())}), and programs read either; delete one "
+                "of them, or make them equal"
+            )
+    _check_agrees(file, config.patch_format, shape)
+    return config
+
+
+def _image_config(
+    file: Path, raw: dict[str, Any], types: Sequence[str], min_pixels: int | None, max_pixels: int | None
+) -> PixelConfig:
+    _check_supported(file, raw, types)
+    size = _size_of(file, raw)
+    low, high = min_pixels or size["shortest_edge"], max_pixels or size["longest_edge"]
     config = _pixel_config(file, raw, low, high)
     if config.min_pixels > config.max_pixels:
         raise InputError(
             f"min_pixels={low} is more than max_pixels={high} ({file}); raise max_pixels or lower min_pixels"
         )
-    _check_agrees(file, config.patch_format, shape)
     return config
+
+
+def _size_of(file: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `shortest_edge` and `longest_edge`, the limits of an image's area, as transformers' processor reads them:
+    min_pixels and max_pixels replace those of size, and without size its own defaults count.
+
+    Raises:
+        InputError: transformers would refuse the size.
+    """
+    size, olds = raw.get("size"), {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}
+    if isinstance(size, Mapping) or size is None:
+        size = dict(_DEFAULT_SIZE if size is None else size)
+        for edge, old in olds.items():
+            if raw.get(old) is not None:
+                size[edge] = raw[old]
+                size.pop(old, None)
+        if size.keys() == olds.keys() and all(size.values()):
+            return size
+    raise InputError(
+        f"{file}: size has no shortest_edge and longest_edge alone (it is {str(raw.get('size'))[:80]}); copy the "
+        "model's own file again"
+    )
 
 
 def _pixel_config(file: Path, raw: dict[str, Any], low: Any, high: Any) -> PixelConfig:
@@ -73,17 +110,13 @@ def _pixel_config(file: Path, raw: dict[str, Any], low: Any, high: Any) -> Pixel
 
 def write_pixel_limits(hf_dir: Path, min_pixels: int | None, max_pixels: int | None) -> None:
     """Write pixel limits to a directory's configs, for `load_image_config` and other programs; None: keep the limit."""
-    if not (hf_dir / "preprocessor_config.json").is_file():
-        return  # a text-only model
     limits = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
     limits = {name: value for name, value in limits.items() if value is not None}
-    preprocessor = read_json(hf_dir / "preprocessor_config.json")
-    write_json(hf_dir / "preprocessor_config.json", _with_limits(preprocessor, limits))
-    if (hf_dir / "processor_config.json").is_file():
-        processor = read_json(hf_dir / "processor_config.json")
-        if isinstance(processor.get("image_processor"), dict):
-            processor["image_processor"] = _with_limits(processor["image_processor"], limits)
-            write_json(hf_dir / "processor_config.json", processor)
+    settings = {file: _with_limits(file, raw, limits) for file, raw in image_settings(hf_dir).items()}
+    for file, changed in settings.items():
+        write_json(file, {**read_json(file), "image_processor": changed} if file.name == PROCESSOR_CONFIG else changed)
+    if settings and hf_dir / PREPROCESSOR_CONFIG not in settings:  # for programs that read this file alone
+        write_json(hf_dir / PREPROCESSOR_CONFIG, changed)
 
 
 def patches_png(patches: np.ndarray, grid: np.ndarray, patch_format: PatchFormat, side: int) -> bytes:
@@ -99,12 +132,12 @@ def patches_png(patches: np.ndarray, grid: np.ndarray, patch_format: PatchFormat
     return out.getvalue()
 
 
-def _with_limits(preprocessor: dict[str, Any], limits: Mapping[str, int]) -> dict[str, Any]:
+def _with_limits(file: Path, preprocessor: dict[str, Any], limits: Mapping[str, int]) -> dict[str, Any]:
     if not limits:
         return preprocessor
-    # min_pixels and max_pixels are older names of the same limits and would contradict the new size.
+    # min_pixels and max_pixels are older names of the same limits and would replace the new size.
     others = {name: value for name, value in preprocessor.items() if name not in ("min_pixels", "max_pixels")}
-    return {**others, "size": {**(preprocessor.get("size") or {}), **limits}}
+    return {**others, "size": {**_size_of(file, preprocessor), **limits}}
 
 
 def _check_supported(file: Path, raw: dict[str, Any], types: Sequence[str]) -> None:

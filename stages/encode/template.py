@@ -21,6 +21,7 @@ from typing import Any
 from dataset_builders.contracts.sample import SkipSample
 from dataset_builders.errors import InputError, one_line
 from stages.inputs.hf_directory import read_json
+from trainer.model.registry import read_model
 
 CPU_SECONDS = 5  # per conversation; a conversation of a megabyte takes 0.02 s with Qwen's template
 MEMORY = 1 << 30  # bytes, in addition to the memory of the process at its start
@@ -32,19 +33,13 @@ _REQUEST_CHARACTERS = 1 << 22  # characters of the conversations in one request
 _MAX_DEATHS = 3  # conversations that may end the process; more are the template's fault, and each costs CPU_SECONDS
 _WAY_OUT = "copy the chat_template.jinja of the model's makers"
 _TRIAL_TURNS = 3
-_TRIALS: tuple[tuple[list[dict[str, Any]], bool], ...] = (
-    ([{"role": "user", "content": "What is it?"}], True),
-    (
-        [
-            {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]},
-            {"role": "assistant", "content": "A seven."},
-            {"role": "user", "content": "And now?"},
-            {"role": "assistant", "content": "Still a seven."},
-        ],
-        False,
-    ),
-)
+_PICTURE_TRIAL: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]},
+    {"role": "assistant", "content": "A seven."},
+    {"role": "user", "content": "And now?"},
+    {"role": "assistant", "content": "Still a seven."},
+]
 
 Messages = list[dict[str, Any]]  # one conversation, in the form of transformers' apply_chat_template
 
@@ -72,15 +67,18 @@ class ChatTemplate:
         self._lock = threading.Lock()
         self._deaths = 0
 
-    def check(self) -> None:
+    def check(self, has_images: bool) -> None:
         """Render small conversations.
+
+        Args:
+            has_images: whether one of them has an image.
 
         Raises:
             InputError: the template exceeds a limit, fails, refuses a plain question, or its text before an answer
                 differs from the prompt for that answer.
         """
-        for number, trial in enumerate(_TRIALS):
-            ((kind, text),) = self._outcomes([_request(*trial, thinks=False)])
+        for number, trial in enumerate([_turns(1)[:1], _PICTURE_TRIAL][: 1 + has_images]):
+            ((kind, text),) = self._outcomes([_request(trial, number == 0, thinks=False)])
             if kind == "failed" or (kind == "refused" and number == 0):
                 what = f"refuses a plain question ({text})" if kind == "refused" else text
                 raise InputError(f"{self._owner}: the chat template {what}; {_WAY_OUT}")
@@ -173,7 +171,9 @@ def chat_template(hf_dir: Path, template: str, variables: Mapping[str, Any]) -> 
     Raises:
         InputError: see `ChatTemplate.check`.
     """
-    return _checked(os.getpid(), str(hf_dir), template, json.dumps(dict(variables), default=str, sort_keys=True))
+    has_images = read_model(hf_dir)[1].images is not None
+    settings = json.dumps(dict(variables), default=str, sort_keys=True)
+    return _checked(os.getpid(), str(hf_dir), template, settings, has_images)
 
 
 def check_template(hf_dir: Path) -> None:
@@ -188,9 +188,9 @@ def check_template(hf_dir: Path) -> None:
 
 
 @functools.lru_cache(maxsize=2)
-def _checked(pid: int, owner: str, template: str, variables: str) -> ChatTemplate:
+def _checked(pid: int, owner: str, template: str, variables: str, has_images: bool) -> ChatTemplate:
     chat = ChatTemplate(owner, template, json.loads(variables))
-    chat.check()
+    chat.check(has_images)
     return chat
 
 

@@ -22,6 +22,7 @@ from stages.encode.chat import SYSTEM_PROMPT
 from stages.encode.images import write_pixel_limits
 from stages.export.carried import count_carried
 from stages.export.config import ExportConfig
+from stages.inputs.ends import add_end
 from stages.inputs.hf_directory import count_parameters, hf_dir_of, read_json, safetensors_header, weight_files
 from stages.inputs.remote_code import drop_auto_maps
 from stages.pages.report import Table, write_report
@@ -33,7 +34,7 @@ from trainer.contract.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from trainer.contract.run import RunConfig, TrainConfig
 from trainer.model.registry import read_model
 
-VERSION = 2
+VERSION = 3  # 3: the token that ends a trained turn is among eos_token_id
 JOB_DIR = "job"  # output directory of the trainer's run, in the work directory
 _COPIED = ("*.json", "*.jinja", "*.txt")
 _NOT_COPIED = ("model.safetensors.index.json",)  # the exported weights have an index of their own
@@ -50,7 +51,10 @@ def export(config: ExportConfig, inputs: Mapping[str, Input], work_dir: Path, re
     for name in (HF_EXPORT, ADAPTER_EXPORT) if run.train.adapter else (HF_EXPORT,):
         shutil.rmtree(work_dir / name, ignore_errors=True)
         (job_dir / name).rename(work_dir / name)
-    copy_processor_files(source, hf_dir, inputs["tokenized"].manifest.stats)
+    tokenized = inputs["tokenized"].manifest.stats
+    copy_processor_files(source, hf_dir, tokenized)
+    end = tokenized.get("end_of_turn_id")
+    added = end is not None and add_end(hf_dir, end)
     shutil.rmtree(job_dir)  # its paths and times would make every export different
     weights = [file.model_copy(update={"name": f"{HF_EXPORT}/{file.name}"}) for file in result.files]
     files = file_entries(work_dir, STAGE.digested, weights)
@@ -63,6 +67,8 @@ def export(config: ExportConfig, inputs: Mapping[str, Input], work_dir: Path, re
         "steps": trained["steps"],
         "checkpoint": trained["checkpoint"],
     }
+    if added:
+        stats["added_end"] = end
     if run.train.mtp_loss_scaling_factor:
         stats["mtp"] = sum(count_carried(hf_dir).values()) - sum(stats["carried"].values())
     if run.train.adapter:
@@ -89,6 +95,8 @@ def _write_report(work_dir: Path, stats: Mapping[str, Any], files: Sequence[File
     if stats["carried"]:
         carried = [(f"{prefix}*", number) for prefix, number in stats["carried"].items()]
         sections.insert(1, Table("Carried from the base model, not trained", ("names", "tensors"), carried))
+    if "added_end" in stats:
+        summary["end of the trained turns, added to generation_config.json"] = stats["added_end"]
     if "mtp" in stats:
         summary["tensors of multi-token prediction, trained"] = stats["mtp"]
     if "adapter" in stats:

@@ -1,8 +1,11 @@
 """A Hugging Face model directory: resolve its name, check it, digest it, count its parameters."""
 
+import hashlib
+import json
 import math
+import mmap
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from stages.artifacts.intact import check_written
 from stages.artifacts.unchanged import digest_once
 from stages.inputs.remote_code import check_remote_code
 from trainer.contract.names import HF_EXPORT
+from trainer.contract.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from trainer.model.family import Family
 from trainer.model.registry import read_model
 from trainer.model.rules import stored_rules
@@ -30,7 +34,8 @@ WEIGHTS_INDEX = "model.safetensors.index.json"
 
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json", "special_tokens_map.json")
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
-_PROCESSOR_FILES = (*_TOKENIZER_FILES, *_TEMPLATE_FILES, "tokenizer_config.json", "preprocessor_config.json")
+PREPROCESSOR_CONFIG, PROCESSOR_CONFIG = "preprocessor_config.json", "processor_config.json"
+_PROCESSOR_FILES = (*_TOKENIZER_FILES, *_TEMPLATE_FILES, "tokenizer_config.json")
 _MODEL_FILE_PATTERNS = ["*.json", "*.jinja", "*.txt", "*.safetensors"]
 _HASHERS = 4  # files read at a time
 _DTYPES = ("F32", "BF16", "F16")  # dtypes of weights that can be trained
@@ -85,6 +90,12 @@ def check_hf_dir(path: Path, code_sha256: str | None = None) -> None:
     """
     check_processor_files(path)
     check_remote_code(path, code_sha256)
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        if (path / name).is_file():
+            raise InputError(
+                f"{path / name} is an adapter's, beside the weights of a model, where some programs add it and others "
+                "do not; move it to a directory of its own (to give as start_adapter or --adapter), or delete it"
+            )
     _check_weights(path, *read_model(path))
 
 
@@ -99,12 +110,14 @@ def check_processor_files(path: Path) -> None:
     if not (path / "config.json").is_file():
         inner = path / HF_EXPORT
         way_out = f"give {inner}" if inner.is_dir() else "give the directory that `athanor run` prints after Model"
+        if (path / ADAPTER_CONFIG).is_file():
+            way_out = "it is an adapter: give its base model, and this directory as start_adapter or --adapter"
         raise InputError(f"{path} has no config.json, so it is not a Hugging Face model directory; {way_out}")
     family, _ = read_model(path)
     if not ((path / "tokenizer.json").is_file() or all((path / n).is_file() for n in ("vocab.json", "merges.txt"))):
         raise InputError(f"{path} has no tokenizer (tokenizer.json, or vocab.json with merges.txt); copy the model's")
-    if family.image_processor is not None and not (path / "preprocessor_config.json").is_file():
-        raise InputError(f"{path} has no preprocessor_config.json (how pictures are scaled); copy the model's")
+    if family.image_processor is not None and not image_settings(path):
+        raise InputError(f"{path} has no {PREPROCESSOR_CONFIG} (how pictures are scaled); copy the model's")
     tokenizer_config = path / "tokenizer_config.json"
     if not (
         any((path / name).is_file() for name in _TEMPLATE_FILES)
@@ -122,13 +135,29 @@ def read_json(path: Path) -> dict[str, Any]:
     return read_object(path, "copy the model's own file again")
 
 
+def image_settings(path: Path) -> dict[Path, dict[str, Any]]:
+    """Return file -> settings of the image processor in it; the file that transformers prefers comes first. Empty for a
+    text-only model.
+
+    Raises:
+        InputError: a file is not a JSON object.
+    """
+    whole, alone = path / PROCESSOR_CONFIG, path / PREPROCESSOR_CONFIG
+    nested = read_json(whole).get("image_processor") if whole.is_file() else None
+    if nested is not None and not isinstance(nested, dict):
+        raise InputError(f"{whole}: image_processor is not an object; copy the model's own file again")
+    return ({} if nested is None else {whole: nested}) | ({alone: read_json(alone)} if alone.is_file() else {})
+
+
 def processor_input(path: Path) -> External:
     """Return the input that determines tokens and pixels: tokenizer, template, preprocessor, and token ids."""
     _, shape = read_model(path)
     config = read_json(path / "config.json")
     ids = {key: value for key, value in config.items() if key.endswith("_token_id")}
+    # If both files have settings, these are equal.
+    names = [n for n in _PROCESSOR_FILES if (path / n).is_file()] + [f.name for f in [*image_settings(path)][-1:]]
     identity = {
-        "files": _digests(path, (n for n in _PROCESSOR_FILES if (path / n).is_file())),
+        "files": _digests(path, names),
         "ids": ids,
         "model_type": config["model_type"],
         "vocab_size": shape.language.vocab_size,
@@ -195,6 +224,24 @@ def safetensors_header(path: Path) -> dict[str, dict[str, Any]]:
         raise InputError(f"{path} is not a whole safetensors file ({one_line(error)}); copy it again") from error
 
 
+def tensor_digests(paths: Mapping[str, Path]) -> dict[str, bytes]:
+    """Return name -> SHA-256 of the tensor's bytes.
+
+    Args:
+        paths: name -> its safetensors file.
+    """
+    digests = {}
+    for path in sorted(set(paths.values())):
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            start = 8 + int.from_bytes(data[:8], "little")
+            header = json.loads(data[8:start])
+            for name in (name for name, its in paths.items() if its == path):
+                first, last = header[name]["data_offsets"]
+                with memoryview(data) as view, view[start + first : start + last] as part:
+                    digests[name] = hashlib.sha256(part).digest()
+    return digests
+
+
 def weight_files(path: Path) -> list[str]:
     """Return the names of the weight files, in order: the files that `from_pretrained` reads.
 
@@ -227,7 +274,8 @@ def _tensors_of(path: Path) -> dict[str, set[str]]:
 
 def _check_weights(path: Path, family: Family, shape: ModelShape) -> None:
     """Check the headers: all tensors exist, with a dtype that can be trained and the sizes in config.json."""
-    numbers = 0
+    numbers, head = 0, [shape.language.vocab_size, shape.language.hidden_size]
+    places: dict[str, Path] = {}
     for name, tensors in sorted(_tensors_of(path).items()):
         if not (path / name).is_file():
             raise InputError(f"{path / WEIGHTS_INDEX} names {in_ascii(name)}, which is missing; copy it too")
@@ -243,7 +291,8 @@ def _check_weights(path: Path, family: Family, shape: ModelShape) -> None:
                 raise InputError(
                     f"{path / name}: {in_ascii(tensor)} is of dtype {entry['dtype']}; only {known} are trained"
                 )
-            is_twice = tensor == _TIED and shape.language.tie_word_embeddings
+            places[tensor] = path / name
+            is_twice = tensor == _TIED and shape.language.tie_word_embeddings and entry["shape"] == head
             numbers += 0 if is_twice or tensor.startswith(family.carried) else math.prod(entry["shape"])
     expected = sum(shape.parameters.values())
     if numbers != expected:
@@ -251,6 +300,14 @@ def _check_weights(path: Path, family: Family, shape: ModelShape) -> None:
             f"{path}: its weights are {numbers:,} numbers, and the sizes in config.json make {expected:,}; take both "
             "from the same model, whole"
         )
+    if shape.language.tie_word_embeddings and _TIED in places:
+        (embedding,) = next(rule.hf for rule in family.weight_rules(shape) if rule.ours == "language.embedding.weight")
+        digests = tensor_digests({name: places[name] for name in (embedding, _TIED)})
+        if digests[embedding] != digests[_TIED]:
+            raise InputError(
+                f"{places[_TIED]}: {_TIED} differs from {embedding}, and tie_word_embeddings in {path / 'config.json'} "
+                "makes them one matrix; set tie_word_embeddings to false there, and both are trained and exported"
+            )
 
 
 def _digests(path: Path, names: Iterable[str]) -> dict[str, str]:

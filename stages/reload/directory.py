@@ -5,15 +5,20 @@ Greedy answers do not change if the weights of a draft layer are lost or damaged
 or if a tied matrix is stored twice. Other programs then fail, take twice the memory, or draft worse.
 """
 
-import hashlib
 import json
-import mmap
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from stages.encode.chat import SYSTEM_PROMPT
-from stages.inputs.hf_directory import WEIGHTS_INDEX, read_json, safetensors_header, weight_files
+from stages.inputs.ends import end_ids
+from stages.inputs.hf_directory import (
+    WEIGHTS_INDEX,
+    read_json,
+    safetensors_header,
+    tensor_digests,
+    weight_files,
+)
 from trainer.model.registry import read_model
 
 _COMPARED = ("*.json", "*.jinja", "*.txt")
@@ -48,6 +53,8 @@ def _of_files(hf_dir: Path, source: Path) -> Iterator[str]:
                 yield f"{file.name} is not the source's"
         else:
             free = _FREE | (_PIXEL_LIMITS if "process" in file.name else set())
+            if file.name == "generation_config.json" and {*end_ids(source)} <= {*end_ids(hf_dir)}:
+                free |= {"eos_token_id"}  # the export may add the end of the turns that were trained
             ours, theirs = (_flat(read_json(path), free) for path in (copy, file))
             for name in sorted(name for name in ours.keys() | theirs if ours.get(name, ...) != theirs.get(name, ...)):
                 values = [json.dumps(each[name])[:60] if name in each else "absent" for each in (ours, theirs)]
@@ -72,27 +79,9 @@ def _of_weights(ours: Mapping[str, Any], source: Mapping[str, Any], is_tied: boo
 def _of_bytes(ours: Mapping[str, Any], source: Mapping[str, Any], prefixes: tuple[str, ...]) -> Iterator[str]:
     alike = [n for n in ours.keys() & source if all(ours[n][f] == source[n][f] for f in ("dtype", "shape"))]
     names = sorted(name for name in alike if name.startswith(prefixes))
-    digests = [_digests({name: side[name]["path"] for name in names}) for side in (ours, source)]
+    digests = [tensor_digests({name: side[name]["path"] for name in names}) for side in (ours, source)]
     if changed := [name for name in names if digests[0][name] != digests[1][name]]:
         yield f"{len(changed)} carried tensors have other bytes than the source's, the first is {changed[0]}"
-
-
-def _digests(paths: Mapping[str, Path]) -> dict[str, bytes]:
-    """Return name -> SHA-256 of the tensor's bytes.
-
-    Args:
-        paths: name -> its safetensors file.
-    """
-    digests = {}
-    for path in sorted(set(paths.values())):
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            start = 8 + int.from_bytes(data[:8], "little")
-            header = json.loads(data[8:start])
-            for name in (name for name, its in paths.items() if its == path):
-                first, last = header[name]["data_offsets"]
-                with memoryview(data) as view, view[start + first : start + last] as part:
-                    digests[name] = hashlib.sha256(part).digest()
-    return digests
 
 
 def _headers(directory: Path) -> dict[str, Any]:

@@ -23,11 +23,11 @@ from typing import Any
 from dataset_builders.errors import InputError
 from dataset_builders.storage.files import write_json
 from stages.answer.records import ANSWERS_JSONL, GeneratedAnswer, read_answers
-from stages.answer.transformers_engine import end_ids_of, read_generation_config
 from stages.artifacts.artifact import Artifact, Input, Stage, StageOutput
 from stages.artifacts.workers import StageResources
 from stages.encode.chat import ChatEncoder
 from stages.encode.prompt import read_prompt_format
+from stages.inputs.ends import end_ids
 from stages.inputs.hf_directory import hf_dir_of
 from stages.launchers.job import Job, make_launcher, run_job
 from stages.pages.report import Section, Table, write_report
@@ -96,7 +96,7 @@ def _ask(work: Path, source: Path, exported: Artifact, resources: StageResources
         "adapter_dir": str(hf_dir / ADAPTER_EXPORT),
         "questions": str((work / QUESTIONS).resolve()),
         "results": str(directory),
-        "ends": end_ids_of(hf_dir, read_generation_config(hf_dir)),
+        "ends": end_ids(hf_dir),
         "loaders": loaders,
     }
     write_json(directory / "job.json", request)

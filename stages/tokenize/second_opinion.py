@@ -21,7 +21,7 @@ from dataset_builders.pictures.images import open_rgb
 from dataset_builders.pictures.pixels import encode_rgb, pixel_values
 from stages.encode.chat import ChatEncoder, learnt_answers
 from stages.encode.template import REASONING, Messages
-from stages.inputs.hf_directory import read_json
+from stages.inputs.hf_directory import image_settings
 from trainer.model.late_import import load
 from trainer.model.registry import read_model
 
@@ -158,7 +158,7 @@ def _image_processor(hf_dir: Path, min_pixels: int, max_pixels: int) -> Any | No
     family, _ = read_model(hf_dir)
     if family.image_processor is None:
         return None
-    raw = read_json(hf_dir / "preprocessor_config.json")
+    raw, *_ = image_settings(hf_dir).values()
     fields = {name: raw[name] for name in _PROCESSOR_FIELDS if name in raw}
     fields["size"] = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
     return load(family.image_processor.reference)(**fields)

@@ -17,7 +17,8 @@ from dataset_builders.storage.store import StorePath, absolute, check_reachable,
 from flows.cli.init.choice import choose, data_name
 from flows.cli.init.findings import SHOWN, anomalies, is_colourful, sample_lines, summary
 from flows.cli.init.fit import check_memory
-from flows.cli.init.recipe_text import recipe_text
+from flows.cli.init.recipe_text import MAX_SKIP_FRACTION, recipe_text
+from flows.cli.rows_plan import check_images
 from flows.pipeline.recipe import load_recipe
 from flows.resources.host import gpu_memory_gb
 from stages.inputs.raw_source import download_first
@@ -48,6 +49,8 @@ def init_command(args: argparse.Namespace) -> int:
     trial = found.best
     trial.reading = replace(trial.reading, heldout_files=trial.reading.heldout_files or heldout_globs(hub_names))
     choice = choose(trial, args.model, memory)
+    if choice.shape is not None:
+        check_images(trial, choice.shape, choice.model, MAX_SKIP_FRACTION)
     for line in summary(found, trial):
         print(line)
     for sample in trial.samples[:SHOWN]:

@@ -18,7 +18,7 @@ from flows.cli.rows_plan import plan_rows, rows_table
 from flows.cli.text_table import bytes_text, print_table
 from flows.cli.vision_table import COLUMNS, NOTE, advice, is_worth_showing, vision_rows
 from flows.pipeline.config import PipelineConfig
-from flows.pipeline.graph import PlannedStage, modules_line, pipeline_nodes, plan_stages, trains_here
+from flows.pipeline.graph import PlannedStage, first_lines, pipeline_nodes, plan_stages
 from stages.answer.job import answer_job
 from stages.answer.stage import answers_apart
 from stages.artifacts.artifact import Artifact, External, Input, stage_identity
@@ -60,8 +60,8 @@ def plan_command(args: argparse.Namespace) -> int:
     planned, available = plan_stages(recipe.config, args.root)
     is_terminal = sys.stdout.isatty()
     print(f"recipe {recipe.name}, root {args.root}")
-    if trains_here(recipe.config):
-        print(modules_line(recipe.config))
+    for line in first_lines(recipe.config):
+        print(line)
     rows = [(stage.name, "reuse" if stage.artifact else "make", stage.why) for stage in planned]
     print_table("Stages", ("stage", "", "why"), rows, is_terminal)
     _print_rows(recipe.config, planned, available, args.root, is_terminal)

@@ -8,7 +8,7 @@ import psutil
 
 from flows.cli.closing import print_closing
 from flows.pipeline.flow import vlm_sft
-from flows.pipeline.graph import modules_line, trains_here
+from flows.pipeline.graph import first_lines
 from flows.pipeline.progress import shown
 from flows.pipeline.recipe import DEFAULT_RECIPE, load_recipe
 from flows.prefect_server.temporary import start_prefect
@@ -19,8 +19,8 @@ def run_command(args: argparse.Namespace) -> int:
     """Run a recipe to its end."""
     recipe = load_recipe(args.recipe, args.overrides)
     is_terminal = sys.stdout.isatty()
-    if trains_here(recipe.config):
-        print(modules_line(recipe.config), flush=True)
+    for line in first_lines(recipe.config):
+        print(line, flush=True)
     with shown(is_terminal):
         start_prefect()
         reconcile(args.root)  # ends the flow runs of this root whose process was killed

@@ -38,6 +38,7 @@ class Choice:
 
     Attributes:
         model: directory or hub name of a model; None means the tiny model of random weights.
+        shape: the sizes of `model`; None if it is None.
         fit: adapters and layout; None on a CPU.
         is_tiny: whether the training is on a CPU, in float32 and with small shards.
         seq_len: tokens of a bin.
@@ -50,6 +51,7 @@ class Choice:
     """
 
     model: str | None
+    shape: ModelShape | None
     fit: Fit | None
     is_tiny: bool
     seq_len: int
@@ -87,6 +89,7 @@ def choose(trial: Trial, model: str | None, gpu_memory: float | None) -> Choice:
     bins = max(1, round(_tokens(trial, pixels, 3.0) * trial.rows / fit.seq_len))
     return Choice(
         model=name,
+        shape=shape,
         fit=fit,
         is_tiny=False,
         seq_len=fit.seq_len,
@@ -114,10 +117,12 @@ def _on_cpu(trial: Trial, model: str | None) -> Choice:
     seq_len = next((size for size in _TINY_BINS if size >= longest), -(-longest // 1024) * 1024)
     bins = max(1.0, 0.85 * _tokens(trial, pixels, 2.0) * trial.rows / seq_len)
     epochs = max(1, min(_MOST_EPOCHS, round(_TINY_STEPS / bins)))
+    shape = None
     if model is not None:
-        (model, *_), epochs = _model(model, lambda *_: True), _epochs(trial)
+        (model, _, shape), epochs = _model(model, lambda *_: True), _epochs(trial)
     return Choice(
         model=model,
+        shape=shape,
         fit=None,
         is_tiny=True,
         seq_len=seq_len,

@@ -8,6 +8,7 @@ from dataset_builders.recognise.trial import Trial
 from flows.cli.init.choice import Choice
 from flows.cli.init.fit import FULL_RATES, LORA_RATE, PATCHES
 
+MAX_SKIP_FRACTION = 0.05
 _MAX_SUBSETS = 20  # largest number of subsets whose metrics are written into the recipe
 
 
@@ -36,13 +37,13 @@ def recipe_text(name: str, data: str, trial: Trial, choice: Choice) -> str:
         "  max_image_pixels: 50000000  # a larger image is left out, and counted",
         "  min_image_side: 4",
         f"  shard_size_mb: {1 if choice.is_tiny else 256}",
-        "  max_skip_fraction: 0.05  # the run ends if more rows than this cannot be used",
+        f"  max_skip_fraction: {MAX_SKIP_FRACTION}  # the run ends if more rows than this cannot be used",
         "",
         "tokenize:",
         f"  max_seq_len: {choice.seq_len}  # a longer sample is left out, and counted",
         f"  max_pixels: {choice.max_pixels}  # a larger image is scaled down to this area",
         f"  codec: {choice.codec}  # u8: pixels ready to train on; original: the image files, an eighth of the space",
-        "  max_skip_fraction: 0.05",
+        f"  max_skip_fraction: {MAX_SKIP_FRACTION}",
         "",
         "plan_bins:",
         f"  seq_len: {choice.seq_len}  # tokens of a bin, into which samples are packed",
@@ -87,7 +88,7 @@ def _train(choice: Choice) -> list[str]:
         f"    weight_decay: {'0.0' if is_lora else '0.1'}",
         *(
             []
-            if choice.model is None or is_lora
+            if choice.shape is None or choice.shape.vision is None or is_lora
             else ["  vision:", f"    lr: {FULL_RATES['vision']}  # the encoder knows more than this data can teach it"]
         ),
     ]

@@ -134,9 +134,9 @@ def patches_of(image: Image.Image, settings: dict[str, Any]) -> tuple[torch.Tens
 
 
 def _resized(height: int, width: int, factor: int, settings: dict[str, Any]) -> tuple[int, int]:
-    size = settings.get("size") or {}
-    low = size.get("shortest_edge") or settings["min_pixels"]
-    high = size.get("longest_edge") or settings["max_pixels"]
+    size = settings.get("size") or {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}  # as in transformers
+    low = settings.get("min_pixels") or size["shortest_edge"]
+    high = settings.get("max_pixels") or size["longest_edge"]
     if max(height, width) > 200 * min(height, width):
         raise ValueError(f"a picture of {width} x {height} pixels: the longer side is over 200 times the shorter")
     new_height, new_width = (round(side / factor) * factor for side in (height, width))

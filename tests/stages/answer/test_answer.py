@@ -222,11 +222,11 @@ def _worker_job(directory, hf_dir, **config):
 
 def test_what_a_worker_refuses_is_left_for_the_stage_in_one_line(tmp_path, capsys):
     hf_dir = hf_artifact(tmp_path / "e", talkative_hf_dir()).dir / "hf"
-    (hf_dir / "generation_config.json").write_text('{"eos_token_id": null}')
+    (hf_dir / "generation_config.json").write_text('{"eos_token_id": "end"}')
     path = _worker_job(tmp_path / "job", hf_dir)
     assert answer_worker.main([str(path)]) == EXIT_INPUT
     said = (path.parent / answer_worker.REFUSED).read_text()
-    assert "gives no eos_token_id" in said and "\n" not in said
+    assert "eos_token_id is end; give the id" in said and "\n" not in said
     assert capsys.readouterr().err == said + "\n"
 
 

@@ -5,10 +5,12 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, AutoTokenizer
@@ -17,7 +19,10 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from dataset_builders.contracts.sample import IMAGE_SLOT, Message, SkipSample
 from dataset_builders.errors import InputError
 from dataset_builders.storage.files import write_json
+from flows.pipeline.graph import check_model
+from flows.pipeline.recipe import load_recipe
 from stages.answer.transformers_engine import Generator
+from stages.inputs.ends import add_end, end_ids
 from stages.inputs.hf_directory import read_json
 from tests.helpers.evaluation import conversation, mixed_samples, picture, talkative_hf_dir
 from tests.helpers.tiny_hybrid_model import hybrid_hf_dir
@@ -143,15 +148,58 @@ def test_sampling_settings_of_the_directory_are_not_used(generator, tmp_path):
     assert Generator(directory).generate([prompt], NEW_TOKENS) == generator.generate([prompt], NEW_TOKENS)
 
 
-def test_a_directory_that_never_ends_an_answer_is_refused(tmp_path):
-    directory = shutil.copytree(talkative_hf_dir(), tmp_path / "hf")
-    for name in ("generation_config.json", "config.json"):
-        config = read_json(directory / name)
-        config.pop("eos_token_id", None)
-        config.get("text_config", {}).pop("eos_token_id", None)
-        write_json(directory / name, config)
-    with pytest.raises(InputError, match=r"generation_config.json gives no eos_token_id"):
-        Generator(directory)
+_FILE, _CONFIG, _TEXT = "generation_config.json", "config.json", "text_config"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {_FILE: 5, _CONFIG: 9},
+        {_FILE: [5, 7], _TEXT: 9},
+        {_FILE: None, _CONFIG: 9},
+        {_CONFIG: [5, 7], _TEXT: 9},
+        {_TEXT: 5},
+        {},
+    ],
+)
+def test_the_ends_of_a_directory_are_those_that_transformers_reads(tmp_path, given):
+    directory = Path(shutil.copytree(talkative_hf_dir(), tmp_path / "hf"))
+    config = read_json(directory / _CONFIG)
+    for keys, name in ((config, _CONFIG), (config[_TEXT], _TEXT)):
+        keys.pop("eos_token_id", None)
+        keys |= {"eos_token_id": given[name]} if name in given else {}
+    write_json(directory / _CONFIG, config)
+    (directory / _FILE).unlink()
+    if _FILE in given:
+        write_json(directory / _FILE, {"eos_token_id": given[_FILE], "pad_token_id": 3})
+        theirs = transformers.GenerationConfig.from_pretrained(directory)
+    else:
+        theirs = transformers.GenerationConfig.from_model_config(transformers.AutoConfig.from_pretrained(directory))
+    eos = theirs.eos_token_id
+    assert end_ids(directory) == ([] if eos is None else eos if isinstance(eos, list) else [eos])
+    assert add_end(directory, 6) and not add_end(directory, 6)
+    after = transformers.GenerationConfig.from_pretrained(directory)
+    assert after.eos_token_id == [*end_ids(directory)] and after.eos_token_id[-1] == 6
+    assert after.pad_token_id == theirs.pad_token_id and after.bos_token_id == theirs.bos_token_id
+
+
+@pytest.mark.parametrize("eos", ["5", [5, None], True, {"id": 5}, [[5]], -1])
+def test_an_end_that_is_no_token_is_refused_before_training(tmp_path, eos):
+    directory = _with_end_ids(tmp_path, eos)
+    for check in (check_model_of, Generator):
+        with pytest.raises(InputError, match=r"generation_config\.json: eos_token_id is .*; give the id of a token"):
+            check(directory)
+
+
+def check_model_of(directory: Path) -> None:
+    check_model(load_recipe("embedded", [f"model={directory}"]).config)
+
+
+def test_an_answer_ends_with_its_turn_whatever_the_directory_says(tmp_path):
+    for number, eos in enumerate((None, 3, [4, 5])):
+        ending = Generator(_with_end_ids(tmp_path / str(number), eos))
+        end = ending._chat.end_of_turn_id
+        assert ending.decoder.end_ids == {*(eos if isinstance(eos, list) else filter(None, [eos])), end}
 
 
 def test_weights_that_do_not_fit_the_config_are_refused_in_one_line(tmp_path):

@@ -2,6 +2,7 @@
 directly."""
 
 import io
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -10,12 +11,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from dataset_builders.contracts.sample import SkipSample
 from dataset_builders.errors import InputError
 from dataset_builders.pictures.images import open_rgb
 from dataset_builders.pictures.pixels import encode_image, encode_rgb, pixel_values, smart_resize
-from stages.encode.images import load_image_config, patches_png
+from stages.encode.images import load_image_config, patches_png, write_pixel_limits
+from stages.inputs.hf_directory import image_settings, processor_input
 from tests.golden.record_pixels import PIXELS_JSON
 from tests.helpers.pixels import NUM_IMAGES, image_config, pixel_cases, reference_digest
 from tests.helpers.samples import make_image
@@ -135,6 +138,73 @@ def test_config_of_a_directory_and_its_overrides():
     narrow = load_image_config(tiny_hf_dir(), min_pixels=2048, max_pixels=4096)
     assert (narrow.min_pixels, narrow.max_pixels) == (2048, 4096)
     assert narrow.patch_format == config.patch_format
+
+
+_SIZES = (
+    ...,
+    None,
+    {"shortest_edge": 2048, "longest_edge": 65536},
+    {"shortest_edge": 2048},
+    {"longest_edge": 65536},
+    {"min_pixels": 2048, "max_pixels": 65536},
+    {"shortest_edge": 2048, "longest_edge": 65536, "max_pixels": 9216},
+    {"height": 64, "width": 64},
+    {"shortest_edge": 0, "longest_edge": 65536},
+    {},
+    224,
+)
+
+
+def _preprocessor(hf_dir: Path, **changes: object) -> dict[str, object]:
+    """Return the settings of a directory's image processor with changes; `...` leaves a field out."""
+    raw = json.loads((hf_dir / "preprocessor_config.json").read_text()) | changes
+    return {key: value for key, value in raw.items() if value is not ...}
+
+
+@pytest.mark.parametrize("where", ["preprocessor_config.json", "processor_config.json", "both"])
+def test_pixel_limits_are_those_that_transformers_reads(tmp_path, where):
+    """Every combination of the old and the new names of the limits, in either file."""
+    hf_dir = Path(shutil.copytree(tiny_hf_dir(), tmp_path / "model"))
+    alone, whole = hf_dir / "preprocessor_config.json", hf_dir / "processor_config.json"
+    refused = 0
+    for size, low, high in itertools.product(_SIZES, (..., None, 4096, 0), (..., None, 9216)):
+        raw = _preprocessor(tiny_hf_dir(), size=size, min_pixels=low, max_pixels=high)
+        if where != "processor_config.json":
+            alone.write_text(json.dumps(raw))
+        if where != "preprocessor_config.json":
+            alone.unlink() if where != "both" and alone.exists() else None
+            whole.write_text(json.dumps({"processor_class": "Qwen3VLProcessor", "image_processor": raw}))
+        try:
+            edges = Qwen2VLImageProcessorPil.from_pretrained(hf_dir).size
+            expected = (edges.shortest_edge, edges.longest_edge)
+        except (ValueError, TypeError):
+            expected = (None, None)
+        if all(expected):  # otherwise transformers refuses the first image
+            config = load_image_config(hf_dir)
+            assert (config.min_pixels, config.max_pixels) == expected, raw
+            write_pixel_limits(hf_dir, None, 2 * expected[1])
+            config = load_image_config(hf_dir)
+            assert (config.min_pixels, config.max_pixels) == (expected[0], 2 * expected[1]), raw
+            (settings, *_) = image_settings(hf_dir).values()
+            assert Qwen2VLImageProcessorPil(**settings).size.longest_edge == 2 * expected[1]
+        else:
+            refused += 1
+            with pytest.raises(InputError, match="size has no shortest_edge and longest_edge"):
+                load_image_config(hf_dir)
+    assert 20 < refused < 100
+
+
+def test_files_that_disagree_about_pixels_are_refused_until_one_is_deleted(tmp_path):
+    hf_dir = Path(shutil.copytree(tiny_hf_dir(), tmp_path / "model"))
+    whole = hf_dir / "processor_config.json"
+    whole.write_text(json.dumps({"image_processor": _preprocessor(hf_dir, max_pixels=9216)}))
+    line = r"processor_config\.json: image_processor differs from preproc.* \(max_pixels: 9216 -> 65536\), and programs"
+    with pytest.raises(InputError, match=line):
+        load_image_config(hf_dir)
+    assert load_image_config(hf_dir, max_pixels=4096).max_pixels == 4096
+    digest = processor_input(hf_dir).digest
+    whole.unlink()
+    assert load_image_config(hf_dir).max_pixels == 256 * 256 and processor_input(hf_dir).digest == digest
 
 
 @pytest.mark.parametrize(

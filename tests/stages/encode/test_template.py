@@ -20,6 +20,7 @@ from tests.helpers.patience import at_most
 from tests.helpers.samples import turns
 from tests.helpers.tiers import tiered
 from tests.helpers.tiny_model import tiny_hf_dir
+from tests.helpers.tiny_text_model import text_hf_dir
 
 pytestmark = pytest.mark.promise(
     "Images that cost seconds per kilobyte, damaged JPEGs, endless chat templates and links out of a source "
@@ -133,6 +134,26 @@ def test_a_template_that_rewrites_questions_after_a_system_message_is_refused_by
     ChatEncoder(hf_dir)
 
 
+# Each takes only texts, as the templates of text models do, and none a list of parts.
+_FOR_TEXT_ALONE = {
+    "joins": "'<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n'",
+    "strips": "'<|im_start|>' ~ m.role ~ '\\n' ~ m.content.strip() ~ '<|im_end|>\\n'",
+    "replaces": "'<|im_start|>' ~ m.role ~ '\\n' ~ m.content.replace('<think>', '') ~ '<|im_end|>\\n'",
+}
+
+
+@pytest.mark.parametrize("name", _FOR_TEXT_ALONE)
+def test_a_text_models_template_is_not_tried_with_an_image(name, tmp_path):
+    text = f"{{% for m in messages %}}{{{{ {_FOR_TEXT_ALONE[name]} }}}}{{% endfor %}}"
+    text += "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    hf_dir = Path(shutil.copytree(text_hf_dir(), tmp_path / "text"))
+    (hf_dir / "chat_template.jinja").write_text(text)
+    check_template(hf_dir)
+    ChatEncoder(hf_dir)
+    with pytest.raises(InputError, match=r"chat template (fails with TypeError|does not write .* image)"):
+        ChatEncoder(model_with(tmp_path, text))
+
+
 def test_a_template_that_refuses_system_messages_or_a_second_turn_passes(tmp_path):
     """A conversation that the template refuses is left out, with the template's own message."""
     sound = (tiny_hf_dir() / "chat_template.jinja").read_text()
@@ -233,7 +254,7 @@ def test_the_process_ends_with_its_owner_even_one_that_is_killed():
     del chat
     assert process.poll() is not None
     code = "import os, sys\nfrom stages.encode.template import ChatTemplate\n"
-    code += "chat = ChatTemplate('here', 'a', {})\nchat.check()\n"
+    code += "chat = ChatTemplate('here', 'a', {})\nchat.check(has_images=True)\n"
     code += "print(chat._process.pid, flush=True)\nos.kill(os.getpid(), 9)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL

@@ -18,11 +18,25 @@ from flows.pipeline.graph import check_model
 from flows.pipeline.recipe import load_recipe
 from stages.artifacts.intact import file_entries
 from stages.chat.ask import ask
-from stages.inputs.hf_directory import check_hf_dir, count_parameters, model_input, processor_input, resolve_hf_dir
+from stages.inputs.hf_directory import (
+    check_hf_dir,
+    count_parameters,
+    model_input,
+    processor_input,
+    resolve_hf_dir,
+    safetensors_header,
+)
 from tests.helpers.adapter_files import write_adapter
+from tests.helpers.bins import TEXT_ONLY, make_samples
+from tests.helpers.reference import load_reference, reference_logits
+from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiny_hybrid_model import hybrid_hf_dir, mtp_hf_dir
 from tests.helpers.tiny_model import SHAPES, tiny_hf_dir
+from tests.helpers.tiny_text_model import text_hf_dir
 from trainer.checkpoint.hf_read import HFTensors
+from trainer.data.geometry import geometry_of
+from trainer.data.micro_batch import make_micro_batch
+from trainer.model.registry import read_model
 
 
 @pytest.fixture
@@ -120,7 +134,7 @@ def _shard(hf_dir: Path) -> dict[str, torch.Tensor]:
     for file, part in files.items():
         save_file({name: tensors[name] for name in part}, hf_dir / file)
     weight_map = {name: file for file, part in files.items() for name in part}
-    (hf_dir / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (hf_dir / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     (hf_dir / "model.safetensors").unlink()
     return tensors
 
@@ -213,6 +227,78 @@ def test_the_single_file_is_taken_where_there_is_an_index_too(hf_dir):
     check_hf_dir(hf_dir)
     source = HFTensors(hf_dir)
     assert all(source.get(name).numel() for name in source.names())
+
+
+def _with_head(hf_dir: Path, head: torch.Tensor | None, *, in_shards: bool = False) -> None:
+    """Store an output projection beside the embedding of a tied model; None: a copy of the embedding."""
+    tensors = load_file(hf_dir / "model.safetensors")
+    (embedding,) = (tensor for name, tensor in tensors.items() if name.endswith("embed_tokens.weight"))
+    tensors["lm_head.weight"] = embedding.clone() if head is None else head.reshape(embedding.shape)
+    save_file(tensors, hf_dir / "model.safetensors", metadata={"format": "pt"})
+    if in_shards:
+        _shard(hf_dir)
+
+
+TIED = {"text": text_hf_dir, "images": tiny_hf_dir, "hybrid": hybrid_hf_dir}
+
+
+@pytest.mark.parametrize(("kind", "in_shards"), [("text", False), ("images", True), ("hybrid", False)])
+def test_a_tied_model_that_stores_another_output_projection_is_refused_and_the_advice_trains_it(
+    tmp_path, kind, in_shards
+):
+    hf_dir = Path(shutil.copytree(TIED[kind](), tmp_path / "model"))
+    _with_head(hf_dir, None, in_shards=in_shards)
+    check_hf_dir(hf_dir)
+    shutil.rmtree(hf_dir)
+    shutil.copytree(TIED[kind](), hf_dir)
+    vocab = next(f for f in safetensors_header(hf_dir / "model.safetensors").items() if "embed_tokens" in f[0])[1]
+    head = 0.1 * torch.randn(vocab["shape"], generator=torch.Generator().manual_seed(5))
+    _with_head(hf_dir, head, in_shards=in_shards)
+    line = _refusal(hf_dir)
+    assert "lm_head.weight differs from model." in line and "set tie_word_embeddings to false there" in line
+    with single_rank() as mesh:
+        (sample,) = make_samples([TEXT_ONLY], geometry_of(read_model(hf_dir)[1]), range(20, 300))
+        theirs = reference_logits(load_reference(hf_dir), sample)
+        config = json.loads((hf_dir / "config.json").read_text()) | {"tie_word_embeddings": False}
+        if "text_config" in config:  # transformers reads only the key of the whole model
+            config["text_config"]["tie_word_embeddings"] = True
+        (hf_dir / "config.json").write_text(json.dumps(config))
+        check_hf_dir(hf_dir)
+        assert torch.equal(reference_logits(load_reference(hf_dir), sample), theirs)
+        ours = build_tiny(hf_dir, mesh)
+        batch = make_micro_batch([sample], geometry_of(ours.shape), 128)
+        logits = ours.hidden_states(batch)[:, 0] @ ours.language.output_weight.t()
+    torch.testing.assert_close(logits[: len(theirs)], theirs, atol=1e-4, rtol=0)
+
+
+def test_an_output_projection_of_another_size_or_dtype_is_refused(hf_dir):
+    tensors = load_file(hf_dir / "model.safetensors")
+    embedding = tensors["model.language_model.embed_tokens.weight"]
+    _with_head(hf_dir, embedding.bfloat16())
+    assert "lm_head.weight differs" in _refusal(hf_dir)
+    longer = torch.zeros(embedding.shape[0] + 1, embedding.shape[1])
+    save_file(tensors | {"lm_head.weight": longer}, hf_dir / "model.safetensors")
+    assert "its weights are" in _refusal(hf_dir)
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_an_adapter_beside_the_weights_is_refused_for_training_and_for_answers(hf_dir, tmp_path, name):
+    adapter = write_adapter(tmp_path / "adapter", hf_dir)
+    shutil.copyfile(adapter / name, hf_dir / name)
+    line = _refusal(hf_dir)
+    assert f"{hf_dir / name} is an adapter's" in line and "move it to a directory of its own" in line
+    given = make_parser().parse_args(["ask", str(hf_dir), "-", "Which digit?"])
+    for check in (
+        lambda: check_model(load_recipe("embedded", [f"model={hf_dir}"]).config),
+        lambda: check_model_dir(given),
+        lambda: ask(hf_dir, None, "Which digit?"),
+    ):
+        with pytest.raises(InputError, match="is an adapter's, beside the weights"):
+            check()
+    (hf_dir / name).unlink()
+    check_model_dir(make_parser().parse_args(["ask", str(hf_dir), "-", "Which?", "--adapter", str(adapter)]))
+    with pytest.raises(InputError, match="it is an adapter: give its base model, and this directory as start_adapter"):
+        check_hf_dir(adapter)
 
 
 def _with_header(hf_dir: Path, change: Callable[[dict], object]) -> None:

@@ -111,9 +111,12 @@ def test_it_is_what_mlflow_itself_would_write(directory, tmp_path):
     assert json.loads((directory / serving).read_text()) == json.loads((tmp_path / "theirs" / serving).read_text())
 
 
-def test_pixels_are_bit_equal_to_those_of_training(code):
-    config = load_image_config(tiny_hf_dir())
-    settings = json.loads((tiny_hf_dir() / "preprocessor_config.json").read_text())
+@pytest.mark.parametrize("changes", [{}, {"max_pixels": 9216}, {"size": None, "min_pixels": 1024}])
+def test_pixels_are_bit_equal_to_those_of_training(code, tmp_path, changes):
+    hf_dir = Path(shutil.copytree(tiny_hf_dir(), tmp_path / "model"))
+    settings = json.loads((hf_dir / "preprocessor_config.json").read_text()) | changes
+    (hf_dir / "preprocessor_config.json").write_text(json.dumps(settings))
+    config = load_image_config(hf_dir)
     for seed, size in enumerate([(64, 64), (8, 9), (500, 400), (333, 47), (31, 90), (700, 200)]):
         data = picture(seed, *size)
         patches, grid = encode_image(data, config)

@@ -19,6 +19,7 @@ from stages.export.stage import ExportConfig, copy_processor_files
 from stages.inputs.hf_directory import model_input
 from stages.launchers.config import ClusterConfig
 from stages.launchers.job import LAUNCHERS, JobFailed
+from stages.reload.directory import differences
 from stages.train import stage as train
 from stages.train.run_trainer import MetricsFollower, StageStopped, TrainerFailed
 from stages.train.stage import make_run_config, read_metrics
@@ -307,6 +308,31 @@ def test_an_export_loads_and_says_the_pixels_it_was_trained_with(inputs, tmp_pat
         "report.html",
         "report.json",
     ]
+
+
+@pytest.mark.parametrize(
+    ("eos", "expected"),
+    [(5, [5, 2]), ([5, 7], [5, 7, 2]), ([2, 5], [2, 5]), (None, [2]), (2, 2), (..., [9, 2])],
+    ids=["an id", "a list", "there already", "none", "that id", "of config.json"],
+)
+def test_an_export_ends_where_the_trained_turns_do(inputs, tmp_path, eos, expected):
+    """A base model may end at another token than the turns of its chat template."""
+    source = Path(shutil.copytree(tiny_hf_dir(), tmp_path / "source"))
+    file, config = source / "generation_config.json", json.loads((source / "config.json").read_text())
+    config.pop("eos_token_id", None)
+    config["text_config"]["eos_token_id"] = 9
+    (source / "config.json").write_text(json.dumps(config))
+    if eos is ...:
+        file.unlink()
+    else:
+        file.write_text(json.dumps({"eos_token_id": eos, "do_sample": False}))
+    stats = {"min_pixels": 2048, "max_pixels": 9216, "end_of_turn_id": 2}
+    given = inputs | {"model": model_input(source), "tokenized": _artifact(tmp_path / "of", "tokenize", {}, stats)}
+    made = run_stage(export.STAGE, ExportConfig(), _export_inputs(given, tmp_path), tmp_path, StageResources()).artifact
+    written = json.loads((made.dir / "hf" / file.name).read_text())
+    assert written["eos_token_id"] == expected and (eos is ... or written["do_sample"] is False)
+    assert ("added_end" in made.manifest.stats) == (expected != eos)
+    assert differences(made.dir / "hf", source) == []
 
 
 def test_exports_are_byte_identical(inputs, tmp_path):

@@ -8,6 +8,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from dataset_builders.contracts.sample_record import from_fields
 from dataset_builders.contracts.shard_io import iter_records
@@ -18,9 +19,14 @@ from stages.artifacts.artifact import External
 from stages.artifacts.run_stage import run_stage
 from stages.convert.stage import STAGE as CONVERT
 from tests.helpers.hub import hub_server
-from tests.helpers.own_data import LAYOUTS, captions, csv_paths, draw_rows, json_lines, parquet_images
+from tests.helpers.own_data import LAYOUTS, captions, csv_paths, draw_rows, json_lines, parquet_images, text_alone
 from tests.helpers.own_faults import FAULTS
+from tests.helpers.small_run import stand_in_trainer
+from tests.helpers.tiers import tiered
+from tests.helpers.tiny_experts_model import experts_hf_dir
+from tests.helpers.tiny_hybrid_model import hybrid_hf_dir
 from tests.helpers.tiny_model import tiny_hf_dir
+from tests.helpers.tiny_text_model import text_hf_dir
 
 pytestmark = pytest.mark.promise(
     "`athanor init` makes a recipe from common layouts of data, with settings that fit the GPU by the "
@@ -204,6 +210,66 @@ def test_a_model_of_ones_own_on_a_cpu_is_named_by_its_whole_path(tmp_path, capsy
     config = load_recipe("my.yaml").config
     assert (config.model, config.data) == (str(tmp_path / "model"), str(tmp_path / "data"))
     assert (config.train.precision, config.train.num_epochs) == ("float32", 5)
+
+
+MODELS = {
+    "qwen3": text_hf_dir,
+    "qwen3_vl": tiny_hf_dir,
+    "qwen3_5": hybrid_hf_dir,
+    "qwen3_vl_moe": lambda: experts_hf_dir("listed"),
+    "qwen3_5_moe": lambda: experts_hf_dir("shared"),
+}
+DATA = {"text": text_alone, "images": csv_paths}
+FITS = [(family, data) for family in MODELS for data in DATA if (family, data) != ("qwen3", "images")]
+
+
+@pytest.mark.parametrize("memory", [(), ("--gpu-memory", "80")], ids=["cpu", "gpu"])
+@pytest.mark.parametrize(("family", "data"), tiered(FITS, [("qwen3", "text")]))
+def test_the_recipe_of_each_family_is_planned(tmp_path, capsys, family, data, memory):
+    DATA[data](tmp_path / "data", draw_rows(1, 30))
+    status, _, err = init(tmp_path, capsys, tmp_path / "data", "--model", str(MODELS[family]()), *memory)
+    assert status == 0, err
+    config = load_recipe(str(tmp_path / "my.yaml")).config
+    assert (config.train.vision.lr is None) == (family == "qwen3" or config.train.adapter is not None)
+    changes = ["--set=train.precision=float32"] if memory else []  # of a recipe for a GPU on a host without one
+    status = main(["plan", str(tmp_path / "my.yaml"), "--root", str(tmp_path / "root"), *changes])
+    assert status == 0, capsys.readouterr().err
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("family", "data"), FITS)
+def test_the_recipe_of_each_family_runs(tmp_path, capsys, family, data):
+    DATA[data](tmp_path / "data", draw_rows(1, 30))
+    assert init(tmp_path, capsys, tmp_path / "data", "--model", str(MODELS[family]()))[0] == 0
+    with stand_in_trainer():
+        status = main(["run", str(tmp_path / "my.yaml"), "--root", str(tmp_path / "root")])
+    assert status == 0, capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "root" / "artifacts").iterdir() if path.name == "release"]
+
+
+def test_images_for_a_text_model_are_refused_by_init_and_by_plan(tmp_path, capsys):
+    csv_paths(tmp_path / "data", draw_rows(1, 30))
+    said = "30 of 30 samples have images, and {} reads only text, so they would be left out; give a model that reads"
+    status, _, err = init(tmp_path, capsys, tmp_path / "data", "--model", str(text_hf_dir()))
+    assert status == 2 and said.format(text_hf_dir()) in err and not (tmp_path / "my.yaml").exists()
+    assert init(tmp_path, capsys, tmp_path / "data", "--model", str(tiny_hf_dir()))[0] == 0
+    given = ["plan", str(tmp_path / "my.yaml"), "--root", str(tmp_path / "root")]
+    without_rate = (tmp_path / "my.yaml").read_text().partition("  vision:")
+    (tmp_path / "my.yaml").write_text(without_rate[0] + without_rate[2].partition("\n")[2].partition("\n")[2])
+    assert main([*given, f"--set=model={text_hf_dir()}"]) == 2
+    assert said.format(text_hf_dir()) in capsys.readouterr().err
+    assert main(given) == 0
+
+
+def test_an_end_that_the_model_lacks_is_said_by_plan(tmp_path, capsys):
+    text_alone(tmp_path / "data", draw_rows(1, 30))
+    model = Path(shutil.copytree(text_hf_dir(), tmp_path / "model"))
+    (model / "generation_config.json").write_text('{"eos_token_id": 0}')
+    assert init(tmp_path, capsys, tmp_path / "data", "--model", str(model))[0] == 0
+    assert main(["plan", str(tmp_path / "my.yaml"), "--root", str(tmp_path / "root")]) == 0
+    number = AutoTokenizer.from_pretrained(model).convert_tokens_to_ids("<|im_end|>")
+    line = f"trained turns end with <|im_end|> ({number}), which the export adds to the model's eos_token_id [0]"
+    assert line in capsys.readouterr().out.splitlines()
 
 
 def test_a_dataset_of_the_hub_is_looked_at_by_its_first_file(tmp_path):

