@@ -20,7 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -28,10 +28,10 @@ from dataset_builders.errors import LONGEST_LINE, InputError, first_line, printa
 from dataset_builders.storage.store import absolute, check_reachable, location, side_dir
 from flows.cli.bench_arguments import add_bench, add_rate, add_set, positive
 from flows.cli.bytecode import keep_bytecode
-from flows.pipeline.terminal import PrintableStream
 from flows.prefect_server.home import check_prefect_database, prefect_home
 from flows.prefect_server.private_root import make_private_root, remove_unused_root
 from flows.prefect_server.service_record import DEFAULT_ROOT, use_service
+from flows.resources.terminal import FirstLines, PrintableLines, PrintableParser, PrintableStream
 from trainer.contract.names import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED
 
 COMMANDS: dict[str, str] = {
@@ -135,13 +135,6 @@ def _run(args: argparse.Namespace) -> int:
         return _stopped(signal.SIGTERM)
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors quote arguments in printable form."""
-
-    def error(self, message: str) -> NoReturn:
-        super().error(printable(message))
-
-
 class _Version(argparse.Action):
     """Print the installed version and exit. `importlib.metadata` is imported only then, because its import is slow."""
 
@@ -163,7 +156,7 @@ def _keep_streams() -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
-    parser = _Parser(prog="athanor", description="From raw vision-language data to a scored model.")
+    parser = PrintableParser(prog="athanor", description="From raw vision-language data to a scored model.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version of athanor")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     init = commands.add_parser("init", help="find out how raw data can be read, and write a recipe that runs")
@@ -325,7 +318,7 @@ def _log_to_file(root: Path) -> Path:
         handler = logging.FileHandler(path, encoding="utf-8")
     except OSError as error:
         raise InputError(f"{path} cannot be written ({error.strerror}); choose another root") from error
-    handler.setFormatter(_Printable("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(PrintableLines("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.raiseExceptions = False  # on a full disk every line of the log would print a traceback
     root_logger = logging.getLogger()
     root_logger.setLevel(logging.INFO)
@@ -333,24 +326,10 @@ def _log_to_file(root: Path) -> Path:
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it writes one line per call to Prefect's server
     warnings = logging.StreamHandler(sys.stderr)
     warnings.setLevel(logging.WARNING)
-    warnings.setFormatter(_FirstLine())
+    warnings.setFormatter(FirstLines())
     warnings.addFilter(lambda record: record.name.startswith("athanor") and record.levelno < logging.ERROR)
     root_logger.addHandler(warnings)
     return path
-
-
-class _Printable(logging.Formatter):
-    """Format log records so that no text in them steers the terminal on which the file is shown."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record))
-
-
-class _FirstLine(logging.Formatter):
-    """Format log records for the terminal, without the traceback, which is in the log file."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return printable(f"{record.levelname.lower()}: {record.getMessage().splitlines()[0]}")
 
 
 def _why(error: Exception, root: Path, log_path: Path | None) -> tuple[int, str]:

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dataset_builders.errors import printable
-from flows.pipeline.terminal import raw_stdout
+from flows.resources.terminal import raw_stdout
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], is_terminal: bool) -> None:

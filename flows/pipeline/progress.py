@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from flows.pipeline.terminal import raw_stdout
+from flows.resources.terminal import raw_stdout
 from trainer.contract.answer import MetricsRow
 
 _LINE_SECONDS = 5.0

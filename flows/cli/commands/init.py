@@ -20,8 +20,8 @@ from flows.cli.init.findings import SHOWN, anomalies, is_colourful, sample_lines
 from flows.cli.init.fit import check_memory
 from flows.cli.init.recipe_text import recipe_text
 from flows.pipeline.recipe import load_recipe, read_yaml
-from flows.pipeline.terminal import raw_stdout
 from flows.resources.host import gpu_memory_gb
+from flows.resources.terminal import raw_stdout
 from stages.inputs.raw_source import download_first
 from stages.pages.report import REPORT_HTML, Pictures, Table, write_report
 
