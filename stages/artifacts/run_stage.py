@@ -125,7 +125,7 @@ def _remove_other(found: Artifact, inputs: Mapping[str, Input]) -> None:
     """Remove an artifact that was made from other inputs of the same fingerprints."""
     names = ", ".join(changed_inputs(found, inputs))
     log.warning(
-        "%s: %s was made from another %s, which was made again with other content; it is made again too",
+        "%s: %s was made from inputs (%s) that were made again since, with other content; it is made again too",
         found.manifest.stage,
         found.dir,
         names,
