@@ -7,6 +7,11 @@ MANIFEST = "manifest.json"  # written in the directory of every finished artifac
 
 LONGEST_LINE = 1500  # most characters of an error's text, which may end in a command to paste
 
+_UNSEEN = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ufff9-\ufffb\ufffe\uffff"
+    r"\ud800-\udfff\U000e0000-\U000e007f]"
+)
+
 # pydantic's words for a value of a wrong kind -> plain ones
 _PLAIN = (
     (r"^Input should", "should"),
@@ -28,12 +33,13 @@ _PLAIN = (
 class InputError(ValueError):
     """The user's input is wrong, or the machine lacks something.
 
-    The text is one line: the file, key or field, its value, and the way out. A value may have any length, so the middle
-    of a long text is left out. The command line prints the text without a traceback and exits with 2.
+    The text is one line: the file, key or field, its value, and the way out. A value may have any length and hold any
+    characters, so the middle of a long text is left out, and escapes replace what a terminal would obey. The command
+    line prints the text without a traceback and exits with 2.
     """
 
     def __init__(self, text: str) -> None:
-        super().__init__(without_middle(text, LONGEST_LINE))
+        super().__init__(without_middle(printable(text), LONGEST_LINE))
 
 
 def without_middle(text: str, limit: int) -> str:
@@ -75,6 +81,17 @@ def one_line(error: Exception, limit: int = 200) -> str:
 def in_ascii(text: object, limit: int = 100) -> str:
     """Return a text from a file in a form for messages: on one line, in ASCII, cut to `limit` characters."""
     return ascii(str(text))[1:-1][:limit]
+
+
+def printable(text: str) -> str:
+    """Return a text with escapes in place of the characters that a terminal obeys or hides: control characters other
+    than tab and line break, marks that reverse the direction of writing, half surrogate pairs. The escapes are those of
+    Python, and of YAML in double quotes.
+
+    >>> printable("a\\x1b[2J")
+    'a\\\\x1b[2J'
+    """
+    return _UNSEEN.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def first_line(error: Exception) -> str:

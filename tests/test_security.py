@@ -130,5 +130,5 @@ def test_a_member_of_a_tar_writes_nothing_outside(tmp_path, name):
     before = sorted(tmp_path.rglob("*"))
     options = {"question": "constant:What is it?", "answer": "txt"}
     items = read_source("webdataset_tars", source, **options)
-    assert [item.key for item in items] == ["s/00000000"]
+    assert [item.key for item in items] == ["s/00000000", "s/00000001"] and items[1].reason == "duplicate_key"
     assert sorted(tmp_path.rglob("*")) == before and not Path("/tmp/athanor-escaped.png").exists()

@@ -46,6 +46,9 @@ class Parent(StrictModel):
 
     name: str = Field(description="the stage that made it, or its kind: hf_dir, raw")
     fingerprint: str
+    digest: str = Field(
+        default="", description="digest of the input's manifest, or of its content; empty in a manifest of older code"
+    )
 
 
 class Manifest(StrictModel):
@@ -66,9 +69,13 @@ class Manifest(StrictModel):
     def num_samples(self) -> int:
         return sum(shard.num_samples for shard in self.shards)
 
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all fields, in 64 hex digits."""
+        return _digest(json.loads(json.dumps(self.model_dump(mode="json"))))
+
     def write(self, directory: StorePath) -> None:
-        fields = self.model_dump(mode="json")
-        write_json(directory / MANIFEST, {**fields, _DIGEST: _digest(json.loads(json.dumps(fields)))})
+        write_json(directory / MANIFEST, {**self.model_dump(mode="json"), _DIGEST: self.digest})
 
 
 def load_manifest(directory: StorePath) -> Manifest:

@@ -4,13 +4,17 @@ Globs follow fsspec: `*` stays inside one directory, `**` does not. Files and di
 belong to some tool and are not data.
 
 A source may be untrusted and must not reach other files of this machine: a file whose links lead out of the source is
-refused. An image is still listed then,
-because many images are named by no row; a row that names it is left out (`image_refs.py`).
+refused, and so is a link to a directory outside, before it is walked. An image is still listed then, because many
+images are named by no row; a row that names it is left out (`image_refs.py`).
+
+Each real directory is walked once, under its own name if that is in the walk, otherwise under the first link to it.
 """
 
 import difflib
+import itertools
 import os
 import re
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,14 +45,18 @@ class SourceFile:
 ROOT_MARK = ".athanor-root"  # a file of each directory into which athanor writes; it holds no raw data
 
 
-def list_files(source: StorePath, patterns: Sequence[str]) -> list[SourceFile]:
+def list_files(source: StorePath, patterns: Sequence[str], *, refuses_links_out: bool = True) -> list[SourceFile]:
     """Return the files below the source that match a pattern, in natural order of their names. The source is walked
     once.
 
     If the source is one file, that file is returned, whatever the patterns are.
 
+    Args:
+        refuses_links_out: whether a link to a directory outside of the source is refused; False: it is not followed.
+
     Raises:
-        InputError: there is no such directory or file, or a file is a link that leads out of the source.
+        InputError: there is no such directory or file, a file or a directory is a link that leads out of the source,
+            or a directory cannot be read.
     """
     if source.is_file():
         stored = "" if is_local(source) else _stored(source.fs.info(source.path))
@@ -58,7 +66,11 @@ def list_files(source: StorePath, patterns: Sequence[str]) -> list[SourceFile]:
     if is_local(source) and (source / ROOT_MARK).exists():
         raise InputError(f"raw data {source} is the --root of athanor; give the data, or another --root")
     globs = [re.compile(glob_translate(pattern)) for pattern in patterns]
-    files = [f for top in _tops(patterns) for f in _walk(source, top) if any(glob.match(f.name) for glob in globs)]
+    if is_local(source):
+        found = _walk_disk(source, _tops(patterns), refuses_links_out)
+    else:
+        found = itertools.chain.from_iterable(_walk_store(source, top) for top in _tops(patterns))
+    files = [file for file in found if any(glob.match(file.name) for glob in globs)]
     if is_local(source):
         _refuse_links_out(source, files)
     return sorted(files, key=lambda file: natural_order(file.name))
@@ -75,10 +87,14 @@ def _refuse_links_out(source: Path, files: Sequence[SourceFile]) -> None:
             real_parents[parent] = parent.resolve()
         real = file.path.resolve() if file.path.is_symlink() else real_parents[parent] / file.path.name
         if not any(real.is_relative_to(directory) for directory in allowed):
-            raise InputError(
-                f"{file.path} leads by a link to {real}, outside of the source {source}; copy it there, or give a "
-                "source that holds it"
-            )
+            raise _leads_out(file.path, real, source)
+
+
+def _leads_out(path: Path, real: Path, source: Path) -> InputError:
+    return InputError(
+        f"{path} leads by a link to {real}, outside of the source {source}; copy it there, delete the link, or give a "
+        "source that holds it"
+    )
 
 
 def nearest(name: str, known: Collection[str]) -> str:
@@ -102,11 +118,8 @@ def _literal_part(pattern: str) -> str:
     return "/".join(directories[:wild])
 
 
-def _walk(source: StorePath, top: str) -> Iterator[SourceFile]:
-    """Yield every file below source/top that is not hidden."""
-    if is_local(source):
-        yield from _walk_disk(source, source / top)
-        return
+def _walk_store(source: StorePath, top: str) -> Iterator[SourceFile]:
+    """Yield every object below source/top that is not hidden."""
     scheme, root = str(source).partition("://")[0], source.path.rstrip("/")
     objects = source.fs.find((source / top if top else source).path, detail=True)
     for key, info in objects.items():
@@ -115,19 +128,38 @@ def _walk(source: StorePath, top: str) -> Iterator[SourceFile]:
             yield SourceFile(location(f"{scheme}://{key}"), name, _stored(info))
 
 
-def _walk_disk(source: Path, top: Path) -> Iterator[SourceFile]:
-    """Yield every file below a directory that is in no root of athanor. Links are followed, except to a parent."""
-    for parent, directories, names in os.walk(top, followlinks=True):
-        directories[:] = [d for d in directories if not d.startswith(".") and not _is_left_out(Path(parent, d))]
-        below = Path(parent).relative_to(source)
-        files = [n for n in names if not n.startswith(".") and Path(parent, n).is_file()]
-        yield from (SourceFile(Path(parent, name), (below / name).as_posix()) for name in files)
+def _walk_disk(source: Path, tops: Sequence[str], refuses_links_out: bool) -> Iterator[SourceFile]:
+    """Yield every file below these directories that is not hidden and is in no root of athanor."""
+    allowed = real_dirs(source)
+    seen: set[tuple[int, int]] = set()
+    starts = deque(sorted((source / top for top in tops), key=lambda start: (start.is_symlink(), start)))
+    while starts:
+        start = starts.popleft()
+        real = start.resolve()
+        if not any(real.is_relative_to(directory) for directory in allowed):
+            if refuses_links_out:
+                raise _leads_out(start, real, source)
+            continue
+        is_ring = start.is_symlink() and start.parent.resolve().is_relative_to(real)
+        if is_ring or (start / ROOT_MARK).exists():
+            continue
+        for parent, directories, names in os.walk(start, onerror=_unreadable):
+            about = os.stat(parent)
+            if (about.st_dev, about.st_ino) in seen:
+                directories.clear()
+                continue
+            seen.add((about.st_dev, about.st_ino))
+            shown = [Path(parent, name) for name in sorted(directories) if not name.startswith(".")]
+            starts += [path for path in shown if path.is_symlink()]
+            directories[:] = [p.name for p in shown if not p.is_symlink() and not (p / ROOT_MARK).exists()]
+            below = Path(parent).relative_to(source)
+            files = [n for n in names if not n.startswith(".") and Path(parent, n).is_file()]
+            yield from (SourceFile(Path(parent, name), (below / name).as_posix()) for name in files)
 
 
-def _is_left_out(directory: Path) -> bool:
-    """Whether a directory is a root of athanor, or a link to one of its parents."""
-    is_loop = directory.is_symlink() and directory.parent.resolve().is_relative_to(directory.resolve())
-    return is_loop or (directory / ROOT_MARK).exists()
+def _unreadable(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):  # the folder of a subset that is not there
+        raise InputError(f"{error.filename} cannot be read: {error.strerror}; allow it, or move it away") from error
 
 
 def _stored(info: dict) -> str:

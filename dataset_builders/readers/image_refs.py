@@ -3,7 +3,7 @@
     data:image/png;base64,iVBORw0...     decoded; also percent-encoded, without ;base64
     coco/000000033471.jpg                relative to the file that names it, or to `image_root` below the source; a path
                                          of Windows, coco\\000000033471.jpg, is read too
-    s3://bucket/pictures/1.jpg           read from that store
+    s3://bucket/pictures/1.jpg           read from that store, if rows may name it (`storage/row_objects.py`)
 
 A path must be inside the source after `..` and symbolic links are resolved: rows are untrusted and must not reach other
 files of this machine. Web addresses are refused: their content changes, and a slow or missing server would decide which
@@ -24,7 +24,8 @@ from dataset_builders.contracts.sample import SkipSample
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.errors import InputError, one_line
 from dataset_builders.readers.parts import Part
-from dataset_builders.storage.store import StorePath, is_local, location
+from dataset_builders.storage.row_objects import NoObject, read_object
+from dataset_builders.storage.store import StorePath, is_local
 
 MAX_IMAGE_BYTES = 256 << 20
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")
@@ -54,6 +55,7 @@ class ImageReader:
     def __init__(self, part: Part, image_root: str = "") -> None:
         self._source = part.path.parents[part.name.count("/")]
         self._base = self._source / image_root if image_root else part.path.parent
+        self._stores = part.stores
         self._real = real_dirs(self._source) if is_local(self._source) else None
 
     def read(self, ref: str) -> bytes:
@@ -61,7 +63,8 @@ class ImageReader:
 
         Raises:
             SkipSample: image_not_found, decode_error for a broken data URI, bomb for a file over 256 MiB.
-            OSError: a disk or a store does not answer, which is not the row's fault.
+            OSError: a disk does not answer, which is not the row's fault.
+            InputError: a store does not answer.
         """
         if ref[:5].lower() == "data:":
             return _data_uri(ref)
@@ -76,11 +79,7 @@ class ImageReader:
             raise _missing(ref, "addresses of the web are not fetched; download the picture and name it by its path")
         if scheme[1] not in _STORES or "::" in ref or not _OBJECT.fullmatch(ref):
             raise _missing(ref, f"neither a path nor the address of an object ({'://, '.join(_STORES)}://)")
-        try:
-            path = location(ref)
-        except InputError as error:
-            raise _missing(ref, str(error)) from error
-        return _read_object(path.fs, path.path, ref)
+        return self._read_object(ref, ref)
 
     def _read_path(self, ref: str) -> bytes:
         """Return the file at a path, or if there is none and the path has backslashes, as on Windows, with slashes."""
@@ -115,7 +114,13 @@ class ImageReader:
         name = posixpath.normpath(posixpath.join(self._base.path, ref))
         if not name.startswith(self._source.path.rstrip("/") + "/"):
             raise _missing(ref, "it leads outside of the source")
-        return _read_object(self._source.fs, name, ref)
+        return self._read_object(f"{str(self._source).partition('://')[0]}://{name}", ref)
+
+    def _read_object(self, address: str, ref: str) -> bytes:
+        try:
+            return read_object(address, self._stores, _check_size)
+        except NoObject as error:
+            raise _missing(ref, str(error)) from error
 
 
 def real_dirs(source: Path) -> tuple[Path, ...]:
@@ -147,15 +152,6 @@ def _data_uri(ref: str) -> bytes:
         return base64.b64decode(b"".join(text.split()), validate=True)
     except (binascii.Error, UnicodeEncodeError) as error:
         raise SkipSample("decode_error", f"a data URI that is not base64: {str(error)[:100]}") from None
-
-
-def _read_object(fs, name: str, ref: str) -> bytes:
-    """Return the bytes of an object of an fsspec file system."""
-    try:
-        _check_size(fs.info(name).get("size") or 0)
-        return fs.cat_file(name)
-    except _NOT_THERE as error:
-        raise _missing(ref, ascii(one_line(error, 100))) from None
 
 
 def _check_size(size: int) -> None:

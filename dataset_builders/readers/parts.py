@@ -12,6 +12,7 @@ from dataset_builders.contracts.sample import Sample, Split
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.errors import InputError, shown
 from dataset_builders.readers.heldout_names import heldout_globs
+from dataset_builders.storage.row_objects import stores_of_rows
 from dataset_builders.storage.store import StorePath
 
 
@@ -32,6 +33,8 @@ class Part:
         skip: number of rows at the start of the span that belong to earlier parts.
         files: if each row is a file of its own, the names of the rows' files, relative to the source; `path` and `name`
             are then the first file's.
+        stores: the stores whose objects its rows may name; None: any. It is part of the part, because a worker on
+            another host has another environment.
     """
 
     path: StorePath
@@ -44,6 +47,7 @@ class Part:
     split: Split | None = None
     skip: int = 0
     files: tuple[str, ...] = ()
+    stores: tuple[str, ...] | None = None
 
     def key(self, row: int) -> str:
         """Return the key of row number `row` of the subset. It does not depend on how the subset is cut into files."""
@@ -116,7 +120,8 @@ def parts_of(
         InputError: see `Builder.list_parts`; a glob fits no file; the builder itself holds out rows; or nobody said
             whether files that are named like a held-out split are held out.
     """
-    parts = builder.list_parts(source, subsets, options)
+    stores = stores_of_rows(source)
+    parts = [dataclasses.replace(part, stores=stores) for part in builder.list_parts(source, subsets, options)]
     if heldout_files is None:
         _check_names(parts, source)
         return parts

@@ -1,7 +1,8 @@
 """The samples of a tar: runs of neighbouring members with the same name up to a dot. The tar is not unpacked.
 
-Names are split as in webdataset: `a.b/c.0.jpg` is the field `0.jpg` of `a.b/c`, and fields are in lower case. Members
-whose file name begins with a dot, and members named `__like_this__`, are not data.
+Names are split as in webdataset: `a.b/c.0.jpg` is the field `0.jpg` of `a.b/c`, and fields are in lower case.
+Directories, members whose file name begins with a dot, and members named `__like_this__` are not data. A link, a pipe
+or a device is a member that cannot be read.
 
 tarfile treats an unreadable header as the end of the tar. Here only a block of zeros, as the format specifies, is the
 end. Anything else means that the tar was cut short or damaged.
@@ -30,6 +31,7 @@ _PART_BYTES = 256 << 20
 _MAX_HEADER_BYTES = 1 << 20
 _NAME = re.compile(r"((?:.*/|)[^./]+)[.]([^/]*)", re.DOTALL)
 _NAMELESS = re.compile(r"(?:.*/|)[.]([a-z0-9]+|[A-Z0-9]+)", re.DOTALL)  # matches .txt, but not .DS_Store or ._a.jpg
+_KINDS = {tarfile.SYMTYPE: "a symbolic link", tarfile.LNKTYPE: "a hard link", tarfile.FIFOTYPE: "a pipe"}
 _META = re.compile(r"__[^/]*__($|/)")
 
 
@@ -59,8 +61,16 @@ class Group:
             raise SkipSample("duplicate_key", f"the member {self.twice[0][:100]!r} is there twice")
 
     def read(self, name: str, max_bytes: int, reason: str) -> bytes:
-        """Return the content of a field. Raises SkipSample with `reason` if it has more than `max_bytes`."""
+        """Return the content of a field.
+
+        Raises:
+            SkipSample: schema_error if the member is a link or a device; `reason` if it has more than `max_bytes`.
+        """
         member = self.fields[name]
+        if not member.isreg() or member.issparse():
+            kind = "a sparse file" if member.issparse() else _KINDS.get(member.type, "a device")
+            way_out = "write the tar again with --dereference --hard-dereference"
+            raise SkipSample("schema_error", f"the member {name[:100]!r} is {kind} and holds no bytes; {way_out}")
         if member.size > max_bytes:
             raise SkipSample(reason, f"{name!r} has {member.size} bytes; the limit is {max_bytes}")
         self.file.seek(member.offset_data)
@@ -140,7 +150,7 @@ class _TarReader:
         nameless: list[Group] = []  # members without a name among the members of `group`; they are yielded after it
         for member in self._members():
             match = _NAME.fullmatch(member.name)
-            if not member.isreg() or member.issparse() or _META.match(member.name):
+            if member.isdir() or _META.match(member.name):
                 continue
             if match is None:
                 if _NAMELESS.fullmatch(member.name):

@@ -15,15 +15,16 @@ With {messages: "json:messages"}, the conversation is in a field of the JSON mem
 conversation.py). Its images are the sample's image members in order. A content part may also name a member's field.
 
 `question`, `answer` and `messages` specify a value: `txt`, the text of a member; `json:a.b.0`, a value inside a JSON
-member; `constant:...`, this text itself. Members that no option names are skipped, and so are directories, links and
-hidden files. The key is the number of the sample in its subset. The tar's own names appear only in the quarantine.
+member; `constant:...`, this text itself. Members that no option names are skipped, and so are directories and hidden
+files. The key is the number of the sample in its subset. The tar's own names appear only in the quarantine.
 
 Nothing is unpacked to a disk: list_parts reads the headers, and iter_part reads the members that the options name.
 
 Left out: a sample without an image, unless `text_only` is set (image_not_found); a sample without the member or field
-of a text (schema_error); a JSON member that is not JSON (json_parse_error); a JSON member or an image of zero bytes
-(empty); the same member twice (duplicate_key); a member whose name is only a field, `.txt` (no_name); an image over 256
-MiB (bomb); and all that the conversation's form or Sample.check refuses. A tar that is cut short is refused.
+of a text, or whose image or text is a link, a pipe or a device (schema_error); a JSON member that is not JSON
+(json_parse_error); a JSON member or an image of zero bytes (empty); the same member twice (duplicate_key); a member
+whose name is only a field, `.txt` (no_name); an image over 256 MiB (bomb); and all that the conversation's form or
+Sample.check refuses. A tar that is cut short is refused.
 """
 
 import re

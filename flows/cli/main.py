@@ -24,13 +24,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from dataset_builders.errors import LONGEST_LINE, InputError, first_line, shown, without_middle
+from dataset_builders.errors import LONGEST_LINE, InputError, first_line, printable, shown, without_middle
 from dataset_builders.storage.store import absolute, check_reachable, location, side_dir
 from flows.cli.bench_arguments import add_bench, add_rate, add_set, positive
 from flows.cli.bytecode import keep_bytecode
 from flows.prefect_server.home import check_prefect_database, prefect_home
 from flows.prefect_server.private_root import make_private_root, remove_unused_root
 from flows.prefect_server.service_record import DEFAULT_ROOT, use_service
+from flows.resources.terminal import FirstLines, PrintableLines, PrintableParser, PrintableStream
 from trainer.contract.names import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED
 
 COMMANDS: dict[str, str] = {
@@ -84,7 +85,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     _keep_streams()
     keep_bytecode()
-    args = make_parser().parse_args(argv)
+    with contextlib.redirect_stdout(PrintableStream(sys.stdout)):
+        return _run(make_parser().parse_args(argv))
+
+
+def _run(args: argparse.Namespace) -> int:
+    """Run the command of parsed arguments, and return its exit status."""
     try:
         args.root = absolute(location(args.root))
         if args.command != "doctor":
@@ -150,7 +156,7 @@ def _keep_streams() -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
-    parser = argparse.ArgumentParser(prog="athanor", description="From raw vision-language data to a scored model.")
+    parser = PrintableParser(prog="athanor", description="From raw vision-language data to a scored model.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version of athanor")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     init = commands.add_parser("init", help="find out how raw data can be read, and write a recipe that runs")
@@ -312,7 +318,7 @@ def _log_to_file(root: Path) -> Path:
         handler = logging.FileHandler(path, encoding="utf-8")
     except OSError as error:
         raise InputError(f"{path} cannot be written ({error.strerror}); choose another root") from error
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(PrintableLines("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.raiseExceptions = False  # on a full disk every line of the log would print a traceback
     root_logger = logging.getLogger()
     root_logger.setLevel(logging.INFO)
@@ -320,17 +326,10 @@ def _log_to_file(root: Path) -> Path:
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it writes one line per call to Prefect's server
     warnings = logging.StreamHandler(sys.stderr)
     warnings.setLevel(logging.WARNING)
-    warnings.setFormatter(_FirstLine())
+    warnings.setFormatter(FirstLines())
     warnings.addFilter(lambda record: record.name.startswith("athanor") and record.levelno < logging.ERROR)
     root_logger.addHandler(warnings)
     return path
-
-
-class _FirstLine(logging.Formatter):
-    """Format log records for the terminal, without the traceback, which is in the log file."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return f"{record.levelname.lower()}: {record.getMessage().splitlines()[0]}"
 
 
 def _why(error: Exception, root: Path, log_path: Path | None) -> tuple[int, str]:
@@ -371,8 +370,8 @@ def _one_line(error: Exception) -> str:
 
 def _say_error(text: str, debug: bool) -> None:
     if debug:
-        traceback.print_exc()
-    print(f"athanor: {without_middle(text, LONGEST_LINE)}", file=sys.stderr, flush=True)
+        print(printable(traceback.format_exc()), end="", file=sys.stderr)
+    print(f"athanor: {without_middle(printable(text), LONGEST_LINE)}", file=sys.stderr, flush=True)
 
 
 def _stopped(signum: int) -> int:

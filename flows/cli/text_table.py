@@ -5,6 +5,9 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from dataset_builders.errors import printable
+from flows.resources.terminal import raw_stdout
+
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], is_terminal: bool) -> None:
     """Print rows under their column heads. A column of numbers is aligned to the right."""
@@ -14,8 +17,8 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
         for column, is_right in zip(columns, right):
             table.add_column(column, justify="right" if is_right else "left", overflow="fold")
         for row in rows:
-            table.add_row(*row)
-        Console().print(table)
+            table.add_row(*map(printable, row))
+        Console(file=raw_stdout(), markup=False).print(table)
         return
     widths = [max(len(cell) for cell in column) for column in zip(columns, *rows)]
     print(f"\n{title}")

@@ -6,7 +6,8 @@ the person who set up the service. So these rules hold for a request:
 - Local paths (`data`, `model`, `start_adapter`), with links followed, must be below the root or below a directory of
   ATHANOR_DATA_DIRS (separated as in PATH). The person who starts `athanor up` sets this variable.
 - URLs must be below one of ATHANOR_DATA_STORES (separated by spaces or commas), below a URL that the recipe names, or
-  below the root. Hub names are allowed.
+  below the root. Hub names are allowed. The rows of a request's data may name objects of these stores alone
+  (`dataset_builders/storage/row_objects.py`), or below the data itself.
 - Processes and threads are limited to this machine's cores, or to the recipe's number if that is larger.
 - RECIPE_ONLY settings must be as in the recipe, because they are code, or let other machines run or send code.
 
@@ -20,11 +21,11 @@ from pathlib import Path
 
 from dataset_builders.contracts.fingerprint import flatten
 from dataset_builders.errors import InputError, one_line
+from dataset_builders.storage.row_objects import DATA_STORES_VARIABLE, STORE_URL, is_below, named_stores
 from dataset_builders.storage.store import StorePath, is_local
 from flows.pipeline.config import PipelineConfig
 
 DATA_DIRS_VARIABLE = "ATHANOR_DATA_DIRS"
-DATA_STORES_VARIABLE = "ATHANOR_DATA_STORES"
 # Dotted settings that a request cannot change, each with everything below it; the form leaves them out.
 RECIPE_ONLY = (
     "execution.cluster.job_file",  # lines of a shell script, or images, mounts and accounts of pods
@@ -44,7 +45,6 @@ CORES_AT_MOST = (
     "execution.num_workers",
 )
 _PATHS = ("data", "model", "start_adapter", "convert.options.image_root")
-_STORE_URL = re.compile(r"(s3a?|gs|gcs|hf|az|abfss?|oss|oci)://[A-Za-z0-9][A-Za-z0-9._@-]*(/[^\0]*)?")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
@@ -84,9 +84,8 @@ def _check_path(field: str, text: str, root: StorePath, of_recipe: Sequence[str]
             raise InputError(f"{field}={text!r} must be below the source; give a relative path without ..")
         return
     if "://" in text or "::" in text:
-        stores = [*allowed_stores(), *filter(_STORE_URL.fullmatch, [*of_recipe, str(root)])]
-        is_plain = "::" not in text and ".." not in text.split("/")
-        if not (is_plain and any(text == store or text.startswith(store.rstrip("/") + "/") for store in stores)):
+        stores = [*named_stores(), *filter(STORE_URL.fullmatch, [*of_recipe, str(root)])]
+        if not is_below(text, stores):
             raise InputError(
                 f"{field}={text!r} is not an address that a request may name; give one below "
                 f"{' or '.join(stores) or 'a store of the service, which has none'}, add its store to "
@@ -102,21 +101,6 @@ def _check_path(field: str, text: str, root: StorePath, of_recipe: Sequence[str]
             f"{' or '.join(map(str, allowed)) or 'an object store'}, add its directory to {DATA_DIRS_VARIABLE} where "
             "the service is started, or put it in a recipe"
         )
-
-
-def allowed_stores() -> list[str]:
-    """Return the object stores of ATHANOR_DATA_STORES.
-
-    Raises:
-        InputError: an entry is not the URL of an object store.
-    """
-    stores = os.environ.get(DATA_STORES_VARIABLE, "").replace(",", " ").split()
-    for store in stores:
-        if not _STORE_URL.fullmatch(store) or ".." in store.split("/"):
-            raise InputError(
-                f"{DATA_STORES_VARIABLE}: {store!r} is not the URL of an object store, as s3://bucket/sets"
-            )
-    return stores
 
 
 def _resolve(field: str, text: str) -> Path:

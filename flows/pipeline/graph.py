@@ -18,7 +18,7 @@ from dataset_builders.errors import InputError
 from dataset_builders.storage.store import StorePath, location, side_dir
 from flows.pipeline.config import PipelineConfig
 from flows.resources.host import this_host
-from stages.artifacts.artifact import Artifact, External, Input, Stage, artifact_dir, stage_identity
+from stages.artifacts.artifact import Artifact, External, Input, Stage, artifact_dir, changed_inputs, stage_identity
 from stages.artifacts.run_stage import why_rebuild
 from stages.convert.config import RAW
 from stages.encode.images import load_image_config
@@ -395,5 +395,8 @@ def _plan_stage(node: Node, inputs: Mapping[str, Input], root: StorePath) -> Pla
     identity = stage_identity(stage, node.config, inputs)
     directory = artifact_dir(root, stage, identity)
     if (directory / MANIFEST).is_file():
-        return PlannedStage(node.name, Artifact.load(directory), f"{directory.name} is finished")
+        artifact = Artifact.load(directory)
+        if changed := changed_inputs(artifact, inputs):
+            return PlannedStage(node.name, None, f"its input {changed[0]} was made again with other content")
+        return PlannedStage(node.name, artifact, f"{directory.name} is finished")
     return PlannedStage(node.name, None, why_rebuild(root, stage, identity))

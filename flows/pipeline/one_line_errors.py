@@ -4,7 +4,7 @@ import logging
 
 from prefect.exceptions import FailedRun
 
-from dataset_builders.errors import InputError, first_line
+from dataset_builders.errors import InputError, first_line, printable
 
 LOGGERS = ("prefect.flow_runs", "prefect.task_runs", "prefect.engine")
 
@@ -15,7 +15,7 @@ class OneLine(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, InputError | FailedRun):
-            record.msg, record.args, record.exc_info, record.exc_text = first_line(error), (), None, None
+            record.msg, record.args, record.exc_info, record.exc_text = printable(first_line(error)), (), None, None
         return True
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from flows.resources.terminal import raw_stdout
 from trainer.contract.answer import MetricsRow
 
 _LINE_SECONDS = 5.0
@@ -54,7 +55,9 @@ class BarDisplay(Display):
 
     def __init__(self) -> None:
         columns = [TextColumn("{task.description:<15}"), BarColumn(28), MofNCompleteColumn(), TimeElapsedColumn()]
-        self._progress = Progress(*columns, TimeRemainingColumn(), TextColumn("{task.fields[text]}"), console=Console())
+        columns += [TimeRemainingColumn(), TextColumn("{task.fields[text]}")]
+        # rich would print what others print, without escapes.
+        self._progress = Progress(*columns, console=Console(file=raw_stdout()), redirect_stdout=False)
         self._tasks: dict[str, int] = {}
         self._progress.start()
 

@@ -16,6 +16,7 @@ from prefect.client.schemas.responses import DeploymentResponse
 from prefect.workers import process
 
 from dataset_builders.errors import InputError
+from dataset_builders.storage.row_objects import DATA_STORES_VARIABLE
 from flows.deployments.offers import JOB_TEMPLATE, OFFERS
 from flows.libraries.prefect_private import ENTRYPOINT_VARIABLE, replace_flow_loader
 from flows.prefect_server.processes import SERVICE_VARIABLE
@@ -53,6 +54,8 @@ class ClosedWorker(process.ProcessWorker):
         deployment = None
         if flow_run.deployment_id:
             deployment = await self.client.read_deployment(flow_run.deployment_id)
+        # Set even if it is empty: the rows of a request may name no store then.
+        configuration.env[DATA_STORES_VARIABLE] = os.environ.get(DATA_STORES_VARIABLE, "")
         configuration.env[ENTRYPOINT_VARIABLE] = entrypoint_to_run(flow_run, deployment, self.work_pool)
         return await super().run(flow_run, configuration, task_status)
 

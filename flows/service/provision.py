@@ -7,8 +7,8 @@ import argparse
 import sys
 
 from dataset_builders.errors import InputError
+from dataset_builders.storage.row_objects import named_stores
 from dataset_builders.storage.store import side_dir
-from flows.deployments.allowed import allowed_stores
 from flows.deployments.notify import set_notifications
 from flows.deployments.offers import register
 from flows.deployments.request import service_root
@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
         root = service_root()
         if line := make_private_root(side_dir(root)):
             print(line, flush=True)
-        allowed_stores()  # reports a wrong store now, and not at the first request
+        named_stores()  # reports a wrong store now, and not at the first request
         wait_for_server(SERVER_SECONDS)
         summary = []
         if not args.reconcile_only:

@@ -1,6 +1,8 @@
 """Stage, and Artifact: a committed directory that is identified by its fingerprint.
 
-The fingerprint covers the stage's name and VERSION, its identity config and its parents' fingerprints.
+The fingerprint covers the stage's name and VERSION, its identity config and its parents' fingerprints. A parent that is
+made twice may have other bytes under the same fingerprint, for example after a training on a GPU, so the manifest also
+has the digest of each parent's manifest.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,7 +33,8 @@ class Artifact:
         return cls(directory, load_manifest(directory))
 
     def parent(self) -> Parent:
-        return Parent(name=self.manifest.stage, fingerprint=self.manifest.fingerprint)
+        manifest = self.manifest
+        return Parent(name=manifest.stage, fingerprint=manifest.fingerprint, digest=manifest.digest)
 
     def shown_files(self) -> list[str]:
         """Return the names of the files for people: manifest, reports, pages, notes, traces of steps."""
@@ -51,7 +54,7 @@ class External:
     digest: str
 
     def parent(self) -> Parent:
-        return Parent(name=self.name, fingerprint=self.digest)
+        return Parent(name=self.name, fingerprint=self.digest, digest=self.digest)
 
 
 Input = Artifact | External
@@ -129,8 +132,14 @@ def stage_identity(stage: Stage, config: BaseModel, inputs: Mapping[str, Input])
         "stage": stage.name,
         "version": stage.version,
         "config": config.model_dump(mode="json"),
-        "parents": {role: item.parent().model_dump() for role, item in inputs.items()},
+        "parents": {role: item.parent().model_dump(exclude={"digest"}) for role, item in inputs.items()},
     }
+
+
+def changed_inputs(artifact: Artifact, inputs: Mapping[str, Input]) -> list[str]:
+    """Return the roles of the inputs whose content is not the one that the artifact was made from."""
+    made_from = {role: parent.digest for role, parent in artifact.manifest.parents.items() if parent.digest}
+    return [role for role, item in inputs.items() if made_from.get(role, digest := item.parent().digest) != digest]
 
 
 def artifact_dir(root: StorePath, stage: Stage, identity: Mapping[str, Any]) -> StorePath:

@@ -30,8 +30,8 @@ from dataset_builders.contracts.fingerprint import describe_drift, fingerprint
 from dataset_builders.contracts.manifest import MANIFEST, Manifest, Parent, load_manifest
 from dataset_builders.contracts.shard_io import remove_entries
 from dataset_builders.errors import DamagedFile, InputError, damaged
-from dataset_builders.storage.files import read_object, write_text
-from dataset_builders.storage.store import StorePath, is_local, make_dir, modified, side_dir, upload_dir
+from dataset_builders.storage.files import read_object, write_json, write_text
+from dataset_builders.storage.store import StorePath, is_local, make_dir, modified, remove_tree, side_dir, upload_dir
 from stages.artifacts.artifact import (
     Artifact,
     Companion,
@@ -40,6 +40,7 @@ from stages.artifacts.artifact import (
     StageOutput,
     StageResult,
     artifact_dir,
+    changed_inputs,
     stage_identity,
 )
 from stages.artifacts.intact import check_inputs, check_reused, file_entries
@@ -61,7 +62,8 @@ def scratch_dir(root: StorePath, stage: Stage, identity: Mapping[str, Any]) -> S
 def run_stage(
     stage: Stage, config: BaseModel, inputs: Mapping[str, Input], root: StorePath, resources: object = None
 ) -> StageResult:
-    """Reuse or make the artifact of this identity; wait while another process makes it.
+    """Reuse or make the artifact of this identity; wait while another process makes it. An artifact from inputs of the
+    same fingerprints with other content is removed and made again.
 
     Args:
         config: the identity config, a frozen pydantic model that JSON can represent.
@@ -76,16 +78,21 @@ def run_stage(
     final = artifact_dir(root, stage, identity)
     work = scratch_dir(root, stage, identity)
     lock = side_dir(root) / "scratch" / f"{stage.name}-{fingerprint(identity)}"
-    if (found := _reused(stage, final, lock, logging.DEBUG)) is not None:
+    found = _reused(stage, final, lock, logging.DEBUG)
+    if found is not None and not changed_inputs(found, inputs):
         return StageResult(found, True, time.perf_counter() - started)
     lock.parent.mkdir(parents=True, exist_ok=True)
     with _locked(work, lock):
         found = _reused(stage, final, lock, logging.WARNING)  # the process that held the lock may have made it
-        if found is None:
+        if found is None or changed_inputs(found, inputs):
             check_inputs(inputs)
-            _reopen(final, work)
-            _make(stage, config, inputs, work, resources, identity)
-            _publish(work, final)
+            if found is not None:
+                _remove_other(found, inputs)
+                found = None
+            with _begun(lock.with_name(f"{lock.name}.parents.json"), work, inputs):
+                _reopen(final, work)
+                _make(stage, config, inputs, work, resources, identity)
+                _publish(work, final)
     return StageResult(found or Artifact.load(final), found is not None, time.perf_counter() - started)
 
 
@@ -114,6 +121,31 @@ def _reused(stage: Stage, final: StorePath, beside: Path, level: int) -> Artifac
     return artifact
 
 
+def _remove_other(found: Artifact, inputs: Mapping[str, Input]) -> None:
+    """Remove an artifact that was made from other inputs of the same fingerprints."""
+    names = ", ".join(changed_inputs(found, inputs))
+    log.warning(
+        "%s: %s was made from inputs (%s) that were made again since, with other content; it is made again too",
+        found.manifest.stage,
+        found.dir,
+        names,
+    )
+    remove_tree(found.dir)
+
+
+@contextlib.contextmanager
+def _begun(record: Path, work: StorePath, inputs: Mapping[str, Input]) -> Iterator[None]:
+    """Keep the digests of the inputs in a file while an artifact is made. Unfinished work from other inputs, of an
+    earlier run, is removed."""
+    digests = {role: item.parent().digest for role, item in inputs.items()}
+    with contextlib.suppress(InputError):  # no such file, or a run was killed while it wrote the file
+        if read_object(record, "") != digests:
+            remove_tree(work)
+    write_json(record, digests)
+    yield
+    record.unlink()
+
+
 def _reopen(final: StorePath, work: StorePath) -> None:
     """Create the work directory: empty, or from the finished artifact in which the stage found damage."""
     if is_local(final) and (final / MANIFEST).is_file():
@@ -131,7 +163,7 @@ def _make(stage, config, inputs, work: StorePath, resources, identity: dict[str,
                 _remove_unfinished(work)
             output = stage.run(config, inputs, work, resources)
             files = file_entries(work, stage.digested, output.files)
-            manifest = _manifest(stage, identity, dataclasses.replace(output, files=files))
+            manifest = _manifest(stage, identity, inputs, dataclasses.replace(output, files=files))
             _write_preview(stage, Artifact(work, manifest), inputs)
             if not is_local(work):  # the manifest publishes the artifact, so commit records are removed before
                 remove_entries(work, [shard.name for shard in output.shards])
@@ -175,13 +207,13 @@ def _publish(work: StorePath, final: StorePath) -> None:
         shutil.rmtree(work)
 
 
-def _manifest(stage: Stage, identity: Mapping[str, Any], output: StageOutput) -> Manifest:
+def _manifest(stage: Stage, identity: Mapping[str, Any], inputs: Mapping[str, Input], output: StageOutput) -> Manifest:
     return Manifest(
         stage=stage.name,
         version=stage.version,
         fingerprint=fingerprint(identity),
         config=identity["config"],
-        parents=identity["parents"],
+        parents={role: item.parent() for role, item in inputs.items()},
         shards=output.shards,
         files=output.files,
         skips=output.skips,

@@ -66,7 +66,7 @@ def content_digest(source: Path, patterns: Sequence[str], memo: Path | None = No
     """
     files = list_files(source, patterns)
     if source.is_file() and set(IMAGE_PATTERNS) <= set(patterns):
-        files += list_files(source.parent, IMAGE_PATTERNS)
+        files += list_files(source.parent, IMAGE_PATTERNS, refuses_links_out=False)
     stamps = [_stamp(file.path) for file in files]
     digests = {} if memo is None else _remembered(memo)
     to_read = {stamp: file.path for stamp, file in zip(stamps, files) if stamp not in digests}

@@ -21,7 +21,7 @@ from stages.scoring.names import OVERALL
 from stages.scoring.summary import SCORE
 from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT
 
-VERSION = 2  # 2: MLflow's flavor, and the answers of other programs
+VERSION = 3  # 2: MLflow's flavor, and the answers of other programs. 3: the flavor refuses what rows may not hold
 _MAX_NEW_TOKENS = 64
 _REPRODUCE = "athanor run recipe.yaml"
 

@@ -153,7 +153,7 @@ def _finished_before(run: RunConfig | EncodeRun) -> TrainResult | None:
     if result is None or result.status != "finished":
         return None
     try:
-        check_checkpoint(run.output_dir / (result.checkpoint or ""))
+        check_checkpoint(run.output_dir / (result.checkpoint or ""), fingerprint=run.fingerprint)
     except DamagedFile:  # the trainer itself resumes from an older checkpoint
         return None
     return result

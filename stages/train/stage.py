@@ -113,7 +113,7 @@ def _check_encoder(inputs: Mapping[str, Input]) -> None:
     """
     features, model = inputs.get("features"), inputs["model"].parent()
     encoder = features.manifest.parents["model"] if isinstance(features, Artifact) else model
-    if encoder != model:
+    if encoder.fingerprint != model.fingerprint:
         raise InputError(
             f"{features.dir} holds features by the model {encoder.fingerprint}, and the training begins with "
             f"{model.fingerprint}; run the encode_images stage with this model"
@@ -128,9 +128,10 @@ def check_training(training: Artifact, digest: Callable[[Path, Callable[[Path], 
         digest: see `Whole.digest`.
 
     Raises:
-        DamagedFile: a file was changed.
+        DamagedFile: a file was changed, or the checkpoint is of another step or training.
     """
-    check_checkpoint(training.dir / training.manifest.stats["checkpoint"], digest)
+    manifest = training.manifest
+    check_checkpoint(training.dir / manifest.stats["checkpoint"], digest, manifest.fingerprint)
 
 
 STAGE = Stage("train", VERSION, train, on_disk=True, digested=(HELDOUT_JSONL, HELDOUT_BASE_JSONL), check=check_training)

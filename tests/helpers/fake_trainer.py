@@ -54,7 +54,7 @@ def _train(run: RunConfig) -> TrainResult:
     steps = run.train.num_steps
     name = f"checkpoints/step-{steps:06d}"
     (run.output_dir / name).mkdir(parents=True, exist_ok=True)
-    write_checkpoint_record(run.output_dir / name, {"step": steps})
+    write_checkpoint_record(run.output_dir / name, {"step": steps, "fingerprint": run.fingerprint})
     with (run.output_dir / METRICS_JSONL).open("w") as file:
         for step in range(1, steps + 1):
             heldout = {"heldout_loss": 2.0} if step == steps else {}

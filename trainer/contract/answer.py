@@ -7,6 +7,7 @@ __0_0.distcp.xxh3          byte offset of each entry -> its digest; a small file
 
 import contextlib
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -25,6 +26,7 @@ CHECKPOINT_RECORD = "athanor.json"
 STATE_FILE, STATE_DIGESTS = ".distcp", ".xxh3"  # suffixes of file names
 KEPT_ASIDE = "is kept aside as"  # in the trainer's line about a damaged checkpoint, which a person should see
 _FILES, _OWN = "digests", "digest"  # keys of the record
+_STEP_NAME = re.compile(r"step-(\d{6,})")
 _PIECE = 16 << 20  # bytes
 LAYERS = "layers_"  # prefix of the metrics that layers report
 
@@ -138,7 +140,7 @@ def read_checkpoint_record(checkpoint: Path) -> dict[str, Any]:
     """Return the content of athanor.json, after checking all small files.
 
     Raises:
-        DamagedFile: a file is damaged or missing.
+        DamagedFile: a file is damaged or missing, or the directory is named after another step.
     """
     try:
         record = json.loads((checkpoint / CHECKPOINT_RECORD).read_bytes())
@@ -147,6 +149,8 @@ def read_checkpoint_record(checkpoint: Path) -> dict[str, Any]:
         for name, digest in record[_FILES].items():
             if digest_of((checkpoint / name).read_bytes()) != digest:
                 raise ValueError(f"{name} is not what was written")
+        if (named := _STEP_NAME.fullmatch(checkpoint.name)) and record.get("step", int(named[1])) != int(named[1]):
+            raise ValueError(f"it is the checkpoint of step {record['step']}")
     except (OSError, ValueError, AttributeError, LookupError, TypeError, RecursionError) as error:
         raise damaged(checkpoint, f"is damaged ({error})") from error
     return record
@@ -177,17 +181,22 @@ def check_state_file(path: Path) -> str:
 
 
 def check_checkpoint(
-    checkpoint: Path, digest: Callable[[Path, Callable[[Path], str]], str] = lambda path, read: read(path)
+    checkpoint: Path,
+    digest: Callable[[Path, Callable[[Path], str]], str] = lambda path, read: read(path),
+    fingerprint: str | None = None,
 ) -> None:
     """Check that every file of a checkpoint has the content that was written.
 
     Args:
         digest: calls its second argument with its first, unless it already knows the result.
+        fingerprint: the fingerprint of the training that the checkpoint must be of; None: any.
 
     Raises:
-        DamagedFile: the content of a file differs.
+        DamagedFile: the content of a file differs, or the checkpoint is of another training.
     """
-    read_checkpoint_record(checkpoint)
+    record = read_checkpoint_record(checkpoint)
+    if fingerprint not in (None, record["fingerprint"]):
+        raise damaged(checkpoint, "is a checkpoint of another training")
     for path in state_files(checkpoint):
         digest(path, check_state_file)
 

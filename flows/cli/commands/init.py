@@ -1,11 +1,12 @@
 """`athanor init`: find out how raw data can be read, and write a recipe that runs."""
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from dataset_builders.contracts.sample import Sample
-from dataset_builders.errors import InputError
+from dataset_builders.errors import InputError, shown
 from dataset_builders.pictures.images import PILLOW_PIXEL_LIMIT, ImageLimits, preview_png
 from dataset_builders.readers.heldout_names import heldout_globs
 from dataset_builders.recognise.layouts import nearest_layout
@@ -19,8 +20,9 @@ from flows.cli.init.findings import SHOWN, anomalies, is_colourful, sample_lines
 from flows.cli.init.fit import check_memory
 from flows.cli.init.recipe_text import MAX_SKIP_FRACTION, recipe_text
 from flows.cli.rows_plan import check_images
-from flows.pipeline.recipe import load_recipe
+from flows.pipeline.recipe import load_recipe, read_yaml
 from flows.resources.host import gpu_memory_gb
+from flows.resources.terminal import raw_stdout
 from stages.inputs.raw_source import download_first
 from stages.pages.report import REPORT_HTML, Pictures, Table, write_report
 
@@ -43,6 +45,7 @@ def init_command(args: argparse.Namespace) -> int:
     if memory is not None:
         check_memory(memory)
     data, source, hub_names = _open(args.data)
+    _check_utf8(data, args.model or "")
     found = recognise(source, _LIMITS)
     if found.best is None:
         raise InputError(nearest_layout(source, found))
@@ -56,19 +59,38 @@ def init_command(args: argparse.Namespace) -> int:
     for sample in trial.samples[:SHOWN]:
         print()
         for line in sample_lines(sample, is_colourful()):
-            print(line)
+            print(line, file=raw_stdout())
     page = _write_page(side_dir(args.root) / "init" / data_name(args.data), trial)
     print(f"\nMore samples, with their images: {page}")
     if hub_names:
         names = f"of the hub's {len(hub_names):,} files of rows only {hub_names[0]}"
         print(f"look at: {names} was downloaded and looked at")
-    write_text(out, recipe_text(data_name(args.data), data, trial, choice))
+    text = recipe_text(data_name(args.data), data, trial, choice)
+    _check_reads_back(text, {"data": data, "model": choice.model})
+    write_text(out, text)
     config = load_recipe(str(out)).config
     for line in anomalies(found.survey, trial, config.convert.max_skip_fraction):
         print(f"look at: {line}")
     print(f"\nModel: {choice.words}")
     print(f"Wrote {out}. Next:\n  athanor plan {out}\n  athanor run {out}")
     return 0
+
+
+def _check_utf8(*paths: str) -> None:
+    """Raise InputError for a path whose name is not UTF-8, which no recipe can hold."""
+    for path in paths:
+        try:
+            path.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(f"{path}: this name is not UTF-8, and a recipe is; rename it") from error
+
+
+def _check_reads_back(text: str, named: Mapping[str, str | None]) -> None:
+    """Raise InputError if a recipe would name other data or another model than it was written for."""
+    read = read_yaml(text, "the new recipe")
+    for field, value in named.items():
+        if value is not None and read[field] != value:
+            raise InputError(f"{field}: a recipe cannot hold the name {shown(value)}; rename it")
 
 
 def _open(data: str) -> tuple[str, StorePath, list[str]]:

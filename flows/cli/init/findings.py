@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from dataset_builders.contracts.sample import IMAGE_SLOT, Sample
+from dataset_builders.errors import printable
 from dataset_builders.pictures.images import read_rgb
 from dataset_builders.readers.heldout_names import split_of
 from dataset_builders.recognise.candidates import Survey
@@ -40,13 +41,13 @@ def summary(found: Recognised, trial: Trial) -> Iterator[str]:
 
 
 def sample_lines(sample: Sample, is_terminal: bool) -> Iterator[str]:
-    """Yield the lines of a sample: its images, if the terminal has colours, and its texts."""
+    """Yield the lines of a sample: its images, if the terminal has colours, and its texts, which are printable."""
     yield f"{sample.key}: {_counted(len(sample.images), 'image')}"
     if is_terminal:
         for data in sample.images[:2]:
             yield from _blocks(data)
     for message in sample.messages:
-        text = " ".join(message.text.replace(IMAGE_SLOT, "<image> ").split())
+        text = printable(" ".join(message.text.replace(IMAGE_SLOT, "<image> ").split()))
         yield f"  {message.role}: {text if len(text) <= _CHARS else text[:_CHARS] + ' ...'}"
 
 

@@ -1,12 +1,15 @@
 """The text of a new recipe: every setting that a user may want to change, with a short comment."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dataset_builders.errors import printable
 from dataset_builders.recognise.trial import Trial
 from flows.cli.init.choice import Choice
 from flows.cli.init.fit import FULL_RATES, LORA_RATE, PATCHES
+from flows.pipeline.recipe import read_yaml
 
 MAX_SKIP_FRACTION = 0.05
 _MAX_SUBSETS = 20  # largest number of subsets whose metrics are written into the recipe
@@ -20,9 +23,9 @@ def recipe_text(name: str, data: str, trial: Trial, choice: Choice) -> str:
     if reading.heldout_files:
         splits = "counts only if heldout_files is empty: share of images, with all their samples"
     lines = [
-        f"# Written by `athanor init {' '.join(data.split())}`: {' '.join(reading.why.split())}.",
+        printable(f"# Written by `athanor init {' '.join(data.split())}`: {' '.join(reading.why.split())}."),
         "# `athanor plan` prints what a run will do and what it needs; `athanor run` does it.",
-        f"name: {name}  # of the MLflow experiment and the registered model, after athanor-",
+        f"name: {_value(name)}  # of the MLflow experiment and the registered model, after athanor-",
         "",
         f"data: {_value(data)}",
         *_model(choice),
@@ -130,19 +133,12 @@ def _heldout(trial: Trial) -> float:
 
 def _value(value: str | Sequence[Any] | Mapping[str, Any]) -> str:
     """Return a value as one line of YAML: as JSON, which is YAML too, except that a plain name gets no quotes."""
-    if (
-        isinstance(value, str)
-        and value
-        and value.replace("/", "").replace("-", "").replace("_", "").replace(".", "").isalnum()
-    ):
-        return value if not value[0].isdigit() else json.dumps(value)
+    if isinstance(value, str) and re.fullmatch(r"[\w/][\w/.-]*", value) and read_yaml(value, value) == value:
+        return value
     if isinstance(value, Mapping):
-        return (
-            "{"
-            + ", ".join(f"{key}: {json.dumps(_plain(item), ensure_ascii=False)}" for key, item in value.items())
-            + "}"
-        )
-    return json.dumps(_plain(value), ensure_ascii=False)
+        items = ", ".join(f"{key}: {json.dumps(_plain(item), ensure_ascii=False)}" for key, item in value.items())
+        return printable(f"{{{items}}}")
+    return printable(json.dumps(_plain(value), ensure_ascii=False))
 
 
 def _plain(value: Any) -> Any:

@@ -24,6 +24,10 @@ SLOT = "<image>"
 MAX_NEW_TOKENS = 64
 _MAX_PIXELS = 89_478_485  # of one picture, before it is resized; Pillow warns above this number
 _GREY_16 = ("I", "I;16", "I;16B", "I;16L", "I;16N")
+# No EPS, which Pillow hands to Ghostscript, a program that runs code from the file.
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
+_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", *_GREY_16)
+_NOT_TEXT = re.compile(r"[\x00-\x08\x0b-\x1f\ud800-\udfff]")
 
 
 class PictureModel(mlflow.pyfunc.PythonModel):
@@ -32,6 +36,9 @@ class PictureModel(mlflow.pyfunc.PythonModel):
     A row of the input has `question`, and optionally `images`, a list of image files in base64 (or data: addresses),
     and `system`, the system prompt. `<image>` in a question marks the place of a picture; without such marks the
     pictures come first.
+
+    A row that no training sample could be is refused with a ValueError of one line: special tokens of the chat, control
+    characters, no text, another number of pictures, a file that is no picture of a usual format.
     """
 
     def load_context(self, context: Any) -> None:
@@ -45,6 +52,8 @@ class PictureModel(mlflow.pyfunc.PythonModel):
         model = auto.from_pretrained(path, dtype=dtype, attn_implementation="sdpa", local_files_only=True)
         self.model = model.to(self.device).eval()
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
+        tokens = sorted(self.tokenizer.get_added_vocab(), key=len, reverse=True)
+        self.special = re.compile("|".join(map(re.escape, tokens)) or "$^")
         self.image_token_id = config.image_token_id if has_vision else None
         self.pixels = json.loads((path / "preprocessor_config.json").read_text("utf-8")) if has_vision else {}
         system = path / "system_prompt.txt"
@@ -57,8 +66,10 @@ class PictureModel(mlflow.pyfunc.PythonModel):
 
     def _answer(self, row: dict[str, Any], max_new_tokens: int) -> str:
         given, system = row.get("images"), row.get("system")
+        if isinstance(given, str):
+            raise ValueError("images is a text; give a list of pictures in base64")
         images = [_decode(text) for text in given] if isinstance(given, Sequence) or hasattr(given, "tolist") else []
-        messages = self.messages(row["question"], len(images), system if isinstance(system, str) else "")
+        messages = self.messages(row.get("question"), len(images), system if isinstance(system, str) else "")
         ids, _ = self.generate(self.inputs(messages, images), max_new_tokens)
         return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False).strip()
 
@@ -66,8 +77,14 @@ class PictureModel(mlflow.pyfunc.PythonModel):
         """Return the messages of the chat template.
 
         Raises:
-            ValueError: the question marks another number of pictures.
+            ValueError: a text is none that the training data may hold, the question marks another number of pictures,
+                or there is a picture for a text model.
         """
+        self._check_text("question", question)
+        if system:
+            self._check_text("system", system)
+        if num_images and self.image_token_id is None:
+            raise ValueError(f"images has {num_images} pictures, and the model reads text alone; leave images out")
         text = question if SLOT in question else SLOT * num_images + question
         parts = text.split(SLOT)
         if len(parts) != num_images + 1:
@@ -78,6 +95,15 @@ class PictureModel(mlflow.pyfunc.PythonModel):
         system = system or self.system
         begin = [{"role": "system", "content": system}] if system else []
         return [*begin, {"role": "user", "content": content if num_images else question}]
+
+    def _check_text(self, field: str, text: Any) -> None:
+        if not isinstance(text, str) or not text.strip():
+            raise ValueError(f"{field} is {text!r}; give a text")
+        found = self.special.search(text) or _NOT_TEXT.search(text)
+        if field == "system" and SLOT in text:
+            raise ValueError(f"system holds {SLOT}; pictures are in the question alone")
+        if found:
+            raise ValueError(f"{field} holds {found.group()!r}, which no text of a person may hold; leave it out")
 
     def inputs(self, messages: Sequence[dict[str, Any]], images: Sequence[Image.Image]) -> dict[str, torch.Tensor]:
         """Return the inputs of the model for one prompt; ids are (1, S) int64."""
@@ -149,13 +175,33 @@ def _resized(height: int, width: int, factor: int, settings: dict[str, Any]) -> 
     return new_height, new_width
 
 
-def _decode(text: str) -> Image.Image:
-    """Return a picture in base64 as RGB, upright, with transparency on white."""
-    data = base64.b64decode(re.sub(r"^data:[^,]*,", "", text), validate=True)
-    image = Image.open(io.BytesIO(data))
+def _opened(data: bytes) -> Image.Image:
+    """Return the picture of a file, decoded and upright. Hostile bytes make Pillow raise nearly anything."""
+    try:
+        image = Image.open(io.BytesIO(data), formats=_FORMATS)
+        if image.width * image.height <= _MAX_PIXELS:
+            image = ImageOps.exif_transpose(image)
+            image.load()
+    except MemoryError:
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())[:200] or type(error).__name__
+        text = "no format that is read here" if text.startswith("cannot identify") else text
+        raise ValueError(f"a picture of {len(data)} bytes cannot be read: {text}; give a whole PNG or JPEG") from None
     if image.width * image.height > _MAX_PIXELS:
         raise ValueError(f"a picture of {image.width} x {image.height} pixels; at most {_MAX_PIXELS:,} are read")
-    image = ImageOps.exif_transpose(image)
+    if image.mode not in _MODES:
+        raise ValueError(f"a picture of mode {image.mode}; convert it to RGB")
+    return image
+
+
+def _decode(text: str) -> Image.Image:
+    """Return a picture in base64 as RGB, upright, with transparency on white."""
+    try:
+        data = base64.b64decode(re.sub(r"^data:[^,]*,", "", text), validate=True)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"a picture is not base64 ({error}); give the file's bytes in base64") from error
+    image = _opened(data)
     if image.mode in _GREY_16:
         wide = np.asarray(image).astype(np.uint32)
         return Image.fromarray(((wide + 128) // 257).astype(np.uint8)).convert("RGB")

@@ -1,7 +1,10 @@
 """Which images a row may name and which it may not: nothing on this machine outside of the source."""
 
+import dataclasses
 import os
+import sys
 import urllib.parse
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,9 +13,11 @@ from dataset_builders.errors import InputError
 from dataset_builders.readers import image_refs
 from dataset_builders.readers.image_refs import ImageReader, check_image_root
 from dataset_builders.readers.parts import Part
+from dataset_builders.storage import row_objects
+from dataset_builders.storage.row_objects import DATA_STORES_VARIABLE, stores_of_rows
 from dataset_builders.storage.store import location
 from tests.helpers.json_rows import data_uri, write_file
-from tests.helpers.object_store import BUCKET, moto_server
+from tests.helpers.object_store import BUCKET, environment, free_port, moto_server
 from tests.helpers.raw_rows import png
 
 pytestmark = pytest.mark.promise(
@@ -156,3 +161,66 @@ def test_objects_of_a_store_and_paths_beside_a_stored_file(tmp_path, source):
             assert refused(there, wrong).reason == "image_not_found"
         for wrong in (f"s3://{BUCKET}/no.png", "s3://no-such-bucket/no.png", "s3://a_b.-c/x"):
             assert refused(here, wrong).reason == "image_not_found"
+        _rows_of_a_request_name_allowed_stores_alone(source, stored)
+
+
+def _rows_of_a_request_name_allowed_stores_alone(source, stored):
+    for allowed, ref, is_read in (
+        (f"s3://{BUCKET}/data", f"s3://{BUCKET}/data/set/pics/1.png", True),
+        (f"s3://{BUCKET}", f"s3://{BUCKET}/data/set-2/x.png", True),
+        (f"gs://other s3://{BUCKET}/data/set/", f"s3://{BUCKET}/data/set/pics/1.png", True),
+        (f"s3://{BUCKET}/data/set", f"s3://{BUCKET}/data/set-2/x.png", False),
+        (f"s3://{BUCKET}/data/set", f"s3://{BUCKET}/data/set/../set-2/x.png", False),
+        (f"s3://{BUCKET}/data", f"s3a://{BUCKET}/data/set/pics/1.png", False),
+        (f"s3://{BUCKET}x", f"s3://{BUCKET}/data/set/pics/1.png", False),
+        ("", f"s3://{BUCKET}/data/set/pics/1.png", False),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(DATA_STORES_VARIABLE, allowed)
+            local = dataclasses.replace(part_of(source), stores=stores_of_rows(source))
+            beside = dataclasses.replace(part_of(stored), stores=stores_of_rows(stored))
+        if is_read:
+            assert ImageReader(local).read(ref) == ONE
+        else:
+            assert DATA_STORES_VARIABLE in refused(ImageReader(local), ref).detail
+        assert ImageReader(beside).read("../pics/1.png") == ImageReader(beside).read(f"{stored}/pics/1.png") == ONE
+
+
+@pytest.mark.parametrize("error", ["NoCredentialsError", "DefaultCredentialsError", "ClientAuthenticationError"])
+def test_rows_of_a_store_without_keys_are_left_out_after_one_try(error, source, monkeypatch):
+    asked = []
+
+    def fail(address):
+        asked.append(address)
+        raise type(error, (Exception,), {})("Unable to locate \x1b credentials")
+
+    monkeypatch.setattr(row_objects, "_unusable", {})
+    monkeypatch.setattr(
+        row_objects, "location", lambda address: SimpleNamespace(fs=SimpleNamespace(info=fail), path=address)
+    )
+    reader = ImageReader(part_of(source))
+    for i in range(60):
+        skip = refused(reader, f"s3://bucket-{i}/x.png")
+        assert skip.reason == "image_not_found" and "s3 cannot be read with the keys in the environment" in skip.detail
+        assert skip.detail.isascii() and skip.detail.isprintable()
+    assert len(asked) == 1
+    assert "az://one cannot be read" in refused(reader, "az://one/x.png").detail  # each account has keys of its own
+    assert "az://two cannot be read" in refused(reader, "az://two/x.png").detail and len(asked) == 3
+
+
+def test_rows_of_a_store_without_a_driver_or_with_a_password_are_left_out(source, monkeypatch):
+    monkeypatch.setattr(row_objects, "_unusable", {})
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    reader = ImageReader(part_of(source))
+    assert "no driver for gs:// is installed" in refused(reader, "gs://bucket/x.png").detail
+    assert "must not carry a key" in refused(reader, "s3://key@bucket/x.png").detail
+    assert row_objects._unusable == {}
+
+
+def test_a_store_that_does_not_answer_ends_the_command_with_one_line(source, monkeypatch):
+    monkeypatch.setattr(row_objects, "_unusable", {})
+    for name, value in {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_MAX_ATTEMPTS": "1"}.items():
+        monkeypatch.setenv(name, value)
+    line = r"s3://bucket/x.png, which a row names, .* does not answer .*take out"
+    with environment(f"http://127.0.0.1:{free_port()}"), pytest.raises(InputError, match=line):
+        ImageReader(part_of(source)).read("s3://bucket/x.png")

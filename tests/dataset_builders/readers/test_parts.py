@@ -5,6 +5,7 @@ import pytest
 from dataset_builders.errors import InputError
 from dataset_builders.readers.parts import parts_of
 from dataset_builders.sources.registry import get_builder
+from dataset_builders.storage.row_objects import DATA_STORES_VARIABLE
 from tests.helpers.own_data import captions, csv_paths, draw_rows
 
 pytestmark = pytest.mark.promise(
@@ -25,6 +26,16 @@ def test_files_that_are_named_are_held_out_and_all_others_are_train(tmp_path):
         ("b/data.csv", "heldout"),
         ("c/data.csv", "heldout"),
     ]
+
+
+@pytest.mark.parametrize(("named", "stores"), [(None, None), ("", ()), ("s3://a, gs://b/c", ("s3://a", "gs://b/c"))])
+def test_parts_carry_the_stores_that_their_rows_may_name(named, stores, tmp_path, monkeypatch):
+    monkeypatch.delenv(DATA_STORES_VARIABLE, raising=False)
+    if named is not None:
+        monkeypatch.setenv(DATA_STORES_VARIABLE, named)
+    csv_paths(tmp_path, draw_rows(1, 3))
+    table = get_builder("table")
+    assert [part.stores for part in parts_of(table, tmp_path, (), table.options(**MAP))] == [stores]
 
 
 def test_a_glob_that_fits_no_file_is_refused(tmp_path):

@@ -199,6 +199,23 @@ BAD = {
         CHAT, "image_not_found"),
     "a role of tools": ([("1.png", ONE), ("1.json", {"chat": [{"role": "tool", "content": "a"}]})], CHAT, "bad_role"),
 }  # fmt: skip
+ALONE = {"text_only": True, **CAPTION}
+BAD |= {
+    f"image is {name}": ([("1.png", kind), ("1.txt", b"a")], ALONE, "schema_error")
+    for name, kind in {
+        "a symbolic link": tarfile.SYMTYPE,
+        "a hard link": tarfile.LNKTYPE,
+        "a pipe": tarfile.FIFOTYPE,
+        "a device": tarfile.CHRTYPE,
+    }.items()
+}
+BAD |= {
+    "the second image is a link": (
+        [("1.0.png", ONE), ("1.1.png", tarfile.SYMTYPE), ("1.txt", b"a")], CAPTION, "schema_error"),
+    "the text is a link": ([("1.png", ONE), ("1.txt", tarfile.LNKTYPE)], CAPTION, "schema_error"),
+    "the json is a link": ([("1.png", ONE), ("1.json", tarfile.SYMTYPE)], PAIR, "schema_error"),
+    "links alone": ([("1.png", tarfile.SYMTYPE), ("1.txt", tarfile.SYMTYPE)], CAPTION, "schema_error"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -213,6 +230,24 @@ def test_bad_sample_is_named_and_its_neighbours_stay(name, tmp_path):
     items = read(tmp_path, [*around[0], *members, *around[1]], **options)
     assert reasons(items) == [None, reason, None]
     assert items[1].key == "s/00000001" and "'1'" in items[1].detail
+
+
+def test_the_way_out_of_links_in_a_tar(tmp_path):
+    write_file(tmp_path / "kept/1.png", ONE)
+    write_file(tmp_path / "made/1.txt", b"one")
+    (tmp_path / "made/1.png").symlink_to(tmp_path / "kept/1.png")
+    (tmp_path / "made/2.png").hardlink_to(tmp_path / "kept/1.png")
+    (tmp_path / "made/3.png").hardlink_to(tmp_path / "kept/1.png")
+    for number in (2, 3):
+        (tmp_path / f"made/{number}.txt").write_text("more")
+    (tmp_path / "s").mkdir()
+    command = ["tar", "--sort=name", "-cf", "s/00000.tar", "-C", "made", "."]
+    subprocess.run(command, check=True, cwd=tmp_path)
+    items = read_source("webdataset_tars", tmp_path, text_only=True, **CAPTION)
+    assert reasons(items) == ["schema_error", None, "schema_error"] and "a hard link" in items[2].detail
+    way_out = items[0].detail.partition("write the tar again with ")[2].split()
+    subprocess.run([command[0], *way_out, *command[1:]], check=True, cwd=tmp_path)
+    assert [item.images for item in read_source("webdataset_tars", tmp_path, **CAPTION)] == [(ONE,)] * 3
 
 
 def test_an_unsorted_tar_is_refused_with_the_command_that_sorts_it(tmp_path):

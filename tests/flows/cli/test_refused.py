@@ -1,5 +1,6 @@
 """A wrong command is refused at once, before any library that takes seconds to import is imported."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -9,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from dataset_builders.errors import LONGEST_LINE
+from dataset_builders.errors import LONGEST_LINE, printable
 from flows.cli.main import main
+from flows.cli.text_table import print_table
+from flows.resources.terminal import PrintableStream
 from tests.helpers.tiers import full
 from tests.helpers.tiny_model import tiny_hf_dir
 
@@ -138,6 +141,39 @@ def test_whatever_is_given_ends_in_one_short_line(arguments, words, tmp_path, mo
     said = capsys.readouterr().err
     assert words in said and len(said.splitlines()) == 1
     assert len(said) <= LONGEST_LINE + len("athanor: \n")
+
+
+RAW = "\x1b[2J\x7f\x9b\u202e"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run", f"{RAW}.yaml"],
+        ["run", "--set", f"{RAW}=1"],
+        ["ask", RAW, "-", "a"],
+        ["init", RAW],
+        ["preview", RAW, "--debug"],
+        ["plan", "--root", f"s3://{RAW}"],
+        [RAW],
+    ],
+)
+def test_an_error_does_not_steer_the_terminal(arguments, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    try:
+        status = main(arguments)
+    except SystemExit as exit_:
+        status = exit_.code
+    said = capsys.readouterr().err
+    assert status == 2 and printable(said) == said and "x1b" in said
+
+
+def test_a_table_on_a_terminal_has_only_escapes_of_our_own(capsys):
+    with contextlib.redirect_stdout(PrintableStream(sys.stdout)):
+        print_table("Rows", ("name", "[/red]"), [(f"a{RAW}", "[red]1")], is_terminal=True)
+        print(f"a{RAW}", "b", sep="\t")
+    said = capsys.readouterr().out
+    assert "[red]1" in said and printable(said) == said and r"a\x1b[2J\x7f\x9b\u202e" + "\tb\n" in said
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 from dataset_builders.errors import InputError
+from dataset_builders.storage.row_objects import DATA_STORES_VARIABLE, named_stores
 from dataset_builders.storage.store import location
 from flows.deployments.allowed import (
     CORES_AT_MOST,
     DATA_DIRS_VARIABLE,
-    DATA_STORES_VARIABLE,
     RECIPE_ONLY,
-    allowed_stores,
     check_request_paths,
     is_recipe_only,
 )
@@ -137,7 +136,7 @@ def test_stores_of_the_recipe_and_the_root(root):
 def test_a_wrong_list_of_stores_is_told(monkeypatch, text):
     monkeypatch.setenv(DATA_STORES_VARIABLE, f"s3://right {text}")
     with pytest.raises(InputError, match=f"{DATA_STORES_VARIABLE}: .* is not the URL of an object store"):
-        allowed_stores()
+        named_stores()
 
 
 @pytest.mark.parametrize("field", CORES_AT_MOST)

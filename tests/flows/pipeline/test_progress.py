@@ -29,7 +29,7 @@ def test_lines_are_few_and_say_what_happened(capsys, monkeypatch):
 
 def test_bars_on_a_terminal(monkeypatch):
     screen = io.StringIO()
-    monkeypatch.setattr(progress, "Console", lambda: Console(file=screen, force_terminal=True, width=120))
+    monkeypatch.setattr(progress, "Console", lambda file: Console(file=screen, force_terminal=True, width=120))
     with pytest.raises(KeyboardInterrupt), shown(is_terminal=True) as bars:
         assert isinstance(bars, BarDisplay)
         bars.started("train")

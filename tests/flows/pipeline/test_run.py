@@ -13,6 +13,7 @@ from pathlib import Path
 import filelock
 import pytest
 
+from dataset_builders.contracts.manifest import load_manifest
 from flows.cli.main import main
 from flows.tracking.store import connect
 from tests.flows.pipeline.damages import KINDS, account
@@ -332,6 +333,35 @@ def test_debug_shows_the_traceback(tmp_path, capsys):
 def test_ask_refuses_what_is_no_model(tmp_path, capsys):
     assert main(["ask", str(tmp_path), "-", "Which digit?"]) == 2
     assert "has no config.json" in error_line(capsys)
+
+
+def another_training(root: Path) -> None:
+    """Make the finished training one of other bytes with the same fingerprint, as another GPU would."""
+    (trained,) = root.glob("artifacts/train/*")
+    manifest = load_manifest(trained)
+    manifest.model_copy(update={"stats": manifest.stats | {"loss": 9.0}}).write(trained)
+
+
+def test_what_was_made_from_another_training_is_planned_again(small_run, tmp_path, capsys):
+    root = small_run.copy(tmp_path)
+    another_training(root)
+    assert athanor("plan", root) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"export +make +its input train was made again with other content", printed)
+    assert re.search(r"answer +make +its input export will be made first", printed)
+
+
+@pytest.mark.full
+def test_what_was_made_from_another_training_is_made_again(small_run, tmp_path, capsys):
+    root = small_run.copy(tmp_path)
+    another_training(root)
+    with stand_in_trainer():
+        assert athanor("run", root) == 0
+        again = capsys.readouterr().out
+        assert athanor("run", root) == 0
+    assert all(f"{stage}: made in" in again for stage in ("export", "answer", "evaluate", "release"))
+    assert all(f"{stage}: reused" in again for stage in ("convert", "tokenize", "train", "answer_base"))
+    assert "0 of 15 stages made" in capsys.readouterr().out
 
 
 @pytest.mark.promise(

@@ -22,6 +22,7 @@ from prefect.workers import process
 from prefect.workers.base import BaseWorker
 
 from dataset_builders.errors import InputError
+from dataset_builders.storage.row_objects import DATA_STORES_VARIABLE
 from flows.deployments.offers import JOB_TEMPLATE, OFFERS, make_deployment, register
 from flows.prefect_server.stored_results import refuse_stored_results
 from flows.service.closed_worker import TYPE, ClosedConfiguration, ClosedWorker, entrypoint_to_run
@@ -100,6 +101,22 @@ def test_the_worker_is_found_by_its_type_and_looks_for_hooks_in_our_flows_alone(
     found = asyncio.run(process.load_flow_from_flow_run(run()))
     assert found in [offer.flow for offer in OFFERS]
     assert not any(offer.flow.on_crashed_hooks or offer.flow.on_cancellation_hooks for offer in OFFERS)
+
+
+@pytest.mark.parametrize("stores", [None, "", "s3://sets"])
+def test_the_rows_of_a_request_may_name_the_stores_of_the_service_alone(stores, monkeypatch):
+    async def start(_worker, _run, configuration, task_status=None):
+        return configuration.env
+
+    monkeypatch.delenv(DATA_STORES_VARIABLE, raising=False)
+    if stores is not None:
+        monkeypatch.setenv(DATA_STORES_VARIABLE, stores)
+    monkeypatch.setattr(process.ProcessWorker, "run", start)
+    monkeypatch.setattr("flows.service.closed_worker.entrypoint_to_run", lambda *_: "flow")
+    worker = object.__new__(ClosedWorker)
+    worker._work_pool = pool()
+    made = asyncio.run(worker.run(SimpleNamespace(deployment_id=None), ClosedConfiguration()))
+    assert made[DATA_STORES_VARIABLE] == (stores or "")
 
 
 @pytest.mark.full

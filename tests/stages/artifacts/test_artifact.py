@@ -1,6 +1,7 @@
 """run_stage in a directory and in an object store: reuse, resume, lock, and the manifest published last."""
 
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -18,8 +19,8 @@ from dataset_builders.contracts.manifest import MANIFEST
 from dataset_builders.contracts.shard_io import ShardWriter, finished_shard
 from dataset_builders.errors import InputError
 from dataset_builders.storage.files import write_text
-from dataset_builders.storage.store import StorePath, location, side_dir, walk_files
-from stages.artifacts.artifact import Artifact, External, Stage, StageOutput, artifact_dir, stage_identity
+from dataset_builders.storage.store import StorePath, location, remove_tree, side_dir, walk_files
+from stages.artifacts.artifact import Artifact, External, Stage, StageOutput, StageResult, artifact_dir, stage_identity
 from stages.artifacts.run_stage import run_stage, why_rebuild
 from tests.helpers.patience import at_most
 
@@ -84,6 +85,55 @@ def test_what_is_finished_is_not_made_again(root, on_disk):
     assert "unfinished" in why_rebuild(root, stage(on_disk=on_disk), identity)
     made = run_stage(stage(None, on_disk), Config(), {}, root)
     assert made.artifact.manifest.stats == {"written": [2]} and len(made.artifact.manifest.shards) == 3
+
+
+def chain(root: StorePath, weights: str, fail_at: int | None = None) -> list[StageResult]:
+    """Return the results of three stages, each the input of the next. `weights` are written by the first alone, like
+    those of a training that gives other bytes each time. The second writes shards, and raises before `fail_at`."""
+    train = Stage("train", 1, lambda config, inputs, work, resources: StageOutput(stats={"weights": weights}))
+    inputs = {"base": External(side_dir(root), "hf_dir", "d" * 16)}
+    results = [run_stage(train, Config(), inputs, root)]
+    for each in (stage(fail_at), replace(stage(), name="scores")):
+        results.append(run_stage(each, Config(), {"made": results[-1].artifact}, root))
+    return results
+
+
+def test_what_was_made_from_another_input_of_the_same_fingerprint_is_made_again(root, caplog):
+    first = chain(root, "a")
+    assert all(result.reused for result in chain(root, "a"))
+    remove_tree(first[0].artifact.dir)
+    assert [result.reused for result in chain(root, "a")] == [False, True, True]  # the same bytes again
+    remove_tree(first[0].artifact.dir)
+    second = chain(root, "b")
+    assert [result.reused for result in second] == [
+        False
+    ] * 3 and "was made from inputs (made) that were made again" in caplog.text
+    assert [r.artifact.dir for r in second] == [r.artifact.dir for r in first]
+    assert second[1].artifact.manifest.stats == {"written": [0, 1, 2]}
+    assert all(result.reused for result in chain(root, "b"))
+
+
+def test_unfinished_work_from_another_input_is_removed(root):
+    with pytest.raises(Failure):
+        chain(root, "a", fail_at=2)
+    with pytest.raises(Failure):
+        chain(root, "a", fail_at=2)
+    trained = next((root / "artifacts" / "train").iterdir())
+    remove_tree(trained)
+    assert chain(root, "b")[1].artifact.manifest.stats == {"written": [0, 1, 2]}
+
+
+def test_an_input_swapped_for_that_of_another_root_is_noticed(tmp_path):
+    ours, theirs = (chain(tmp_path / name, name)[0].artifact.dir for name in ("a", "b"))
+    shutil.rmtree(ours)
+    shutil.copytree(theirs, ours)
+    assert [result.reused for result in chain(tmp_path / "a", "a")] == [True, False, False]
+
+
+def test_a_fingerprint_does_not_depend_on_the_bytes_of_an_input(tmp_path):
+    trained = chain(tmp_path, "a")[0].artifact
+    identity = stage_identity(stage(), Config(), {"made": trained})
+    assert identity["parents"] == {"made": {"name": "train", "fingerprint": trained.manifest.fingerprint}}
 
 
 def page(made: Artifact, inputs) -> str:

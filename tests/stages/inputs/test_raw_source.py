@@ -69,9 +69,9 @@ def test_digest_sees_renamed_files_and_not_the_order_of_subsets(tmp_path):
 
 
 def test_links_inside_the_source_are_followed_and_rings_are_not(tmp_path):
-    linked = write_source(tmp_path / "linked", {"a": plain_rows(2), "b": plain_rows(2)})
+    linked = write_source(tmp_path / "linked", {"a": plain_rows(2), "b": plain_rows(2), ".kept": plain_rows(2)})
     plain = write_source(tmp_path / "plain", {"a": plain_rows(2), "b": plain_rows(2), "c": plain_rows(2)})
-    (linked / "c").symlink_to(linked / "a")
+    (linked / "c").symlink_to(linked / ".kept")
     (linked / "b" / "train-0.parquet").unlink()
     (linked / "b" / "train-0.parquet").symlink_to("../a/train-0.parquet")
     (linked / "a" / "ring").symlink_to(linked)
@@ -80,6 +80,47 @@ def test_links_inside_the_source_are_followed_and_rings_are_not(tmp_path):
     assert content_digest(tmp_path / "by another name", ALL) == content_digest(plain, ALL)
     (tmp_path / "one.parquet").symlink_to(linked / "a" / "train-0.parquet")
     assert open_raw(str(tmp_path / "one.parquet"), (), "table").digest
+
+
+MANY_WAYS = {
+    "two folders with two links each to the other": {"a/1": "b", "a/2": "b", "b/1": "a", "b/2": "a"},
+    "each folder links twice to the next": {f"{i}/{j}": f"{i + 1}" for i in range(24) for j in "ab"},
+    "all folders link to all": {f"{i}/{j}": f"{j}" for i in range(12) for j in range(12) if i != j},
+    "hidden folders": {"a": ".x", "b": ".x", ".x/1": ".y", ".x/2": ".y", ".y/1": ".x", ".y/2": ".x"},
+}
+
+
+@pytest.mark.parametrize("links", MANY_WAYS.values(), ids=MANY_WAYS)
+def test_each_real_directory_is_walked_once(links, tmp_path):
+    for folder in {path.partition("/")[0] for path in links if "/" in path} | set(links.values()):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "train.jsonl").write_text("{}")
+    for link, target in links.items():
+        (tmp_path / link).symlink_to(tmp_path / target)
+    found = list_files(tmp_path, ("**/*.jsonl",))
+    real = {path.resolve() for path in tmp_path.rglob("*.jsonl") if path.is_file()}
+    assert sorted(file.path.resolve() for file in found) == sorted(real)
+    under_their_own_names = {file.name for file in found if file.path == file.path.resolve()}
+    assert under_their_own_names == {f.relative_to(tmp_path).as_posix() for f in real if "/." not in str(f)}
+
+
+@pytest.mark.parametrize("target", ["/proc", "/", "../beside", "/proc/self/root"])
+def test_a_link_out_of_the_source_is_refused_before_it_is_walked(target, tmp_path, monkeypatch):
+    (tmp_path / "source" / "a").mkdir(parents=True)
+    (tmp_path / "beside").mkdir()
+    (tmp_path / "source" / "a" / "train.csv").write_text("image,question,answer\n")
+    (tmp_path / "source" / "more").symlink_to(target)
+    walked, walk = [], os.walk
+    monkeypatch.setattr(os, "walk", lambda top, **options: walk(walked.append(str(top)) or top, **options))
+    with pytest.raises(InputError, match=r"source/more leads by a link to /.*, outside of .*delete the link"):
+        open_raw(str(tmp_path / "source"), (), "table")
+    one_file = open_raw(str(tmp_path / "source" / "a" / "train.csv"), (), "table")
+    (tmp_path / "source" / "a" / "pictures").symlink_to(target)  # the rows of one file cannot read there
+    assert open_raw(str(tmp_path / "source" / "a" / "train.csv"), (), "table").digest == one_file.digest
+    assert all(place.startswith(str(tmp_path / "source")) and "more" not in place for place in walked)
+    for link in ("more", "a/pictures"):
+        (tmp_path / "source" / link).unlink()
+    assert open_raw(str(tmp_path / "source"), (), "table").digest
 
 
 ROW_FILES = {
@@ -110,7 +151,8 @@ def test_a_file_that_links_out_of_the_source_is_refused(builder, linked, tmp_pat
         place.symlink_to(outside)
     else:
         place.parent.symlink_to(outside.parent)
-    line = f"{place} leads by a link to {outside}, outside of the source {source}; copy it there, or give a source"
+    link, target = (place, outside) if linked == "file" else (place.parent, outside.parent)
+    line = f"{link} leads by a link to {target}, outside of the source {source}; copy it there, delete the link, or"
     with pytest.raises(InputError, match=line):
         open_raw(str(source), (), builder)
     with pytest.raises(InputError, match=line):

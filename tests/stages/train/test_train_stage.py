@@ -26,6 +26,7 @@ from stages.train.stage import make_run_config, read_metrics
 from tests.helpers.fake_trainer import metrics_row
 from tests.helpers.run_dir import changed
 from tests.helpers.tiny_model import tiny_hf_dir
+from trainer.contract.answer import write_checkpoint_record
 from trainer.contract.names import EXIT_INPUT, METRICS_JSONL
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import OptimConfig, PartConfig, ProfileConfig, RunConfig, TrainConfig, TrainerExecution
@@ -230,6 +231,23 @@ def test_a_finished_training_whose_checkpoint_is_damaged_goes_on(
     assert (done.dir / done.manifest.stats["checkpoint"] / "kept").is_file()
     told = f"{checkpoint} is damaged (athanor.json is not what was written); the stage continues from the intact files"
     assert is_noticed_late or told in caplog.text
+    assert _run(inputs, tmp_path).reused
+
+
+@pytest.mark.parametrize(
+    ("record", "told"),
+    [
+        ({"step": 2}, r"step-000004 is damaged \(it is the checkpoint of step 2\)"),
+        ({"step": 6}, r"step-000004 is damaged \(it is the checkpoint of step 6\)"),
+        ({"fingerprint": "e" * 16}, "step-000004 is a checkpoint of another training"),
+    ],
+)
+def test_a_whole_checkpoint_in_the_place_of_another_is_not_exported(inputs, tmp_path, caplog, record, told):
+    done = _run(inputs, tmp_path).artifact
+    checkpoint = done.dir / done.manifest.stats["checkpoint"]
+    (checkpoint / "athanor.json").unlink()
+    write_checkpoint_record(checkpoint, {"step": 4, "fingerprint": done.manifest.fingerprint} | record)
+    assert not _run(inputs, tmp_path).reused and re.search(told, caplog.text)
     assert _run(inputs, tmp_path).reused
 
 

@@ -1,5 +1,6 @@
 """`athanor init`: it recognises each common layout of a user's data and names each fault, and its recipe runs."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from transformers import AutoTokenizer
 
 from dataset_builders.contracts.sample_record import from_fields
 from dataset_builders.contracts.shard_io import iter_records
+from dataset_builders.errors import printable
 from dataset_builders.recognise.candidates import heldout_globs
 from flows.cli.main import main
 from flows.pipeline.recipe import load_recipe
@@ -301,3 +303,56 @@ def test_a_directory_of_any_name_becomes_a_recipe_that_is_yaml(tmp_path, capsys,
     assert status == 0, err
     config = load_recipe(str(tmp_path / "my.yaml")).config
     assert (config.data, config.name) == (str(data), "sets")
+
+
+HOSTILE = "a\x1b]0;x\x07 \x7f\x85\x9b31m\u202etxt\u2066"
+
+
+@pytest.mark.parametrize(
+    "name", ["\x1b[2Ja", "a\x7f", "a\x85b", " a ", "a\u2028b", "\ufeffa", "\U0001f600 \u00e9", "true", HOSTILE]
+)
+def test_a_recipe_reads_back_to_the_path_that_was_given(name, tmp_path, capsys):
+    data = tmp_path / name / "sets"
+    csv_paths(data, draw_rows(1, 40))
+    status, out, err = init(tmp_path, capsys, data)
+    assert status == 0, err
+    assert load_recipe(str(tmp_path / "my.yaml")).config.data == str(data)
+    (tmp_path / "my.yaml").unlink()
+    file = (data / "data.csv").rename(data / f"{name}.csv")
+    status, out, err = init(tmp_path, capsys, file)
+    if name.isprintable():
+        assert load_recipe(str(tmp_path / "my.yaml")).config.data == str(file), err
+    else:  # the name of a file is the subset, a part of each key
+        assert "cannot be part of a key; rename it" in err and printable(err) == err
+    assert printable(out) == out
+
+
+@pytest.mark.parametrize("which", ["data", "the folder above", "model"])
+def test_a_path_that_is_not_utf8_is_refused_in_one_line(which, tmp_path, capsys):
+    data = tmp_path / "caf\udce9" / "sets" if which == "the folder above" else tmp_path / "caf\udce9"
+    csv_paths(tmp_path / "raw", draw_rows(1, 40))
+    data.parent.mkdir(exist_ok=True)
+    (tmp_path / "raw").rename(data)
+    if which == "model":
+        status, _, err = init(tmp_path, capsys, tmp_path, "--model", str(data))
+    else:
+        status, _, err = init(tmp_path, capsys, data)
+    assert status == 2 and len(err.splitlines()) == 1 and r"caf\udce9" in err and "not UTF-8" in err
+    assert not (tmp_path / "my.yaml").exists()
+    data.rename(tmp_path / "renamed")  # the way out
+    assert init(tmp_path, capsys, tmp_path / "renamed")[0] == 0
+
+
+def test_nothing_that_the_data_hold_reaches_the_terminal_raw(tmp_path, capsys):
+    """Names of files and columns, and texts, which `init` and `plan` print."""
+    data = tmp_path / "raw"
+    data.mkdir()
+    rows = [{"question": f"{i}?", "answer": f"{i} {HOSTILE[-5:]}", HOSTILE: "x"} for i in range(40)]
+    (data / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (data / f"{HOSTILE}.pdf").write_text("x")
+    status, out, err = init(tmp_path, capsys, data)
+    assert status == 0, err
+    assert r"\x1b]0;x\x07" in out and printable(out) == out and printable(err) == err
+    status = main(["plan", str(tmp_path / "my.yaml"), "--root", str(tmp_path / "root")])
+    out, err = capsys.readouterr()
+    assert status == 0 and printable(out) == out and printable(err) == err
