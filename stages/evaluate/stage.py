@@ -31,8 +31,9 @@ from trainer.contract.answer import HeldoutRow, read_heldout
 from trainer.contract.names import HELDOUT_BASE_JSONL, HELDOUT_JSONL
 
 # 2: num_images in predictions.parquet; 3: the answers come from another stage; 4: each subset's own metrics; 5:
-# contaminated samples not counted, losses of the references; 6: scores by field
-VERSION = 6
+# contaminated samples not counted, losses of the references; 6: scores by field; 7: multiple
+# choice reads denied, joined and full-width options, and an option's text before a letter that names something else
+VERSION = 7
 # Role of the training -> its file with the losses of the model that answers: the trained model, or the model before.
 _LOSSES = {"made_by": HELDOUT_JSONL, "start_of": HELDOUT_BASE_JSONL}
 WINDOW = 64  # samples in memory at a time, including images
