@@ -86,8 +86,9 @@ def _losses(inputs: Mapping[str, Artifact]) -> dict[str, HeldoutRow]:
 def _check_counted(evaluation: Evaluation, samples: Artifact) -> None:
     if evaluation.predictions and all(prediction.contaminated for prediction in evaluation.predictions):
         raise InputError(
-            f"{samples.dir}: every held-out sample that was answered has a picture that occurs in train, so nothing is "
-            "left to score; look at the page of the stage contamination, or set contamination=null to score them"
+            f"{samples.dir}: every held-out sample that was answered has a picture that occurs in train or looks "
+            "alike, so nothing is left to score; look at the page of the stage contamination, or set "
+            "contamination=null to score them"
         )
 
 
