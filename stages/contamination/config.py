@@ -13,7 +13,7 @@ class ContaminationConfig(StrictModel):
         default=6, ge=0, le=MAX_BITS, description="bits of 64 in which the perceptual hashes of two copies may differ"
     )
     max_difference: float = Field(
-        default=10.0,
+        default=12.0,
         ge=0,
         le=255,
         description="grey levels (root mean square of 255) by which the 32 x 32 thumbnails of two copies may differ, "

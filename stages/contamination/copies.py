@@ -25,6 +25,7 @@ How = Literal["bytes", "pixels", "near"]
 HOWS: tuple[How, ...] = ("bytes", "pixels", "near")
 _MAX_STRETCH = 1.1  # largest ratio of two copies' aspects; rounding to whole pixels causes a few per cent
 _MAX_GAIN = 1.33  # between the contrasts of two copies, as in the second look
+_LOOKS_PER_WORKER = 20  # held-out images that take about as long as the start of a process
 _PAIRS_AT_A_TIME = 1 << 15  # pairs of thumbnails compared at a time
 
 
@@ -80,7 +81,9 @@ def find_copies(
         for row, found in alike.items()
     ]
     rows = list(alike)
-    for number, (chosen, distance) in run_tasks(look_again, tasks, resources):
+    for number, (chosen, distance) in run_tasks(
+        look_again, tasks, resources.at_most(1 + len(tasks) // _LOOKS_PER_WORKER)
+    ):
         row = rows[number]
         one = alike[row][chosen]
         how = "near" if distance <= config.max_apart else None

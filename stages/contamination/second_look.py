@@ -33,16 +33,18 @@ def apart(one: bytes, other: bytes) -> float:
     Raises:
         SkipSample: an image cannot be decoded.
     """
-    images = (Image.fromarray(read_rgb(data)).convert("YCbCr") for data in (one, other))
-    small, large = sorted(images, key=lambda image: max(image.size))
-    if max(small.size) > _SIDE:
-        small = small.resize(_scaled(small, _SIDE), Image.Resampling.LANCZOS)
+    small, large = sorted((_read(one), _read(other)), key=lambda image: max(image.size))
     if min(large.size) >= 2 * min(small.size):
         large = large.resize(small.size, Image.Resampling.LANCZOS)
     found = _apart(small, large, _WHOLE, _WHOLE)
     if found <= 1 or min(small.size) < _SMALL:
         return found
     return min(found, _apart(small, large, *_overlap(small, large)))
+
+
+def _read(data: bytes) -> Image.Image:
+    image = Image.fromarray(read_rgb(data)).convert("YCbCr")
+    return image if max(image.size) <= _SIDE else image.resize(_scaled(image, _SIDE), Image.Resampling.LANCZOS)
 
 
 def _scaled(image: Image.Image, side: int) -> tuple[int, int]:

@@ -32,7 +32,7 @@ from tests.helpers.drawn_pictures import (
     xray,
 )
 
-ORIGINALS, OTHERS, PAIRS = 2, 24, 16
+ORIGINALS, OTHERS, PAIRS = 2, 24, 10
 LIMITS = ContaminationConfig()
 
 

@@ -4,7 +4,7 @@ Options are read from the question, in the forms that occur in data:
 
     A. Oxygen                one per line, or all on one line; also "A: ...", "A) ...", "(A) ...", "Choice A. ..."
     B. Carbon dioxide
-    A、氧气 B、氮气            in full width, with or without spaces
+    A, or a comma of full width                          full-width forms, with or without spaces
     Options: Skateboarder, train, delivery, cab.         without letters: answered by an option's text
 
 An answer names options by letter ("B", "(b)", "B. Carbon dioxide") or by text. Options joined by "or", "and" or a comma
@@ -33,7 +33,7 @@ _INLINE = re.compile(
     rf"(?=[\s;]+[(\[]?[A-Z]{_MARK}|(?<={_WIDE})[(\[][A-Z]{_MARK}|$)",
     re.M,
 )
-_UNLETTERED = re.compile(r"^[ \t]*(?:options|choices|选项):[ \t]*(\S.*)$", re.M | re.I)
+_UNLETTERED = re.compile(r"^[ \t]*(?:options|choices|\u9009\u9879):[ \t]*(\S.*)$", re.M | re.I)
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _EDGES = " \t\n\r.,;:!?*`'\"()[]{}$"
 _SENTENCE = 100  # characters
@@ -43,46 +43,53 @@ _STRUCK = re.compile(r"~~.*?~~", re.S)
 _EMPHASIS = re.compile(r"\*\*.+?\*\*|__.+?__|\\boxed\{(?:\\text\{)?[^{}]*\}+|<(answer|b|strong)>.+?</\1>", re.S)
 _NARROW = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}  # full-width forms of ASCII
 _NARROW |= {0x24B6 + i: letter for i, letter in enumerate(_LETTERS)}  # in circles
-_NARROW |= str.maketrans("。、【】「」『』《》“”\u2018\u2019\u2013\u2014\u3000", ".,[][][][]\"\"''-- ")
+_NARROW |= str.maketrans(
+    "\u3002\u3001\u3010\u3011\u300c\u300d\u300e\u300f\u300a\u300b\u201c\u201d\u2018\u2019\u2013\u2014\u3000",
+    ".,[][][][]\"\"''-- ",
+)
 
-_FINAL = re.compile(r"(?:\banswer(?: is)?|答案|答え|정답):\s*", re.I)
+# Each pattern also has the words of Chinese for it, and those of Japanese and Korean for "the answer is".
+_FINAL = re.compile(r"(?:\banswer(?: is)?|\u7b54\u6848|\u7b54\u3048|\uc815\ub2f5):\s*", re.I)
 _THE = r"(?:(?:the|an?) )?(?:(?:correct |right )?(?:answer|option|choice|letter) )?[(\[\"']*$"
 _DECLARES = re.compile(
     r"(?<!wrong )(?<!incorrect )(?<!false )\b(?:(?:answer|option|choice) (?:is|must be|should be|would be)|answer):?\s*"
-    rf"(?:(?:both|either) )?{_THE}|(?:答案|[选選][择擇]?|选项|答え|정답)(?:应该)?[是为就はが은는]?:?\s*[(\[\"']*$",
+    rf"(?:(?:both|either) )?{_THE}"
+    r"|(?:\u7b54\u6848|[\u9009\u9078][\u62e9\u64c7]?|\u9009\u9879|\u7b54\u3048|\uc815\ub2f5)(?:\u5e94\u8be5)?"
+    r"[\u662f\u4e3a\u5c31\u306f\u304c\uc740\ub294]?:?\s*[(\[\"']*$",
     re.I,
 )
 _CONCLUDES = re.compile(
     r"\b(?:(?:it|this|that|one)(?:'s| is| was)|(?:the|this|that) (?:\w+ ){1,3}(?:is|was)|(?:must|should|would) be"
     rf"|has to be|so|thus|hence|therefore|guess|choos(?:e|ing)|pick|select|say|think|believe|with)[:,]?\s*{_THE}"
-    r"|(?:所以|因此|故|应该)(?:[是选为]|应该)?,?\s*$",
+    r"|(?:\u6240\u4ee5|\u56e0\u6b64|\u6545|\u5e94\u8be5)(?:[\u662f\u9009\u4e3a]|\u5e94\u8be5)?,?\s*$",
     re.I,
 )
 _DENIES = re.compile(
     r"(?:\b(?:not|never|neither|nor|rather than|instead of|unlike|over|exclud(?:e|es|ing)|(?:rules?|ruled|ruling) out"
     r"|eliminat(?:e|es|ed|ing)|cannot|(?:wrong|incorrect|false) (?:answer|option|choice|one)s? (?:is|are):?)|n't)\s*"
-    rf"(?:be )?(?:either )?{_THE}|[不非](?:会)?[是选]?\s*$",
+    rf"(?:be )?(?:either )?{_THE}|[\u4e0d\u975e](?:\u4f1a)?[\u662f\u9009]?\s*$",
     re.I,
 )
 _DENIED = re.compile(
     r"[)\]\"']*\s*(?:(?:is|are|was|were|seems?|looks?)(?: both| all| clearly)? (?:not|wrong|incorrect|false|out)\b"
     r"|(?:is|are|was|were|does|do|did|ca|could|would)n't\b|(?:cannot|(?:can|does|do|did|could|would) not)\b"
-    r"|都?[不错没])",
+    r"|\u90fd?[\u4e0d\u9519\u6ca1])",
     re.I,
 )
 _JOINS = re.compile(
-    r"[)\]\"']*(?:[ ,/&|+]*|[\s.,;]*(?:(?:and|or|nor|also|maybe|perhaps|possibly|和|或者?|与|及|还是)[\s,]*)+"
+    r"[)\]\"']*(?:[ ,/&|+]*|[\s.,;]*(?:(?:and|or|nor|also|maybe|perhaps|possibly"
+    r"|\u548c|\u6216\u8005?|\u4e0e|\u53ca|\u8fd8\u662f)[\s,]*)+"
     r"(?:(?:an?|the|option|choice|both|either) )*)[(\[\"']*",
     re.I,
 )
-_SINGULAR = re.compile(r"[)\]\"']*\s*(?:(?:is|was|has|does|gives|isn't|doesn't|can|cannot|would)\b|[不没])")
+_SINGULAR = re.compile(r"[)\]\"']*\s*(?:(?:is|was|has|does|gives|isn't|doesn't|can|cannot|would)\b|[\u4e0d\u6ca1])")
 _REASON = re.compile(r"[)\]\"']*(?:\s*$|\s*[.,;:\n]|\s+-|\s+(?:because|since|as|for)\b)", re.I)
 _LISTED = re.compile(r"^[(\[]?[A-Z][.):\]]+[ \t]*\S", re.M)
 _FITS = re.compile(r"[)\]\"']*\s+(?:is|fits|matches|seems|looks|would|must|should|has|was)\b")
 
-_WORD = r"A-Za-z0-9_À-ɏ"  # not \w, which holds the characters of Chinese
+_WORD = r"A-Za-z0-9_\u00c0-\u024f"  # not \w, which holds the characters of Chinese
 _LETTER = (
-    rf"(?<![{_WORD}'°-])(?<![A-Z]\.)([A-Z])(?![{_WORD}'+#]|-\w)|(?<![{_WORD}])\(([a-z])\)|\A([a-z])(?=[.):])"
+    rf"(?<![{_WORD}'\u00b0-])(?<![A-Z]\.)([A-Z])(?![{_WORD}'+#]|-\w)|(?<![{_WORD}])\(([a-z])\)|\A([a-z])(?=[.):])"
     r"|(?:(?<=(?i:option|choice) )|(?<=(?i:answer is) ))([a-z])(?=\s*(?:$|[.,;!\n]))"
 )
 _PRONOUN = re.compile(r"I\s+[a-z]")
@@ -92,8 +99,10 @@ _ARTICLE = re.compile(
 )
 _LEAD = re.compile(
     r"(?:\b(?:is|are|be|was|it's|that's|this|options?|choices?|answers?|letters?|label|number|so|thus|hence|therefore|then"
-    r"|choos(?:e|ing)|chose|but|over|vs|pick(?:ed)?|select(?:ed)?|say|think|guess|believe|with|and|or|both|either|only|just|\w+ly|es|est|ist"
-    r"|é|è|respuesta|réponse|antwort|resposta)|[选選择擇项項是為为案即故就和或与對对答은는이가はがも以该应]|[^\w°\s]|\n)\s*\Z",
+    r"|choos(?:e|ing)|chose|but|over|vs|pick(?:ed)?|select(?:ed)?|say|think|guess|believe|with|and|or|both|either|only"
+    r"|just|\w+ly|es|est|ist|\u00e9|\u00e8|respuesta|r\u00e9ponse|antwort|resposta)"
+    r"|[\u9009\u9078\u62e9\u64c7\u9879\u9805\u662f\u70ba\u4e3a\u6848\u5373\u6545\u5c31\u548c"
+    r"\u6216\u4e0e\u5c0d\u5bf9\u7b54\uc740\ub294\uc774\uac00\u306f\u304c\u3082\u4ee5\u8be5\u5e94]|[^\w\u00b0\s]|\n)\s*\Z",
     re.I,
 )
 
@@ -233,7 +242,7 @@ def _is_joined(text: str, last: _Group, mention: _Group) -> bool:
     between = text[last.end : mention.start]
     if between.strip(" ") == "\n":  # a list of options, one per line
         return last.by_text and mention.by_text
-    is_clause = _SINGULAR.match(text, mention.end) and not re.search(r"\bn?or\b|或|还是", between)
+    is_clause = _SINGULAR.match(text, mention.end) and not re.search(r"\bn?or\b|\u6216|\u8fd8\u662f", between)
     return _JOINS.fullmatch(between) is not None and not is_clause
 
 
