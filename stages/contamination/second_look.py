@@ -14,7 +14,7 @@ _SIDE = 1536  # pixels of the longer side, at most: limits time and memory of a 
 # Longer side, side of a block, grey levels that are added to a block's contrast, and the largest difference of a copy.
 # Small images show faint differences of large parts, such as two x-rays, since noise is averaged away in them.
 _SMALL = 64  # images with a smaller side are not aligned: two digits of one class would fit
-_SCALES = ((_SIDE, 8, 8.0, 0.6), (_SMALL, 16, 2.0, 0.36))
+_SCALES = ((_SIDE, 8, 8.0, 0.6), (_SMALL, 16, 2.0, 0.28))
 _MAX_CHROMA = 12.0  # levels of Cb or Cr by which a block of two copies in colour may differ
 _GREY = 6.0  # levels of Cb and Cr that an image without colour may have
 _MAX_GAIN = 1.33  # by which a copy may have more contrast
