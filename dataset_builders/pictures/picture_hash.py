@@ -6,7 +6,7 @@ a 32 x 32 grey thumbnail, one bit each: above their median or not. The cosines h
 colour, whose frequencies would otherwise be only rounding errors, therefore has the same hash on every machine.
 
 A hash of 64 bits cannot distinguish scans of one digit, or two receipts (docs/decisions/data.md has the rates). Images
-with equal hashes are therefore compared by their thumbnails.
+with similar hashes are therefore compared by their thumbnails, and then at their own size.
 """
 
 import hashlib

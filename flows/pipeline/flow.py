@@ -282,9 +282,13 @@ def check_heldout(dirs: Mapping[str, str], config: PipelineConfig) -> None:
     if unscored and limit is not None:
         plan = importlib.import_module("stages.answer.plan")  # imported now, since it loads torch
         asked = {sample.key for sample in plan.heldout_samples(samples, limit)}
-        num_asked, unscored = len(asked), asked & unscored.keys()
+        num_asked, unscored = len(asked), {key: how for key, how in unscored.items() if key in asked}
     num_scored, least = num_asked - len(unscored), config.convert.min_heldout
-    why = f"{len(unscored)} of {num_asked} held-out samples have a picture that occurs in train and count in no score"
+    num_near = sum(how == "near" for how in unscored.values())
+    why = (
+        f"{len(unscored)} of {num_asked} held-out samples count in no score: {len(unscored) - num_near} have a picture "
+        f"that occurs in train, {num_near} have one that looks alike"
+    )
     way_out = f"see {dirs.get('contamination')}/report.html, hold out others (convert.seed), or set contamination=null"
     if not num_scored:
         raise InputError(f"{why}, so nothing would be left; {way_out}")

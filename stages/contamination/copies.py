@@ -1,6 +1,11 @@
-"""Held-out images that are copies of train images: the same bytes, the same pixels, or nearly the same image."""
+"""Held-out images that are copies of train images: the same bytes, the same pixels, or nearly the same image.
 
-from collections.abc import Sequence
+Similar hashes and thumbnails find candidates for the last kind, and a second look at the images' own size decides.
+"""
+
+import json
+from bisect import insort
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -8,43 +13,57 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from dataset_builders.contracts.shard_io import read_record
+from dataset_builders.storage.store import StorePath
+from stages.artifacts.workers import StageResources, run_tasks
 from stages.contamination.config import ContaminationConfig
 from stages.contamination.near_hashes import near_pairs
 from stages.contamination.scan import THUMBNAIL_BYTES, PictureTask, count_pictures, read_pictures, read_thumbnails
+from stages.contamination.second_look import apart
 
 How = Literal["bytes", "pixels", "near"]
 HOWS: tuple[How, ...] = ("bytes", "pixels", "near")
 _MAX_STRETCH = 1.1  # largest ratio of two copies' aspects; rounding to whole pixels causes a few per cent
+_MAX_GAIN = 1.33  # between the contrasts of two copies, as in the second look
+_LOOKS_PER_WORKER = 20  # held-out images that take about as long as the start of a process
 _PAIRS_AT_A_TIME = 1 << 15  # pairs of thumbnails compared at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """An image of a held-out sample that occurs in the training split.
+    """An image of a held-out sample that occurs in the training split, or looks like one that does.
 
     Attributes:
         key, place: the held-out sample, and the index of the image in it, from 0.
-        how: bytes: the same encoded bytes; pixels: the same pixels in other bytes; or near.
-        train_key, train_place: the first such image in the training split; if near, the most similar one.
-        bits: number of bits in which the two hashes differ; 0 unless near.
-        difference: root mean square difference of the two thumbnails, in grey levels; 0 unless near.
-        thumbnails: the thumbnails of a near pair, held-out and train, 1,024 bytes each.
+        how: bytes: the same encoded bytes; pixels: the same pixels in other bytes; near: nearly the same image; None:
+            an image that looks alike in its thumbnail, and is no copy.
+        train_key, train_place: the first such image in the training split; if near, the one with the most similar
+            thumbnail.
+        bits: number of bits in which the two hashes differ; 0 for bytes and pixels.
+        difference: root mean square difference of the two thumbnails, in grey levels; 0 for bytes and pixels.
+        apart: how far apart the images are at their own size; 0 for bytes and pixels. See `second_look.apart`.
+        thumbnails: the two thumbnails, held-out and train, 1,024 bytes each; None for bytes and pixels.
     """
 
     key: str
     place: int
-    how: How
+    how: How | None
     train_key: str
     train_place: int
     bits: int = 0
     difference: float = 0.0
+    apart: float = 0.0
     thumbnails: tuple[bytes, bytes] | None = None
 
 
 def find_copies(
-    heldout_tasks: Sequence[PictureTask], train_tasks: Sequence[PictureTask], config: ContaminationConfig
+    heldout_tasks: Sequence[PictureTask],
+    train_tasks: Sequence[PictureTask],
+    config: ContaminationConfig,
+    resources: StageResources,
 ) -> list[Copy]:
-    """Return the copies in order of the held-out tables: at most one per image, of the surest kind."""
+    """Return the copies in order of the held-out tables: at most one per image, of the surest kind. An image that only
+    looks like a train image has a Copy without a kind."""
     heldout, train = read_pictures(heldout_tasks), read_pictures(train_tasks)
     copies: dict[int, Copy] = {}
     for how, column in (("bytes", "sha256"), ("pixels", "pixels_sha256")):
@@ -55,10 +74,71 @@ def find_copies(
     rest = np.setdiff1d(_with_hash(heldout), np.fromiter(copies, np.int64, len(copies)))
     thumbnails = np.concatenate([np.zeros((0, THUMBNAIL_BYTES), np.uint8), *map(read_thumbnails, heldout_tasks)])
     pairs = _alike_hashes(heldout, train, rest, config.max_bits)
-    for row, (difference, pair, thumbnail) in _nearest(pairs, thumbnails, train_tasks, config.max_difference).items():
-        uses = (*_use(heldout, row), "near", *_use(train, int(pairs.train[pair])))
-        copies[row] = Copy(*uses, int(pairs.bits[pair]), difference, (thumbnails[row].tobytes(), thumbnail))
+    alike = _most_alike(pairs, thumbnails, train_tasks, config)
+    places, train_places = _places(heldout, heldout_tasks), _places(train, train_tasks)
+    tasks = [
+        _LookTask(places(row), tuple(train_places(int(pairs.train[one.pair])) for one in found), config.max_apart)
+        for row, found in alike.items()
+    ]
+    rows = list(alike)
+    for number, (chosen, distance) in run_tasks(
+        look_again, tasks, resources.at_most(1 + len(tasks) // _LOOKS_PER_WORKER)
+    ):
+        row = rows[number]
+        one = alike[row][chosen]
+        how = "near" if distance <= config.max_apart else None
+        uses = (*_use(heldout, row), how, *_use(train, int(pairs.train[one.pair])))
+        shown = (thumbnails[row].tobytes(), one.thumbnail)
+        copies[row] = Copy(*uses, int(pairs.bits[one.pair]), one.difference, distance, shown)
     return [copies[row] for row in sorted(copies)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where an image is: a sample's byte range in a shard, and the index of the image in the sample."""
+
+    shard: StorePath
+    offset: int
+    size: int
+    checksum: int
+    key: str
+    place: int
+
+    def read(self) -> memoryview:
+        fields = read_record(self.shard, self.offset, self.size, checksum=self.checksum, key=self.key)
+        return fields[json.loads(bytes(fields["json"]))["images"][self.place]["name"]]
+
+
+@dataclass(frozen=True, slots=True)
+class _LookTask:
+    """A held-out image, and the train images that it is compared with until one is a copy."""
+
+    heldout: _Place
+    train: tuple[_Place, ...]
+    max_apart: float
+
+
+def look_again(task: _LookTask) -> tuple[int, float]:
+    """Return number and distance of the first train image that is a copy, or else of the nearest one."""
+    image, found = bytes(task.heldout.read()), []
+    for number, place in enumerate(task.train):
+        found.append((apart(image, bytes(place.read())), number))
+        if found[-1][0] <= task.max_apart:
+            return number, found[-1][0]
+    distance, number = min(found)
+    return number, distance
+
+
+def _places(pictures: pa.Table, tasks: Sequence[PictureTask]) -> Callable[[int], _Place]:
+    """Return a function from a row of the tasks' tables to the place of its image."""
+    ends = np.cumsum([count_pictures(task) for task in tasks])
+
+    def place(row: int) -> _Place:
+        task = tasks[int(np.searchsorted(ends, row, side="right"))]
+        columns = ("offset", "size", "checksum", "key", "place")
+        return _Place(task.directory / task.shard.name, *(pictures[name][row].as_py() for name in columns))
+
+    return place
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +185,24 @@ def _log_aspect(pictures: pa.Table) -> np.ndarray:
     return np.log(width / height)
 
 
-def _nearest(
-    pairs: _Pairs, thumbnails: np.ndarray, train_tasks: Sequence[PictureTask], max_difference: float
-) -> dict[int, tuple[float, int, bytes]]:
-    """Return held-out row -> difference, pair number and thumbnail of the most similar train image, if similar enough.
+@dataclass(frozen=True, slots=True, order=True)
+class _Alike:
+    """A train image that looks like a held-out one: the difference of the thumbnails, number of the pair, thumbnail."""
+
+    difference: float
+    pair: int
+    thumbnail: bytes
+
+
+def _most_alike(
+    pairs: _Pairs, thumbnails: np.ndarray, train_tasks: Sequence[PictureTask], config: ContaminationConfig
+) -> dict[int, list[_Alike]]:
+    """Return held-out row -> the train images with the most similar thumbnails, at most `max_looks`, in this order.
 
     Args:
         thumbnails: (held-out rows, 1024) uint8.
     """
-    best: dict[int, tuple[float, int, bytes]] = {}
+    alike: dict[int, list[_Alike]] = {}
     first = 0
     for task in train_tasks:  # one shard's thumbnails at a time
         last = first + count_pictures(task)
@@ -121,15 +210,20 @@ def _nearest(
         train_thumbnails = read_thumbnails(task) if end > begin else None
         for start in range(begin, end, _PAIRS_AT_A_TIME):
             batch = pairs.of(slice(start, min(start + _PAIRS_AT_A_TIME, end)))
-            differences = _differences(thumbnails[batch.heldout], train_thumbnails[batch.train - first])
-            for i in np.flatnonzero(differences <= max_difference).tolist():
-                row, difference = int(batch.heldout[i]), float(differences[i])
-                if row not in best or difference < best[row][0]:
-                    best[row] = (difference, start + i, train_thumbnails[batch.train[i] - first].tobytes())
+            differences = thumbnail_differences(thumbnails[batch.heldout], train_thumbnails[batch.train - first])
+            for i in np.flatnonzero(differences <= config.max_difference).tolist():
+                thumbnail = train_thumbnails[batch.train[i] - first].tobytes()
+                found = alike.setdefault(int(batch.heldout[i]), [])
+                insort(found, _Alike(float(differences[i]), start + i, thumbnail))
+                del found[config.max_looks :]
         first = last
-    return best
+    return alike
 
 
-def _differences(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Return the (n,) root mean square differences of two (n, 1024) uint8, in grey levels."""
-    return np.sqrt(np.square(one.astype(np.float32) - other).mean(axis=1, dtype=np.float64))
+def thumbnail_differences(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Return the (n,) root mean square differences of two (n, 1024) uint8 of equal brightness and contrast, in grey
+    levels."""
+    one, other = (pixels - pixels.mean(axis=1, keepdims=True, dtype=np.float32) for pixels in (one, other))
+    contrasts = [pixels.std(axis=1, keepdims=True) + 1 for pixels in (one, other)]
+    gain = np.clip(contrasts[0] / contrasts[1], 1 / _MAX_GAIN, _MAX_GAIN)
+    return np.sqrt(np.square(one - gain * other).mean(axis=1, dtype=np.float64))

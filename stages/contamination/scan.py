@@ -1,8 +1,8 @@
 """The perceptual record of every image in a samples artifact: one table per shard, made by the workers.
 
-Columns: key, place (index of the image in its sample, from 0), sha256 (32 bytes, of the encoded bytes), and
-pixels_sha256, width, height, phash, thumbnail (dataset_builders/pictures/picture_hash.py; null if the image cannot be
-decoded).
+Columns: key, place (index of the image in its sample, from 0), offset, size, checksum (the sample's byte range in its
+shard), sha256 (32 bytes, of the encoded bytes), and pixels_sha256, width, height, phash, thumbnail
+(dataset_builders/pictures/picture_hash.py; null if the image cannot be decoded).
 """
 
 import json
@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from dataset_builders.contracts.manifest import ShardEntry
 from dataset_builders.contracts.sample import SkipSample
-from dataset_builders.contracts.shard_io import iter_records
+from dataset_builders.contracts.shard_io import iter_located
 from dataset_builders.pictures.picture_hash import THUMBNAIL_SIDE, look_at
 from dataset_builders.storage.store import StorePath, local_copy, make_dir
 from stages.artifacts.artifact import Artifact
@@ -26,6 +26,9 @@ SCAN_SCHEMA = pa.schema(
     [
         ("key", pa.string()),
         ("place", pa.int32()),
+        ("offset", pa.int64()),
+        ("size", pa.int64()),
+        ("checksum", pa.uint64()),
         ("sha256", pa.binary(32)),
         ("pixels_sha256", pa.binary(32)),
         ("width", pa.int32()),
@@ -107,14 +110,14 @@ def read_thumbnails(task: PictureTask) -> np.ndarray:
 
 def _rows(task: PictureTask) -> Iterator[dict[str, object]]:
     looks: dict[str, dict[str, object]] = {}  # a shard's images: about a kilobyte each
-    for key, fields in iter_records(task.directory / task.shard.name, task.shard):
+    for record, fields in iter_located(task.directory / task.shard.name, task.shard):
         for place, image in enumerate(json.loads(fields["json"])["images"]):
             digest = image["sha256"]
             is_first = digest not in looks
             if is_first:
                 looks[digest] = _look(fields[image["name"]])
             if is_first or task.shard.split == "heldout":
-                yield {"key": key, "place": place, "sha256": bytes.fromhex(digest), **looks[digest]}
+                yield asdict(record) | {"place": place, "sha256": bytes.fromhex(digest), **looks[digest]}
 
 
 def _look(data: bytes) -> dict[str, object]:

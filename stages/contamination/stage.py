@@ -1,6 +1,7 @@
 """contamination: the search for held-out images that occur in the training split, once per samples artifact.
 
-    contamination.parquet     one row per such image: key, place, how, train_key, train_place, bits, difference
+    contamination.parquet     one row per such image: key, place, how, train_key, train_place, bits, difference,
+                              apart
     report.json, report.html  counts by subset, and each near copy next to its original
 
 convert never puts the same encoded bytes, or samples that share them, into both splits. It cannot detect the same image
@@ -8,9 +9,11 @@ in another file, for example a PNG converted to a JPEG, or a thumbnail. An image
 
     bytes    the SHA-256 of a train image's file (in an artifact that convert did not split)
     pixels   the SHA-256 of its decoded pixels
-    near     a perceptual hash within `max_bits` of 64, and a thumbnail within `max_difference` grey levels
+    near     a perceptual hash within `max_bits` of 64, a thumbnail within `max_difference` grey levels, and at its own
+             size no part that differs by more than `max_apart`
 
-A score without contaminated samples excludes the keys of `contaminated_keys`.
+An image of which only the first two of these hold looks alike, as two forms of one template do. It is counted and
+shown, and is no copy. A score without contaminated samples excludes the keys of `contaminated_keys`.
 """
 
 from collections import Counter
@@ -32,7 +35,7 @@ from stages.contamination.copies import HOWS, Copy, How, find_copies
 from stages.contamination.scan import PictureTask, read_pictures, scan_pictures
 from stages.pages.report import Pictures, Section, Table, write_report
 
-VERSION = 1
+VERSION = 2  # 2: a second look decides what is near: one template filled in twice is not
 CONTAMINATION = "contamination.parquet"
 CONTAMINATION_SCHEMA = pa.schema(
     [
@@ -43,11 +46,13 @@ CONTAMINATION_SCHEMA = pa.schema(
         ("train_place", pa.int32()),
         ("bits", pa.int32()),
         ("difference", pa.float64()),
+        ("apart", pa.float64()),
     ]
 )
 OVERALL = "overall"
 _SAMPLES_PER_WORKER = 500  # samples that take about as long as the start of a process
 _SHOWN = 24
+_SHOWN_ALIKE = 6
 _SHOWN_ROWS = 500
 _SCALE = 4  # enlargement of the thumbnails on the page
 
@@ -60,12 +65,13 @@ def _run(
     num_workers = max(1, samples.manifest.num_samples // _SAMPLES_PER_WORKER)
     tasks = scan_pictures(samples, work, resources.at_most(num_workers))
     heldout, train = ([t for t in tasks if t.shard.split == split] for split in ("heldout", "train"))
-    copies = find_copies(heldout, train, config)
+    found = find_copies(heldout, train, config, resources)
+    copies, alike = ([copy for copy in found if (copy.how is None) is only] for only in (False, True))
     rows = [{name: getattr(copy, name) for name in CONTAMINATION_SCHEMA.names} for copy in copies]
     with atomic_path(work / CONTAMINATION) as tmp:
         pq.write_table(pa.Table.from_pylist(rows, CONTAMINATION_SCHEMA), tmp)
-    stats = _stats(samples, heldout, train, copies)
-    _write_report(work, config, stats, copies)
+    stats = _stats(samples, heldout, train, copies) | {"look_alike": len({copy.key for copy in alike})}
+    _write_report(work, config, stats, copies, alike)
     if tasks:
         remove_tree(tasks[0].out.parent)
     return StageOutput(stats=stats)
@@ -108,7 +114,11 @@ def _count(copies: Sequence[Copy]) -> dict[str, int]:
 
 
 def _write_report(
-    directory: StorePath, config: ContaminationConfig, stats: Mapping[str, object], copies: Sequence[Copy]
+    directory: StorePath,
+    config: ContaminationConfig,
+    stats: Mapping[str, object],
+    copies: Sequence[Copy],
+    alike: Sequence[Copy],
 ) -> None:
     counts = stats["contaminated"]
     summary = {name.replace("_", " "): value for name, value in stats.items() if name != "contaminated"}
@@ -118,7 +128,11 @@ def _write_report(
     listed = [[getattr(copy, name) for name in CONTAMINATION_SCHEMA.names] for copy in copies[:_SHOWN_ROWS]]
     sections: list[Section] = [
         Table("Contaminated held-out samples", columns, [[name, *count.values()] for name, count in counts.items()]),
-        Pictures("Near copies: held-out left, train right, as they were compared", [_pair(copy) for copy in shown]),
+        Pictures("Near copies: held-out left, train right, their thumbnails", [_pair(copy) for copy in shown]),
+        Pictures(
+            f"Pictures that look alike and are no copies; {stats['look_alike']} held-out samples have one, and count",
+            [_pair(copy) for copy in alike[:_SHOWN_ALIKE]],
+        ),
         Table(f"Copies, the first {len(listed)} of {len(copies)}", list(CONTAMINATION_SCHEMA.names), listed),
     ]
     write_report(directory, title="Held-out pictures in train", summary=summary, sections=sections)
@@ -128,7 +142,7 @@ def _pair(copy: Copy) -> tuple[bytes, str]:
     shape = (THUMBNAIL_SIDE, THUMBNAIL_SIDE)
     pair = np.concatenate([np.frombuffer(data, np.uint8).reshape(shape) for data in copy.thumbnails], axis=1)
     keys = f"{copy.key} picture {copy.place}\n{copy.train_key} picture {copy.train_place}"
-    caption = f"{keys}\n{copy.bits} bits, {copy.difference:.2f} grey levels apart"
+    caption = f"{keys}\n{copy.bits} bits, {copy.difference:.2f} grey levels, {copy.apart:.2f} apart"
     return grey_png(pair.repeat(_SCALE, 0).repeat(_SCALE, 1)), caption
 
 

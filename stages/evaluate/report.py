@@ -81,7 +81,7 @@ def _contaminated(evaluation: Evaluation, counts: Mapping[str, Mapping[str, int]
         for name, value in evaluation.with_contaminated.items()
         if counts[name]["contaminated"]
     ]
-    title = "Held-out samples with a picture that occurs in train, in no score but here"
+    title = "Held-out samples with a picture that occurs in train or looks alike, in no score but here"
     return [Table(title, ["subset", "samples", "score", "score with them"], rows)] if rows else []
 
 
@@ -99,5 +99,7 @@ def _fields(evaluation: Evaluation) -> list[Table]:
 def _caption(prediction: Prediction, scored: Scored) -> str:
     answer = prediction.answer if prediction.stopped else f"{prediction.answer} ... (cut)"
     notes = "" if scored.score is None else f"\n{scored.metric} {scored.score:.3g}"
-    notes += "" if prediction.contaminated is None else f"\noccurs in train ({prediction.contaminated})"
+    if prediction.contaminated is not None:
+        is_near = prediction.contaminated == "near"
+        notes += "\nlooks like a picture in train" if is_near else f"\noccurs in train ({prediction.contaminated})"
     return f"{prediction.question}\nanswer: {answer}\nreference: {prediction.reference}{notes}\n{prediction.key}"

@@ -31,8 +31,9 @@ from trainer.contract.answer import HeldoutRow, read_heldout
 from trainer.contract.names import HELDOUT_BASE_JSONL, HELDOUT_JSONL
 
 # 2: num_images in predictions.parquet; 3: the answers come from another stage; 4: each subset's own metrics; 5:
-# contaminated samples not counted, losses of the references; 6: scores by field
-VERSION = 6
+# contaminated samples not counted, losses of the references; 6: scores by field; 7: multiple
+# choice reads denied, joined and full-width options, and an option's text before a letter that names something else
+VERSION = 7
 # Role of the training -> its file with the losses of the model that answers: the trained model, or the model before.
 _LOSSES = {"made_by": HELDOUT_JSONL, "start_of": HELDOUT_BASE_JSONL}
 WINDOW = 64  # samples in memory at a time, including images
@@ -85,8 +86,9 @@ def _losses(inputs: Mapping[str, Artifact]) -> dict[str, HeldoutRow]:
 def _check_counted(evaluation: Evaluation, samples: Artifact) -> None:
     if evaluation.predictions and all(prediction.contaminated for prediction in evaluation.predictions):
         raise InputError(
-            f"{samples.dir}: every held-out sample that was answered has a picture that occurs in train, so nothing is "
-            "left to score; look at the page of the stage contamination, or set contamination=null to score them"
+            f"{samples.dir}: every held-out sample that was answered has a picture that occurs in train or looks "
+            "alike, so nothing is left to score; look at the page of the stage contamination, or set "
+            "contamination=null to score them"
         )
 
 

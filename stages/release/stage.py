@@ -21,7 +21,8 @@ from stages.scoring.names import OVERALL
 from stages.scoring.summary import SCORE
 from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT
 
-VERSION = 3  # 2: MLflow's flavor, and the answers of other programs. 3: the flavor refuses what rows may not hold
+# 2: MLflow's flavor, and the answers of other programs; 3: the flavor refuses what rows may not hold, near copies look alike
+VERSION = 3
 _MAX_NEW_TOKENS = 64
 _REPRODUCE = "athanor run recipe.yaml"
 
@@ -89,7 +90,11 @@ def _scores(stats: Mapping[str, Any], before: Mapping[str, float]) -> dict[str, 
 def _note(stats: Mapping[str, Any]) -> str:
     level = stats["headlines"][OVERALL]["level"]
     contaminated = stats["counts"][OVERALL]["contaminated"]
-    left_out = f" {contaminated} samples with a picture that occurs in train are left out." if contaminated else ""
+    left_out = (
+        f" {contaminated} samples with a picture that occurs in train or looks alike are left out."
+        if contaminated
+        else ""
+    )
     return (
         f"Of answers to held-out samples, generated greedily. The first metric of a subset is its headline, with a "
         f"{level:.0%} interval from resampled samples; `{SCORE}` of `{OVERALL}` is the mean of the headlines, upwards."

@@ -40,7 +40,7 @@ def check(dirs: dict[str, str], caplog, *settings: str) -> list[str]:
 def test_nothing_left_to_score_ends_before_the_training(tmp_path, caplog):
     dirs = dirs_of(tmp_path, 2, 0)
     with pytest.raises(
-        InputError, match=r"^2 of 2 held-out samples have a picture .* would be left; see .*report.html"
+        InputError, match=r"^2 of 2 held-out samples count in no score: 2 have .* would be left; see .*report.html"
     ):
         check(dirs, caplog)
     assert check({"convert": dirs["convert"]}, caplog) == []  # with contamination=null all samples count

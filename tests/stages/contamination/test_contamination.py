@@ -11,18 +11,32 @@ from PIL import Image
 
 from dataset_builders.contracts.manifest import MANIFEST
 from dataset_builders.contracts.sample import Sample
+from dataset_builders.contracts.shard_io import iter_records
 from stages.artifacts.artifact import Artifact
 from stages.artifacts.run_stage import run_stage
 from stages.artifacts.workers import StageResources
 from stages.contamination import scan as picture_scan
 from stages.contamination.stage import STAGE, ContaminationConfig, contaminated_keys, read_contamination
 from tests.helpers.data_stages import run_convert
-from tests.helpers.drawn_pictures import chart, copies, encoded, receipt, scaled
+from tests.helpers.drawn_pictures import (
+    chart,
+    copies,
+    encoded,
+    form,
+    hard_copies,
+    photo,
+    receipt,
+    scaled,
+    screenshot,
+    xray,
+)
 from tests.helpers.raw_rows import row, write_source
 from tests.helpers.samples import make_samples_artifact, turns
+from tests.helpers.tiers import tiered
 
 pytestmark = pytest.mark.promise(
-    "Held-out images that occur in train count in no score; cropped, rotated or mirrored copies are not looked for."
+    "Held-out images that occur in train, encoded again, resized or cropped by 2% too, count in no score; others that "
+    "look alike do; turned or mirrored copies are not looked for."
 )
 
 HALF_A_PNG = encoded(chart(99))[:2000]
@@ -82,6 +96,7 @@ def test_the_manifest_counts_and_the_page_shows_the_near_ones(tmp_path):
         "heldout_pictures": 10,
         "train_pictures": 17,
         "undecodable_heldout_pictures": 1,
+        "look_alike": 0,
         "contaminated": {
             "overall": {"samples": 5, "bytes": 3, "pixels": 1, "near": 2},
             "a": {"samples": 3, "bytes": 1, "pixels": 1, "near": 1},
@@ -135,7 +150,7 @@ def test_copies_in_a_converted_dataset(tmp_path):
     samples = Artifact.load(run_convert(write_source(tmp_path / "raw", {"a": rows}), tmp_path / "root"))
     split_of = {}
     for shard in samples.manifest.shards:
-        for key, _ in picture_scan.iter_records(samples.dir / shard.name):
+        for key, _ in iter_records(samples.dir / shard.name):
             split_of[int(key.partition("/")[2])] = shard.split
     artifact = contaminate(samples, tmp_path / "root")
     apart = {i for i, twin in twins.items() if split_of[i] == "heldout" and split_of[twin] == "train"}
@@ -186,3 +201,55 @@ def test_pictures_on_white_paper_are_not_copies_of_each_other(tmp_path):
     }
     artifact = contaminate(make_samples_artifact(tmp_path / "samples", shards), tmp_path)
     assert contaminated_keys(artifact.dir) == {"a/00000100": "near"}
+
+
+def of_kind(directory: Path, train: list[bytes], heldout: list[bytes]) -> Artifact:
+    shards = {
+        f"{split}/shard-00000.tar": [sample(f"a/{begin + i:08d}", image) for i, image in enumerate(images)]
+        for split, images, begin in (("train", train, 0), ("heldout", heldout, 100))
+    }
+    return make_samples_artifact(directory / "samples", shards)
+
+
+OTHERS = {
+    "forms": lambda seed: form(seed),
+    "one field": lambda seed: form(seed, typed=3),
+    "screenshots": screenshot,
+    "faint x-rays": xray,
+    "squares of other colours": lambda seed: Image.new(
+        "RGB", (64, 64), ("#c00000", "#005a00", "#3838c0", "#4f4f4f")[seed]
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_pictures_of_one_template_are_no_copies(kind, tmp_path):
+    images = [encoded(OTHERS[kind](seed)) for seed in range(4)]
+    artifact = contaminate(of_kind(tmp_path, images[:2], images[2:]), tmp_path, max_bits=7, max_difference=255)
+    assert contaminated_keys(artifact.dir) == {}
+
+
+@pytest.mark.parametrize("count", tiered([15, 60], [15]))
+def test_forms_of_one_template_all_count(count, tmp_path):
+    forms = [encoded(form(seed, 400)) for seed in range(count)]
+    artifact = contaminate(of_kind(tmp_path, forms[count // 5 :], forms[: count // 5]), tmp_path)
+    assert contaminated_keys(artifact.dir) == {}
+    alike = artifact.manifest.stats["look_alike"]
+    assert 0 < alike <= count // 5
+    assert f"{alike} held-out samples have one, and count" in (artifact.dir / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("draw", "lost"),
+    [(form, []), (screenshot, ["contrast 1, brighter by 12"]), (photo, [])],  # its light parts become one white
+    ids=["form", "screenshot", "photo"],
+)
+def test_a_changed_copy_is_found_among_its_kind(draw, lost, tmp_path):
+    changes = dict(hard_copies(draw(0)))
+    heldout = [sample(f"a/{100 + i:08d}", image) for i, image in enumerate(changes.values())]
+    train = [sample(f"a/{seed:08d}", encoded(draw(seed))) for seed in (1, 0, 2)]
+    shards = {"train/shard-00000.tar": train, "heldout/shard-00000.tar": heldout}
+    artifact = contaminate(make_samples_artifact(tmp_path / "samples", shards), tmp_path)
+    found = {row["key"]: row["train_key"] for row in read_contamination(artifact.dir).to_pylist()}
+    missed = [name for sample, name in zip(heldout, changes) if found.get(sample.key) != "a/00000000"]
+    assert missed == lost

@@ -74,7 +74,7 @@ def test_it_is_the_export_with_a_card(inputs, tmp_path):
     ]
     assert "| digits | cer | 0.5 | 0.2500 to 0.7500 | 0.8750 | 7 |" in card.text
     assert "| overall | score | 0.5 | 0.2500 to 0.7500 | 0.1250 | 7 |" in card.text
-    assert "2 samples with a picture that occurs in train are left out" in card.text
+    assert "2 samples with a picture that occurs in train or looks alike are left out" in card.text
     assert "| overall | 2 | 0 | 1 | 1 |" in card.text and "num_steps: 3" in card.text
 
 
