@@ -21,7 +21,7 @@ from stages.scoring.names import OVERALL
 from stages.scoring.summary import SCORE
 from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT
 
-# 2: MLflow's flavor, and the answers of other programs; 3: the flavor refuses what rows may not hold, near copies look alike
+# 2: MLflow's flavor, and the answers of other programs; 3: what rows may not hold, pictures that look alike
 VERSION = 3
 _MAX_NEW_TOKENS = 64
 _REPRODUCE = "athanor run recipe.yaml"
