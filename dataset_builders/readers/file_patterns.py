@@ -18,8 +18,9 @@ from pathlib import Path
 from fsspec.utils import glob_translate
 
 from dataset_builders.errors import InputError
-from dataset_builders.readers.image_refs import IMAGE_SUFFIXES, real_dirs
+from dataset_builders.readers.image_refs import real_dirs
 from dataset_builders.readers.parts import natural_order
+from dataset_builders.readers.unread import IMAGE_SUFFIXES
 from dataset_builders.storage.store import StorePath, is_local, location
 
 

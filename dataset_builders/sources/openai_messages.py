@@ -81,7 +81,7 @@ def iter_part(part: Part, options: OpenAIOptions, rows: Container[int] | None = 
         try:
             if isinstance(record, SkippedRow):
                 raise SkipSample(record.reason, record.detail)
-            yield from_openai(record, images_of(record, "images", "image")).sample(part.key(row), reader.read)
+            yield from_openai(record, images_of(record)).sample(part.key(row), reader.read)
         except SkipSample as skip:
             yield SkippedRow(part.key(row), skip.reason, skip.detail)
 

@@ -36,11 +36,12 @@ from pydantic import Field, field_validator, model_validator
 from dataset_builders.contracts.sample import Sample, SkipSample
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.readers.conversation import Conversation, from_openai, from_sharegpt, names_images
-from dataset_builders.readers.image_refs import IMAGE_SUFFIXES, MAX_IMAGE_BYTES
+from dataset_builders.readers.image_refs import MAX_IMAGE_BYTES
 from dataset_builders.readers.json_lines import json_type, parse_json
 from dataset_builders.readers.parts import Builder, Part, SkippedRow, natural_order
 from dataset_builders.readers.row_files import number_on, span_parts, subset_files, subset_patterns
 from dataset_builders.readers.tar_files import Group, iter_groups, list_group_spans
+from dataset_builders.readers.unread import IMAGE_SUFFIXES
 from dataset_builders.storage.store import StorePath
 
 _SUFFIXES = (".tar",)
