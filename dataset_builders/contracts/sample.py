@@ -14,6 +14,12 @@ _KEY = re.compile(r"[A-Za-z0-9_-]+/[0-9]{8,}(-[0-9]+)?")
 _TURN = re.compile(r"-t[0-9]+$")
 _CONTROL_CHARS = re.compile(r"[\x00-\x08\x0b-\x1f]")  # every control character except tab and newline
 _SURROGATES = re.compile(r"[\ud800-\udfff]")  # JSON can contain a lone surrogate; UTF-8 cannot
+# What other tools replace by an image or a place in it. A model would be trained on these letters.
+_PLACEHOLDER = re.compile(
+    r"<\|?/?(?:image|img|picture|video|audio)s?(?:[ _-]?(?:\d+|here|placeholder|pad|token|context|soft[ _]token))?\|?>"
+    r"|<start_of_image>|<\|?(?:bbox|ref-object)\|?>|(?-i:\[IMG(?:[ _-]?\d+)?\])",
+    re.IGNORECASE,
+)
 
 
 def subset_of(key: str) -> str:
@@ -56,7 +62,7 @@ SKIP_REASONS: dict[str, str] = {
     "empty_prompt": "a user turn without text and without an image",
     "empty_target": "an assistant turn without text",
     "image_count_mismatch": "the number of image slots in the text is not the number of images",
-    "special_token_in_text": "the text holds a special token of the tokenizer, or an image slot of its own",
+    "special_token_in_text": "the text holds a special token of the tokenizer, an image slot, or a placeholder",
     "control_chars": "the text holds control characters other than tab and newline",
     "image_not_found": "the image that the row points at is not there, or lies outside the source",
     "decode_error": "the image bytes are no image that can be decoded to its end",
@@ -154,6 +160,11 @@ def _check_text(message: Message) -> None:
     for text in (message.text, message.reasoning, *message.references):
         if _SURROGATES.search(text):
             raise SkipSample("schema_error", f"text that is not Unicode: {text[:80]!r}")
+        if (found := _PLACEHOLDER.search(text.replace(IMAGE_SLOT, ""))) is not None:
+            raise SkipSample(
+                "special_token_in_text",
+                f"{found[0]!r} stands for something that is not read; write {IMAGE_SLOT} at the place of each image",
+            )
     if not message.text.strip():
         if message.role == "assistant":
             raise SkipSample("empty_target", "an assistant turn is empty")

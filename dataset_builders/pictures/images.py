@@ -14,6 +14,7 @@ import contextlib
 import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -64,7 +65,7 @@ class ImageInfo:
         width, height: in pixels, after EXIF orientation, as `open_rgb` gives them.
         mode: Pillow's name of the pixel format in the file.
         format: Pillow's name of the file format.
-        orientation: EXIF orientation, 1 to 8; 1 also if there is none or it is broken.
+        orientation: EXIF orientation, 1 to 8; 1 also if there is none, it is broken, or the format is TIFF.
     """
 
     width: int
@@ -187,7 +188,21 @@ def _open(data: bytes) -> Image.Image:
         image = Image.open(io.BytesIO(data), formats=_FORMATS)
     if image.format in jpeg.FORMATS:
         jpeg.check_scans(data, *image.size)
+    if image.format == "PNG" and "transparency" in image.info:
+        image.info["transparency"] = _as_decoded(image.info["transparency"], depth=data[24], is_grey=data[25] == 0)
     return image
+
+
+def _as_decoded(transparency: Any, depth: int, is_grey: bool) -> Any:
+    """Return the transparent value of a PNG as Pillow decodes its pixels: grey of 2 and 4 bits and colours of 16 to 8.
+
+    Args:
+        transparency: a number of grey, three of a colour, or the alpha of a palette's entries.
+        depth: bits of one channel in the file.
+    """
+    if is_grey and depth in (2, 4):
+        return transparency * 255 // ((1 << depth) - 1)
+    return tuple(value >> 8 for value in transparency) if depth == 16 and not is_grey else transparency
 
 
 @contextlib.contextmanager
@@ -244,6 +259,8 @@ def _load(image: Image.Image, data: bytes) -> int:
 
 
 def _orientation(image: Image.Image) -> int:
+    if image.format == "TIFF":  # Pillow turns it, and its header's size, by itself
+        return 1
     try:
         value = image.getexif().get(0x0112, 1)
     except Exception:  # a broken EXIF or XMP block is no reason to lose the image
@@ -267,7 +284,9 @@ def _flatten(image: Image.Image) -> Image.Image:
     """Convert 16-bit grey, or an image with transparency, to RGB."""
     if image.mode in _GREY_16:
         wide = np.asarray(image).astype(np.uint32)
-        return Image.fromarray(((wide + 128) // 257).astype(np.uint8)).convert("RGB")
+        grey = ((wide + 128) // 257).astype(np.uint8)
+        grey[wide == image.info.get("transparency", -1)] = 255
+        return Image.fromarray(grey).convert("RGB")
     white = Image.new("RGBA", image.size, (255, 255, 255, 255))
     return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
 

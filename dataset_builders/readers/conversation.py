@@ -8,15 +8,19 @@ There are two ways to mark the position of an image. The row's fields decide whi
                                                                        and no content part is an image
 
 If there are no marks at all, the images come before the first user's text, as in the tools that write such rows. In all
-other cases a literal `<image>` is refused (special_token_in_text), since it would become a slot.
+other cases a literal `<image>` is refused (special_token_in_text), since it would become a slot. Numbered marks, such
+as `<image 2>` or `<image_2>`, are read where each of the row's images has one (see `place_numbered`).
 """
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Role, Sample, SkipSample
+from dataset_builders.readers.heldout_names import SPLIT_NAMES, split_of
 from dataset_builders.readers.json_lines import json_type, parse_json
+from dataset_builders.readers.unread import IMAGE_NAMES, check_unread, is_learnt, unread_keys
 
 ImageRef = str | bytes | None  # an image's name, its bytes, or None: the next image of the row's images field
 
@@ -36,12 +40,12 @@ SHAREGPT_ROLES: Mapping[str, Role] = {
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _IMAGE_PARTS = ("image", "image_url", "input_image")
 _IMAGE_NAMES = ("image_url", "image", "url", "path")
-_NOT_READ = ("tools", "functions", "videos", "video", "audios", "audio")  # they would change the model's input
-_NOTHING = (None, False, "", [], {}, "[]")  # "[]": LLaMA-Factory's tools are a text
-ROW_FIELDS = ("messages", "conversations", "system", "images", "image", *_NOT_READ)  # other fields of a row are ignored
+ROW_KEYS = ("messages", "conversations", "system")
+_TURN_KEYS = ("role", "from", "content", "value", "name", "weight", "loss")
 _CALLS = ("tool_calls", "function_call")
 _REASONING = ("reasoning_content", "reasoning")  # the older and the newer name in servers that follow OpenAI's protocol
 _THINK, _END_OF_THINK = "<think>", "</think>"
+_NUMBERED = re.compile(r"<\|?image[ _-]?(\d+)\|?>", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +92,9 @@ def from_openai(record: Mapping[str, Any], images: Sequence[ImageRef] | None) ->
         messages.append(_message(turn, role, text, where))
         refs += own
     messages = _with_system(record, messages)
-    if has_marks:
-        return _with_marks(messages, images)
-    return Conversation(tuple(messages), _fill(refs, images or ()))
+    found = _with_marks(messages, images) if has_marks else Conversation(tuple(messages), _fill(refs, images or ()))
+    _check_row(record, found)
+    return found
 
 
 def from_sharegpt(record: Mapping[str, Any], images: Sequence[ImageRef]) -> Conversation:
@@ -101,18 +105,24 @@ def from_sharegpt(record: Mapping[str, Any], images: Sequence[ImageRef]) -> Conv
         role = _role(turn.get("from"), SHAREGPT_ROLES, where)
         text = _text(turn.get("value"), f"{where}.value")
         messages.append(_message(turn, role, text, where))
-    return _with_marks(_with_system(record, messages), images)
+    found = _with_marks(_with_system(record, messages), images)
+    _check_row(record, found)
+    return found
 
 
-def images_of(record: Mapping[str, Any], *fields: str) -> list[ImageRef] | None:
-    """Return the images of a row: a list or a single image, from the only one of these fields that is not null.
+def images_of(record: Mapping[str, Any]) -> list[ImageRef] | None:
+    """Return the images of a row, a list or a single image: `image` or `images`, else another of IMAGE_NAMES.
 
     An image is a text with its name, or an object with its `bytes`, `path` or `url`.
+
+    Returns:
+        The images; None if the row has no such field, or only null.
 
     Raises:
         SkipSample: schema_error, also if two of the fields are present.
     """
-    present = [field for field in fields if record.get(field) is not None]
+    present = [field for field in IMAGE_NAMES if record.get(field) is not None]
+    present = [field for field in present if field in ("image", "images")] or present
     if len(present) > 1:
         raise SkipSample("schema_error", f"both {present[0]!r} and {present[1]!r}: which are the row's images?")
     if not present:
@@ -128,10 +138,57 @@ def names_images(turns: Sequence[Any]) -> bool:
     return any(part.get(name) is not None for part in parts for name in _IMAGE_NAMES)
 
 
+def unread_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the keys of rows, and of their turns as `messages[].key`, that are not read."""
+    rows = list(rows)
+    names = unread_keys(rows, ("id", *ROW_KEYS, *IMAGE_NAMES))
+    for field in ("messages", "conversations"):
+        lists = [row[field] for row in rows if isinstance(row.get(field), list)]
+        turns = [turn for turns in lists for turn in turns if isinstance(turn, dict)]
+        names += [f"{field}[].{name}" for name in unread_keys(turns, (*_TURN_KEYS, *_REASONING, *_CALLS))]
+    return names
+
+
+def answer_of(text: str, **fields: Any) -> Message:
+    """Return an answer; a block `<think>...</think>` at the start of its text is its reasoning.
+
+    Args:
+        fields: other attributes of the message.
+    """
+    thought, end, rest = text.removeprefix(_THINK).partition(_END_OF_THINK)
+    if text.startswith(_THINK) and end:
+        fields |= {"reasoning": thought.strip()}
+        text = rest.strip()
+    return Message(role="assistant", text=text, **fields)
+
+
+def place_numbered(texts: Sequence[str], images: Sequence[Any]) -> tuple[list[str], list[Any]]:
+    """Return a user's texts with slots for marks like `<image 2>`, and the images in the order of the slots.
+
+    The marks are read if each image has exactly one, numbered from 1 or from 0; else texts and images are unchanged.
+    """
+    numbers = [int(number) for text in texts for number in _NUMBERED.findall(text)]
+    first = min(numbers, default=0)
+    is_whole = first in (0, 1) and sorted(numbers) == list(range(first, first + len(images)))
+    if not numbers or not is_whole or any(IMAGE_SLOT in text for text in texts):
+        return list(texts), list(images)
+    return [_NUMBERED.sub(IMAGE_SLOT, text) for text in texts], [images[number - first] for number in numbers]
+
+
+def _check_row(record: Mapping[str, Any], found: Conversation) -> None:
+    """Raise SkipSample for a key beside the messages that would change what is trained."""
+    check_unread(record, ROW_KEYS, bool(found.refs))
+    for name in SPLIT_NAMES:
+        if isinstance(record.get(name), str) and split_of(record[name]) == "heldout":
+            detail = (
+                f"{name!r} is {record[name]!r}, and no option reads it; write a file for each split, without this key"
+            )
+            raise SkipSample("schema_error", detail)
+
+
 def _turns(record: Mapping[str, Any], field: str, other: str) -> list[dict[str, Any]]:
-    for name in (other, *_NOT_READ):
-        if record.get(name) not in _NOTHING:
-            raise SkipSample("schema_error", f"the row has {name!r}, which is not read")
+    if record.get(other) not in (None, "", [], "[]"):
+        raise SkipSample("schema_error", f"the row has {other!r}, which is not read")
     turns = record.get(field)
     turns = parse_json(turns) if isinstance(turns, str) else turns  # a table may hold the list as JSON text
     if not isinstance(turns, list):
@@ -169,24 +226,10 @@ def _message(turn: Mapping[str, Any], role: Role, text: str, where: str) -> Mess
     if role != "assistant":
         return Message(role=role, text=text)
     fields = [field for field in _REASONING if turn.get(field)]
-    reasoning = _text(turn[fields[0]], f"{where}.{fields[0]}") if fields else ""
-    if not fields and text.startswith(_THINK) and _END_OF_THINK in text:
-        thought, _, rest = text.removeprefix(_THINK).partition(_END_OF_THINK)
-        reasoning, text = thought.strip(), rest.strip()
-    return Message(role=role, text=text, is_learnt=_is_learnt(turn, where), reasoning=reasoning)
-
-
-def _is_learnt(turn: Mapping[str, Any], where: str) -> bool:
-    """Whether an answer is trained on: OpenAI's `weight`, 0 or 1, or ms-swift's `loss`, true or false."""
-    learnt = True
-    for field in ("weight", "loss"):
-        value = turn.get(field)
-        if value is None:
-            continue
-        if not isinstance(value, bool | int | float) or value not in (0, 1):
-            raise SkipSample("schema_error", f"{where}.{field} is {str(value)[:40]!r}, neither 0 nor 1")
-        learnt = learnt and bool(value)
-    return learnt
+    if not fields:
+        return answer_of(text, is_learnt=is_learnt(turn, where))
+    reasoning = _text(turn[fields[0]], f"{where}.{fields[0]}")
+    return Message(role=role, text=text, is_learnt=is_learnt(turn, where), reasoning=reasoning)
 
 
 def _text(value: Any, where: str) -> str:
@@ -252,9 +295,12 @@ def _with_system(record: Mapping[str, Any], messages: list[Message]) -> list[Mes
 def _with_marks(messages: Sequence[Message], images: Sequence[ImageRef]) -> Conversation:
     """Return the conversation with slots at the marks; without marks, the slots come before the first user's text."""
     messages = list(messages)
-    first = next((i for i, message in enumerate(messages) if message.role == "user"), None)
-    if first is not None and not any(IMAGE_SLOT in message.text for message in messages):
-        messages[first] = Message(role="user", text=IMAGE_SLOT * len(images) + messages[first].text)
+    asked = [i for i, message in enumerate(messages) if message.role == "user"]
+    texts, images = place_numbered([messages[i].text for i in asked], images)
+    if texts and not any(IMAGE_SLOT in text for text in [*texts, *(message.text for message in messages)]):
+        texts[0] = IMAGE_SLOT * len(images) + texts[0]
+    for i, text in zip(asked, texts):
+        messages[i] = Message(role="user", text=text)
     return Conversation(tuple(messages), tuple(images))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from dataset_builders.contracts.sample import SkipSample
-from dataset_builders.readers.conversation import ROW_FIELDS
+from dataset_builders.readers.conversation import ROW_KEYS
 from dataset_builders.readers.file_patterns import SourceFile
 from dataset_builders.readers.json_lines import JSON_SUFFIXES, iter_json_rows, json_file_parts, parse_json
 from dataset_builders.readers.parts import Part, SkippedRow
@@ -22,6 +22,7 @@ from dataset_builders.readers.table_files import (
     table_facts,
     value_of,
 )
+from dataset_builders.readers.unread import is_watched
 from dataset_builders.storage.store import StorePath
 
 _TABLE = ".parquet"
@@ -61,7 +62,8 @@ def _file_parts(file: SourceFile, subset: str, column: str) -> list[Part]:
 
 def _iter_table(part: Part, rows: Container[int] | None) -> Iterator[tuple[int, dict[str, Any] | SkippedRow]]:
     (facts,) = table_facts([part.path])
-    columns = [name for name in facts.schema.names if name in ROW_FIELDS]
+    names = facts.schema.names
+    columns = [name for name in names if (name in ROW_KEYS or is_watched(name)) and names.count(name) == 1]
     for row, record in iter_table_rows(part, columns, rows):
         try:
             yield row, {name: _json_value(value_of(record, name), record[name].type) for name in columns}

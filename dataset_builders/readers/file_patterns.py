@@ -22,8 +22,9 @@ from pathlib import Path
 from fsspec.utils import glob_translate
 
 from dataset_builders.errors import InputError
-from dataset_builders.readers.image_refs import IMAGE_SUFFIXES, real_dirs
+from dataset_builders.readers.image_refs import real_dirs
 from dataset_builders.readers.parts import natural_order
+from dataset_builders.readers.unread import IMAGE_SUFFIXES
 from dataset_builders.storage.store import StorePath, is_local, location
 
 
@@ -52,7 +53,7 @@ def list_files(source: StorePath, patterns: Sequence[str], *, refuses_links_out:
     If the source is one file, that file is returned, whatever the patterns are.
 
     Args:
-        refuses_links_out: whether a link to a directory outside of the source is refused; False: it is not followed.
+        refuses_links_out: whether links out of the source are refused; False: those to directories are not followed.
 
     Raises:
         InputError: there is no such directory or file, a file or a directory is a link that leads out of the source,
@@ -71,7 +72,7 @@ def list_files(source: StorePath, patterns: Sequence[str], *, refuses_links_out:
     else:
         found = itertools.chain.from_iterable(_walk_store(source, top) for top in _tops(patterns))
     files = [file for file in found if any(glob.match(file.name) for glob in globs)]
-    if is_local(source):
+    if is_local(source) and refuses_links_out:
         _refuse_links_out(source, files)
     return sorted(files, key=lambda file: natural_order(file.name))
 

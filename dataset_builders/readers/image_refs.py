@@ -1,6 +1,7 @@
 """Reading of an image that a row only names, by a data URI, a path, or the address of an object in a store.
 
     data:image/png;base64,iVBORw0...     decoded; also percent-encoded, without ;base64
+    iVBORw0KGgo..., /9j/4AAQ...          base64 of PNG, JPEG, GIF or WebP without a head
     coco/000000033471.jpg                relative to the file that names it, or to `image_root` below the source; a path
                                          of Windows, coco\\000000033471.jpg, is read too
     s3://bucket/pictures/1.jpg           read from that store, if rows may name it (`storage/row_objects.py`)
@@ -15,6 +16,7 @@ import binascii
 import errno
 import posixpath
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import unquote_to_bytes
 
@@ -24,15 +26,25 @@ from dataset_builders.contracts.sample import SkipSample
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.errors import InputError, one_line
 from dataset_builders.readers.parts import Part
+from dataset_builders.readers.unread import IMAGE_SUFFIXES
 from dataset_builders.storage.row_objects import NoObject, read_object
 from dataset_builders.storage.store import StorePath, is_local
 
 MAX_IMAGE_BYTES = 256 << 20
-IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")
+# Globs of image files, in letters of either case. A row may also name a file with another suffix, or with none.
 IMAGE_PATTERNS = tuple(
-    f"{folder}*.{suffix}" for suffix in (*IMAGE_SUFFIXES, "JPG", "JPEG", "PNG") for folder in ("", "**/")
+    f"{folder}*." + "".join(f"[{c}{c.upper()}]" if c.isalpha() else c for c in suffix)
+    for suffix in IMAGE_SUFFIXES
+    for folder in ("", "**/")
+)
+# Files with these suffixes are no images, whatever a row says.
+_NO_IMAGES = (
+    *("json", "jsonl", "csv", "tsv", "parquet", "arrow", "feather", "ipc", "txt", "md", "html", "xml", "yaml", "yml"),
+    *("toml", "py", "sh", "log", "pdf", "xlsx", "tar", "zip", "gz", "tgz", "zst", "xz", "bz2", "7z", "rar"),
 )
 
+_BASE64 = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")  # the beginnings of PNG, JPEG, GIF and WebP in base64
+_SHORTEST_BASE64 = 100
 _STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci")
 _OBJECT = re.compile(r"(?P<protocol>[a-z0-9]+)://[A-Za-z0-9][A-Za-z0-9._@-]*/[^\0]+")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
@@ -43,17 +55,31 @@ _NO_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL)
 class ImageRefOptions(StrictModel):
     """The directory that the image paths of a row are relative to."""
 
-    image_root: str = Field(
+    image_root: str | dict[str, str] = Field(
         default="",
-        description="directory below the source that image paths are relative to; empty: that of the row's file",
+        description="directory below the source that image paths are relative to; empty: that of the row's file. Or a "
+        "directory for the rows of each file: {train.json: train2017, val.json: val2017}",
     )
 
 
 class ImageReader:
-    """Reader of the images that the rows of one part name."""
+    """Reader of the images that the rows of one part name.
 
-    def __init__(self, part: Part, image_root: str = "") -> None:
+    Args:
+        image_root: see ImageRefOptions.
+
+    Raises:
+        InputError: there is a directory for other files, but none for the part's file.
+    """
+
+    def __init__(self, part: Part, image_root: str | Mapping[str, str] = "") -> None:
         self._source = part.path.parents[part.name.count("/")]
+        if not isinstance(image_root, str):
+            if part.name not in image_root:
+                raise InputError(
+                    f"options.image_root names no directory for the rows of {part.name}; add it, or name it in subsets"
+                )
+            image_root = image_root[part.name]
         self._base = self._source / image_root if image_root else part.path.parent
         self._stores = part.stores
         self._real = real_dirs(self._source) if is_local(self._source) else None
@@ -68,11 +94,15 @@ class ImageReader:
         """
         if ref[:5].lower() == "data:":
             return _data_uri(ref)
+        if len(ref) > _SHORTEST_BASE64 and ref.startswith(_BASE64):
+            return _data_uri(f"data:;base64,{ref}")
         scheme = _SCHEME.match(ref)
         if not ref.strip() or "\0" in ref:
             raise _missing(ref, "no path")
+        if not may_be_image(ref):
+            raise _missing(ref, "its suffix is of no image")
         if scheme is None:
-            return self._read_path(ref)
+            return self.read_path(ref)
         if len(scheme[1]) == 1:
             raise _missing(ref, "a path on a drive of Windows; name the image by its path below the data: images/1.jpg")
         if scheme[1].lower() in ("http", "https"):
@@ -81,7 +111,7 @@ class ImageReader:
             raise _missing(ref, f"neither a path nor the address of an object ({'://, '.join(_STORES)}://)")
         return self._read_object(ref, ref)
 
-    def _read_path(self, ref: str) -> bytes:
+    def read_path(self, ref: str) -> bytes:
         """Return the file at a path, or if there is none and the path has backslashes, as on Windows, with slashes."""
         read = self._read_beside if self._real is None else self._read_local
         try:
@@ -123,6 +153,11 @@ class ImageReader:
             raise _missing(ref, str(error)) from error
 
 
+def may_be_image(name: str) -> bool:
+    """Whether a row may name a file of this name as an image; its content must show whether it is one."""
+    return name.rpartition(".")[2].lower() not in _NO_IMAGES
+
+
 def real_dirs(source: Path) -> tuple[Path, ...]:
     """Return the directories that may hold a source's files: the source, and for a snapshot of the hub its blobs."""
     real = source.resolve()
@@ -130,14 +165,13 @@ def real_dirs(source: Path) -> tuple[Path, ...]:
     return (real, *((cache / "blobs").resolve() for cache in caches[:1]))
 
 
-def check_image_root(source: StorePath, image_root: str) -> None:
-    """Raise InputError unless `image_root` is a directory below the source, or below the directory of a source file."""
-    if not image_root:
-        return
+def check_image_root(source: StorePath, image_root: str | Mapping[str, str]) -> None:
+    """Raise InputError unless each `image_root` is a directory below the source, or below the directory of its file."""
     top = source.parent if source.is_file() else source
-    is_inside = not image_root.startswith("/") and ".." not in Path(image_root).parts
-    if not is_inside or not (top / image_root).is_dir():
-        raise InputError(f"options.image_root={image_root!r} is not a directory below {top}; give one, or leave it out")
+    for root in (image_root,) if isinstance(image_root, str) else image_root.values():
+        is_inside = not root.startswith("/") and ".." not in Path(root).parts
+        if root and (not is_inside or not (top / root).is_dir()):
+            raise InputError(f"options.image_root={root!r} is not a directory below {top}; give one, or leave it out")
 
 
 def _data_uri(ref: str) -> bytes:

@@ -6,12 +6,13 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from dataset_builders.errors import InputError
+from dataset_builders.readers.conversation import unread_of
 from dataset_builders.readers.file_patterns import SourceFile, list_files
 from dataset_builders.readers.heldout_names import NO_CLASSES, heldout_globs, words_of
-from dataset_builders.readers.image_refs import IMAGE_SUFFIXES
 from dataset_builders.readers.json_lines import ONE_OBJECT
 from dataset_builders.readers.row_files import subset_files
-from dataset_builders.recognise.columns import CLASSIFY, DESCRIBE, find_columns, split_names, split_values
+from dataset_builders.readers.unread import IMAGE_SUFFIXES
+from dataset_builders.recognise.columns import CLASSIFY, DESCRIBE, find_columns, split_names
 from dataset_builders.recognise.members import tar_options
 from dataset_builders.recognise.peek import ROW_SUFFIXES, TAR_SUFFIX, peek_classes, peek_groups, peek_rows
 from dataset_builders.recognise.reading import Reading
@@ -20,6 +21,7 @@ from dataset_builders.storage.store import StorePath
 CAPTION_SUFFIXES = ("txt", "caption")
 # Metadata files of tools: of the library datasets, of the hub, of Kaggle.
 _NO_ROWS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "dataset-metadata.json")
+_MADE_UP = "sample_submission.csv"  # of Kaggle: rows of the test set with answers that are all alike
 _MOST_DIRS = 200
 
 
@@ -55,9 +57,11 @@ def survey(source: StorePath) -> Survey:
         InputError: the source does not exist, or a file is a link that leads out of the source.
     """
     files = [file for file in list_files(source, ("*", "**/*")) if not file.name.endswith(_NO_ROWS)]
+    problems = [f"{f.name} has made-up answers and is not read" for f in files if f.name.endswith(_MADE_UP)]
+    files = [file for file in files if not file.name.endswith(_MADE_UP)]
     images = [file.name for file in files if _suffix(file.name) in IMAGE_SUFFIXES]
     rows = [file.name for file in files if file.name.endswith((*ROW_SUFFIXES, TAR_SUFFIX))]
-    found = Survey([], [], rows, images, [])
+    found = Survey([], problems, rows, images, [])
     found.readings.extend(_row_readings(source, files, found.problems))
     found.readings.extend(_tar_readings(files, found.problems))
     texts = [file.name for file in files if _suffix(file.name) in CAPTION_SUFFIXES]
@@ -107,10 +111,10 @@ def _of_rows(rows: Sequence[Mapping[str, Any]], name: str) -> Reading | str:
         return f"{name} has no row with fields"
     if any(_has_turns(row.get("messages"), "role") for row in rows):
         why = f"rows of {name} have `messages` with roles, OpenAI's form"
-        return Reading(builder="openai_messages", why=why, unused=tuple(split_values(rows)))
+        return Reading(builder="openai_messages", why=why, unused=tuple(unread_of(rows)))
     if any(_has_turns(row.get("conversations"), "from") for row in rows):
         why = f"rows of {name} have `conversations` with from and value, LLaVA's form"
-        return Reading(builder="llava", why=why, unused=tuple(split_values(rows)))
+        return Reading(builder="llava", why=why, unused=tuple(unread_of(rows)))
     if is_table and {"images", "texts"} <= keys and any(_has_turns(row.get("texts"), "user") for row in rows):
         options = {"turns": "chat"}
         return Reading(

@@ -6,18 +6,17 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from dataset_builders.readers.heldout_names import split_of
-from dataset_builders.readers.image_refs import IMAGE_SUFFIXES
+from dataset_builders.readers.heldout_names import SPLIT_NAMES, splits_of
+from dataset_builders.readers.parts import natural_order
+from dataset_builders.readers.unread import IMAGE_NAMES, looks_like_image
 
 DESCRIBE = "Describe the image."
 CLASSIFY = "What is in the image?"
 READ = "Read the text in the image."
 
 # Column names that datasets use, the most specific ones first; German, French and Spanish ones last, without accents.
-_IMAGES = (
-    *("image", "images", "img", "picture", "photo", "file_name", "filename", "image_path", "path", "file"),
-    *("bild", "foto", "datei", "dateiname", "imagen", "archivo", "fichier"),
-)
+_IMAGES = (*IMAGE_NAMES, "path", "file", "datei", "dateiname", "archivo", "fichier")
+_CHOICES = ("choices", "options", "candidates", "alternatives", "multi_choice_options")
 _QUESTIONS = (
     *("question", "query", "prompt", "instruction", "problem", "input", "user", "human"),
     *("frage", "pregunta"),
@@ -36,7 +35,6 @@ _LABELS = (
     *("klasse", "kategorie", "clase", "categoria", "classe", "categorie"),
 )
 _SYSTEMS = ("system", "system_prompt")
-_SPLITS = ("split", "subset", "partition", "part", "set")
 _NO_ANSWERS = ("id", "key", "index", "url", "source", "license", "width", "height")
 _MAX_RUNS = 8  # most runs of equal values that a split column may have in the first rows
 
@@ -63,26 +61,31 @@ def find_columns(rows: Sequence[Mapping[str, Any]]) -> Columns | str:
         rows: the first rows, as name -> value.
     """
     names = list(dict.fromkeys(name for row in rows for name in row))
-    if any(_is_image_value(name) for name in names):
+    if any(looks_like_image(name) for name in names):
         example = "image,question,answer"
         return f"its first line is a row and no header; write the columns' names above it, for example {example}"
     values = {name: [row[name] for row in rows if row.get(name) not in (None, "")] for name in names}
     images = [name for name in names if _is_image(values[name])]
+    image = _first_of(_IMAGES, images)
+    if image is None and not images:  # where the rows name no image that can be read, reading says why
+        image = _first_of([name for name in IMAGE_NAMES if name not in ("file_name", "filename")], names)
+        images = [image] if image else []
     texts = [name for name in names if name not in images and _is_text(values[name])]
-    image = _first_of(_IMAGES, images) or (images[0] if images else None)
     for name in names:
-        if (fault := _several_turns(name, values[name])) is not None:
+        if (fault := _unreadable(name, values[name], texts)) is not None:
             return fault
     answer, question = _answer_and_question(texts, values)
     extra = _first_of(("input",), texts) if question and _normalized(question) == "instruction" else None
     if answer is None:
         return f"no column looks like an answer among: {', '.join(names)}; name that column answer"
-    if question is None and image is None:
+    if question is None and not images:
         return f"no column looks like a question, and none holds images, among: {', '.join(names)}"
     fallback = _question_for(answer)
-    shown = [name for name in images if _without_number(name) == _without_number(image)] if image else []
+    shown = images if image is None else [n for n in images if _without_number(n) == _without_number(image)]
+    if len({_without_number(name) for name in shown}) == 1:  # else in the order of the columns: before, after
+        shown = sorted(shown, key=natural_order)
     options: dict[str, Any] = {
-        "image": shown if len(shown) > 1 else image,
+        "image": shown if len(shown) > 1 else shown[0] if shown else None,
         "question": question or f"<image>{fallback}",
         "answer": answer,
     }
@@ -95,7 +98,7 @@ def find_columns(rows: Sequence[Mapping[str, Any]]) -> Columns | str:
     if (system := _first_of(_SYSTEMS, texts)) is not None and system not in (question, answer):
         options["system"] = system
     splits = split_values(rows)
-    if (split := _first_of(_SPLITS, splits)) is not None:
+    if (split := _first_of(SPLIT_NAMES, splits)) is not None:
         if sum(a != b for a, b in pairwise(splits[split])) >= _MAX_RUNS:
             return f"column {split!r} names the split of each row, in mixed order; sort the rows by it"
         options |= {"split": split, **split_names(splits[split])}
@@ -104,23 +107,34 @@ def find_columns(rows: Sequence[Mapping[str, Any]]) -> Columns | str:
     used = {*shown, *choices, question, extra, answer, options.get("system"), options.get("split")}
     with_extra = f" with {', '.join(map(repr, [extra] if extra else choices))}" if extra or choices else ""
     question_text = f"column {question!r}{with_extra} is the question" if question else f"each question is {fallback!r}"
-    image_text = f"column {image!r} is the image" if image else "there is no image"
+    image_text = f"column {shown[0]!r} is the image" if shown else "there is no image"
     if len(shown) > 1:
         image_text = f"columns {', '.join(map(repr, shown))} are the images, in this order"
     why = f"{image_text}, {question_text}, column {answer!r} is the answer"
     return Columns(options, why, tuple(name for name in names if name not in used))
 
 
-def _several_turns(name: str, values: Sequence[Any]) -> str | None:
-    """Return why no map of columns reads this one: each row has a list of questions, alone or with their answers."""
+def _unreadable(name: str, values: Sequence[Any], texts: Sequence[str]) -> str | None:
+    """Return why no map of columns reads this one, which is a part of each row's conversation."""
+    plain = _normalized(name)
     lists = [value for value in values if isinstance(value, list) and value]
     way_out = 'write a column "messages" in its place, as docs/data-formats.md shows for openai_messages'
     pair = next((value[0] for value in lists if isinstance(value[0], dict) and _holds_a_pair(value[0])), None)
     if pair is not None:
         fields = ", ".join(pair)
         return f"column {name!r} holds lists of objects ({fields}), which no map of columns reads; {way_out}"
-    if lists and _normalized(name).removesuffix("s") in _QUESTIONS and all(isinstance(v[0], str) for v in lists):
+    if lists and plain.removesuffix("s") in _QUESTIONS and all(isinstance(v[0], str) for v in lists):
         return f"column {name!r} holds a list of questions in each row, which no map of columns reads; {way_out}"
+    if plain in ("chosen", "rejected"):
+        return f"column {name!r} holds data of preferences; remove rejected, and name the column of good answers answer"
+    if lists and plain in _CHOICES:
+        return (
+            f"column {name!r} holds the choices of each question, which no option reads; write them as columns A, B, C "
+            "and so on, and the letter of the right one as the answer"
+        )
+    if values and plain in (*_QUESTIONS, *_ANSWERS) and name not in texts and isinstance(values[0], dict):
+        fields = ", ".join(map(str, values[0]))
+        return f"column {name!r} holds an object ({fields}) in each row; write one of its texts in its place"
     return None
 
 
@@ -133,14 +147,14 @@ def _answer_and_question(texts: Sequence[str], values: Mapping[str, list[Any]]) 
     others = [name for name in texts if name != question]
     answer = _first_of((*_ANSWERS, *_CAPTIONS, *_TRANSCRIPTS, *_LABELS), others)
     if answer is None:
-        candidates = [name for name in others if _normalized(name) not in (*_NO_ANSWERS, *_SPLITS, *_SYSTEMS)]
+        candidates = [name for name in others if _normalized(name) not in (*_NO_ANSWERS, *SPLIT_NAMES, *_SYSTEMS)]
         answer = candidates[0] if len(candidates) == 1 else None
     return answer, question
 
 
 def _choices(rows: Sequence[Mapping[str, Any]], answers: Sequence[Any]) -> list[str]:
-    """Return the columns A, B, ... that hold the choices, if the answers are their letters and no choice is empty."""
-    letters = [name for name in "ABCDEFGH" if all(row.get(name) not in (None, "") for row in rows)]
+    """Return the columns A, B, ... of the choices, if the answers are their letters. Some rows may have fewer."""
+    letters = [name for name in "ABCDEFGH" if any(row.get(name) not in (None, "") for row in rows)]
     return letters if len(letters) > 1 and all(answer in letters for answer in answers) else []
 
 
@@ -153,9 +167,9 @@ def _question_for(answer: str) -> str:
 
 def split_names(values: Iterable[Any]) -> dict[str, Any]:
     """Return the options train_splits and heldout_splits for the values that name splits, where defaults do not do."""
-    names = dict.fromkeys(str(value) for value in values)
-    train = [value for value in names if split_of(value) == "train"]
-    heldout = [value for value in names if split_of(value) == "heldout"]
+    splits = splits_of(str(value) for value in values)
+    train = [value for value, split in splits.items() if split == "train"]
+    heldout = [value for value, split in splits.items() if split == "heldout"]
     options: dict[str, Any] = {}
     if set(train) - {"train"}:
         options["train_splits"] = train
@@ -166,9 +180,11 @@ def split_names(values: Iterable[Any]) -> dict[str, Any]:
 
 def split_values(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Return column -> its values, for each column that names the split of its row."""
-    names = {name for row in rows for name in row if _normalized(name) in _SPLITS}
+    names = {name for row in rows for name in row if _normalized(name) in SPLIT_NAMES}
     values = {name: [row[name] for row in rows if row.get(name) not in (None, "")] for name in names}
-    return {name: each for name, each in values.items() if each and all(split_of(str(value)) for value in each)}
+    return {
+        name: each for name, each in values.items() if each and set(map(str, each)) <= set(splits_of(map(str, each)))
+    }
 
 
 def _first_of(wanted: Sequence[str], names: Iterable[str]) -> str | None:
@@ -187,18 +203,9 @@ def _without_number(name: str) -> str:
 
 
 def _is_image(values: Sequence[Any]) -> bool:
+    """Whether most of the values, or of the items of lists, are images or name one."""
     items = [item for value in values for item in (value if isinstance(value, list) else [value])]
-    return bool(items) and sum(map(_is_image_value, items)) > 0.5 * len(items)
-
-
-def _is_image_value(value: Any) -> bool:
-    """Whether a value is an image, or the name of one."""
-    if isinstance(value, dict):
-        return isinstance(value.get("bytes"), bytes) or _is_image_value(value.get("path"))
-    if isinstance(value, str):
-        text = value.strip().lower()
-        return text.startswith("data:image/") or text.rpartition(".")[2] in IMAGE_SUFFIXES
-    return isinstance(value, bytes)
+    return bool(items) and sum(map(looks_like_image, items)) > 0.5 * len(items)
 
 
 def _is_text(values: Sequence[Any]) -> bool:

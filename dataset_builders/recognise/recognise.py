@@ -1,16 +1,17 @@
 """The choice of a source's reading: every candidate reads the first rows, and the one with most samples wins."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dataset_builders.pictures.images import ImageLimits
+from dataset_builders.readers.heldout_names import words_of
 from dataset_builders.recognise.candidates import Survey, survey
 from dataset_builders.recognise.reading import Reading
-from dataset_builders.recognise.trial import Trial, try_reading
+from dataset_builders.recognise.trial import Trial, try_image_roots, try_reading
 from dataset_builders.sources.registry import get_builder
 from dataset_builders.storage.store import StorePath
 
 ENOUGH = 0.5  # share of usable rows at which a reading of a lower tier is preferred
-_ROOT_ROWS = 10  # number of rows on which each possible image_root is tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +44,27 @@ def recognise(source: StorePath, limits: ImageLimits) -> Recognised:
 
 
 def _with_image_root(source: StorePath, reading: Reading, found: Survey, limits: ImageLimits) -> Trial:
-    """Try a reading; if most images are not found, choose the directory that its image paths are relative to."""
+    """Try a reading; where images are not found, choose for each file the directory that its paths are relative to."""
     trial = try_reading(source, reading, limits=limits)
     has_root = "image_root" in get_builder(reading.builder).options.model_fields
-    if not has_root or trial.reasons["image_not_found"] <= trial.tried / 2:
+    if not has_root or not trial.reasons["image_not_found"]:
         return trial
-    roots = [replace(reading, options={**reading.options, "image_root": name}) for name in found.image_dirs]
-    tries = [try_reading(source, rooted, limit=_ROOT_ROWS) for rooted in roots]
-    best = max(tries, key=lambda t: t.usable, default=trial)
-    return try_reading(source, best.reading, limits=limits) if best.usable > trial.usable else trial
+    chosen: dict[str, str] = {}
+    for name, usable in try_image_roots(source, reading, ("", *found.image_dirs)).items():
+        fits = [root for root, share in usable.items() if share == max(usable.values())]
+        root = fits[0] if fits[0] == "" or len(fits) == 1 else _named_alike(name, fits)
+        if root is None:
+            which = f"its images are found in {fits[0]} and in {fits[1]}, which may differ"
+            return Trial(reading, refused=f"{name}: {which}; write the folder into each path of its rows")
+        chosen[name] = root
+    image_root = chosen if len(set(chosen.values())) > 1 else next(iter(chosen.values()), "")
+    if not image_root:
+        return trial
+    return try_reading(source, replace(reading, options={**reading.options, "image_root": image_root}), limits=limits)
+
+
+def _named_alike(name: str, roots: Sequence[str]) -> str | None:
+    """Return the only one of the directories that has the most words in common with a file's name; None if none has."""
+    common = {root: len(words_of(root) & words_of(name.rpartition(".")[0])) for root in roots}
+    best = [root for root, number in common.items() if number and number == max(common.values())]
+    return best[0] if len(best) == 1 else None

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from dataset_builders.contracts.sample import Sample, SkipSample
@@ -15,6 +15,8 @@ from dataset_builders.storage.store import StorePath
 
 MAX_ROWS = 200
 _MAX_PARTS = 8  # most parts that are opened, for a source of many files
+_MAX_FILES = 32  # most files for each of which a directory of images is searched
+_ROOT_ROWS = 10  # number of rows on which each possible image_root is tried
 
 
 @dataclass(slots=True)
@@ -83,6 +85,25 @@ def try_reading(source: StorePath, reading: Reading, limit: int = MAX_ROWS, limi
     except (InputError, ValueError) as error:  # ValueError: invalid options
         trial.refused = str(error)
     return trial
+
+
+def try_image_roots(source: StorePath, reading: Reading, roots: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Return file -> directory below the source -> share of the file's first rows whose images are found there.
+
+    Of a source with many files, some files stand for all.
+    """
+    builder = get_builder(reading.builder)
+    options = {root: builder.options.model_validate({**reading.options, "image_root": root}) for root in roots}
+    parts = parts_of(builder, source, reading.subsets, options[roots[0]], reading.heldout_files)
+    first = list({part.name: part for part in reversed(parts)}.values())
+    shares: dict[str, dict[str, float]] = {}
+    for part in first if len(first) <= _MAX_FILES else first[:: len(first) // _MAX_PARTS]:
+        rows = range(part.first_row, part.first_row + min(_ROOT_ROWS, part.num_rows))
+        for root in roots:
+            items = list(itertools.islice(builder.iter_part(part, options[root], rows), 4 * _ROOT_ROWS))
+            lost = sum(isinstance(item, SkippedRow) and item.reason == "image_not_found" for item in items)
+            shares.setdefault(part.name, {})[root] = 1 - lost / max(1, len(items))
+    return shares
 
 
 def _rows(parts: list[Part], reading: Reading, options: object, limit: int) -> Iterator[Sample | SkippedRow]:

@@ -26,6 +26,8 @@ Left out: an image without a text file, a text that is not UTF-8, or an image wi
 that contains `<image>` (special_token_in_text); an empty text (empty_target); and all that Sample.check refuses.
 """
 
+import json
+import re
 from collections.abc import Container, Iterator, Sequence
 from itertools import groupby
 from typing import Literal
@@ -36,15 +38,17 @@ from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Sample, SkipS
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.errors import InputError
 from dataset_builders.readers.file_patterns import SourceFile, list_files
-from dataset_builders.readers.image_refs import IMAGE_SUFFIXES, ImageReader
+from dataset_builders.readers.heldout_names import splits_of
+from dataset_builders.readers.image_refs import ImageReader
 from dataset_builders.readers.parts import Builder, Part, SkippedRow
 from dataset_builders.readers.row_files import NUMBERED, choose_subsets
 from dataset_builders.readers.table_files import stripped
+from dataset_builders.readers.unread import IMAGE_SUFFIXES
 from dataset_builders.storage.store import StorePath
 
 _PART_ROWS = 512
-# Images with the last suffixes may be refused, each with its name.
-_IMAGES = tuple(f".{suffix}" for suffix in (*IMAGE_SUFFIXES, "avif", "jfif", "jp2", "jpe", "heic", "heif"))
+_YOLO = re.compile(r"(\d+( +-?\d*\.?\d+(e-?\d+)?){4,}\s*)+")  # a class and numbers in each line
+_IMAGES = tuple(f".{suffix}" for suffix in IMAGE_SUFFIXES)
 
 
 class ImageFolderOptions(StrictModel):
@@ -76,7 +80,9 @@ def list_parts(source: StorePath, subsets: Sequence[str], options: ImageFolderOp
     if source.is_file():
         raise InputError(f"raw data {source} is a file; the builder image_folder reads a directory of images")
     rows_of: dict[str, list[SourceFile]] = {}
-    for file in _row_files(list_files(source, patterns(())), options):
+    row_files = list(_row_files(list_files(source, patterns(())), options))
+    _check_folders(source, [file.name for file in row_files], options)
+    for file in row_files:
         folders = _folders(file.name, options)
         is_named = options.answer == "text_file" and folders
         rows_of.setdefault(folders[0] if is_named else NUMBERED, []).append(file)
@@ -109,6 +115,30 @@ BUILDER = Builder(
     has_splits=True,
     images_are_rows=True,
 )
+
+
+def _check_folders(source: StorePath, names: Sequence[str], options: ImageFolderOptions) -> None:
+    """Raise InputError for a folder that is named like held-out data and would be trained on."""
+    below: dict[str, dict[str, None]] = {}  # folder -> the folders in it
+    for name in names:
+        parts = name.split("/")[:-1]
+        for i, part in enumerate(parts):
+            below.setdefault("/".join(parts[:i]), {})[part] = None
+    known = {*options.train_splits, *options.heldout_splits}
+    for parent, folders in below.items():
+        held = [name for name, split in splits_of(folders).items() if split == "heldout"]
+        unknown = [name for name in held if parent or name not in known]
+        if parent and unknown and len(splits_of(folders)) > len(held):
+            raise InputError(
+                f"{source}/{parent}/{unknown[0]} is named like held-out data, and its images would be trained on; give "
+                f"{source}/{parent} as the data"
+            )
+        if not parent and unknown:
+            names_of = json.dumps([*options.heldout_splits, *unknown])
+            raise InputError(
+                f"{source}/{unknown[0]} is named like held-out data, and its images would be trained on; set "
+                f"options.heldout_splits: {names_of}, or add it to options.train_splits"
+            )
 
 
 def _row_files(files: Sequence[SourceFile], options: ImageFolderOptions) -> Iterator[SourceFile]:
@@ -157,10 +187,16 @@ def _text(name: str, reader: ImageReader, options: ImageFolderOptions) -> str:
     """Return the text of the text file of an image."""
     text_name = f"{_stem(name)}.{options.suffix}"
     try:
-        return stripped(reader.read(f"./{text_name}").decode("utf-8-sig"))
+        text = stripped(reader.read_path(f"./{text_name}").decode("utf-8-sig"))
+        if _YOLO.fullmatch(text):
+            detail = f"{text_name!r} holds places of objects in YOLO's form, {text[:40]!r}, and no text"
+            raise SkipSample("schema_error", detail)
+        return text
     except UnicodeDecodeError as error:
         raise SkipSample("schema_error", f"{text_name!r} is not UTF-8: {error.reason} at byte {error.start}") from None
     except SkipSample as skip:
+        if skip.reason == "schema_error":
+            raise
         raise SkipSample("schema_error", f"no caption file ({skip.detail})") from None
 
 

@@ -65,7 +65,7 @@ def iter_part(part: Part, options: LlavaOptions, rows: Container[int] | None = N
             yield record
             continue
         try:
-            images = images_of(record, "image", "images") or []
+            images = images_of(record) or []
             yield from_sharegpt(record, images).sample(part.key(row), reader.read)
         except SkipSample as skip:
             yield SkippedRow(part.key(row), skip.reason, skip.detail)

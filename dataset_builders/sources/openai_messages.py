@@ -24,10 +24,10 @@ the images of that field in order:
      "images": ["pictures/1.png"]}
 
 The role `developer` is read as `system`. Parts of a text are joined without a separator. An answer with weight 0
-(ms-swift: loss false) is context and is not trained on. An answer's reasoning is in `reasoning_content` (or
-`reasoning`), or in a block `<think>...</think>` at the start of its text. Texts are stripped, and CRLF becomes LF. An
-image is a data URI, a path relative to the file or to `image_root`, or an object's address (see image_refs.py). Other
-fields of a row are ignored.
+(ms-swift: loss false, and other marks, see unread.py) is context and is not trained on. An answer's reasoning is in
+`reasoning_content` (or `reasoning`), or in a block `<think>...</think>` at the start of its text. Texts are stripped,
+and CRLF becomes LF. An image is a data URI, a path relative to the file or to `image_root`, or an object's address (see
+image_refs.py). Of other fields, those that would change what is trained leave the row out (unread.py).
 
 Left out: a line that is not JSON (json_parse_error); fields of another type, an image in an answer, tools, videos or
 audio in the row (schema_error); tool calls, tool and function roles, an answer that follows no question, a system
@@ -81,7 +81,7 @@ def iter_part(part: Part, options: OpenAIOptions, rows: Container[int] | None = 
         try:
             if isinstance(record, SkippedRow):
                 raise SkipSample(record.reason, record.detail)
-            yield from_openai(record, images_of(record, "images", "image")).sample(part.key(row), reader.read)
+            yield from_openai(record, images_of(record)).sample(part.key(row), reader.read)
         except SkipSample as skip:
             yield SkippedRow(part.key(row), skip.reason, skip.detail)
 

@@ -41,6 +41,7 @@ from pydantic import Field
 
 from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Sample, SkipSample, Split
 from dataset_builders.errors import InputError
+from dataset_builders.readers.conversation import answer_of, place_numbered
 from dataset_builders.readers.csv_files import CSV_SUFFIXES, csv_file_parts, csv_header, iter_csv_rows
 from dataset_builders.readers.file_patterns import SourceFile, nearest
 from dataset_builders.readers.image_refs import IMAGE_PATTERNS, ImageReader, ImageRefOptions, check_image_root
@@ -58,15 +59,19 @@ from dataset_builders.readers.table_files import (
     kind_of,
     list_table_parts,
     stripped,
+    table_facts,
     value_of,
 )
+from dataset_builders.readers.unread import check_unread, is_watched
 from dataset_builders.storage.store import StorePath
 
 TEXT_SUFFIXES = (*CSV_SUFFIXES, *JSON_SUFFIXES)
 SUFFIXES = (".parquet", *ARROW_SUFFIXES, *TEXT_SUFFIXES)
-Record = pa.StructScalar | dict[str, Any]  # a row of a table; a row of a CSV or JSON file
+Record = pa.StructScalar | dict[str, Any]
 _MAX_RUNS = 64  # per part; each run of one split becomes a part of its own, which reads its row groups again
 _MARK = re.compile(r"\{([^{}]*)\}")
+_CHOICE = re.compile(r"([A-Z])\. \{\1\}")
+_LIST_AS_TEXT = re.compile(r"""\[\s*(['"]).*\1\s*\]|\{\s*['"].*\}""", re.DOTALL)
 
 
 class TableOptions(ImageRefOptions):
@@ -135,11 +140,17 @@ def iter_part(part: Part, options: TableOptions, rows: Container[int] | None = N
     reader = ImageReader(part, options.image_root)
     is_table = not part.name.endswith(TEXT_SUFFIXES)
     names = class_names(part.path) if options.class_names and is_table else {}
-    for row, record in _iter_rows(part, _columns(options), options, rows):
+    columns = _columns(options)
+    if is_table:
+        (facts,) = table_facts([part.path])
+        columns += [
+            name for name in facts.schema.names if name not in columns and _is_watched(name, facts.schema, options)
+        ]
+    for row, record in _iter_rows(part, columns, options, rows):
         key = part.key(row)
         try:
-            if names and not isinstance(record, SkippedRow):
-                record = {column: _named(value_of(record, column), names.get(column)) for column in _columns(options)}
+            if is_table and not isinstance(record, SkippedRow):
+                record = {column: _named(value_of(record, column), names.get(column)) for column in columns}
             yield record if isinstance(record, SkippedRow) else _sample(key, record, reader, options)
         except SkipSample as skip:
             yield SkippedRow(key, skip.reason, skip.detail)
@@ -183,7 +194,17 @@ def _iter_rows(
     for row, record in iter_csv_rows(whole, chosen):
         if not isinstance(record, SkippedRow):
             record |= {name: None for name in nullable & record.keys() if not record[name].strip()}
+            lists = [name for name in columns if _LIST_AS_TEXT.fullmatch((record.get(name) or "").strip())]
+            if lists:
+                detail = f"{lists[0]} is a list written as text, {record[lists[0]][:60]!r}; write rows as JSON lines"
+                record = SkippedRow(part.key(row), "schema_error", detail)
         yield row, record
+
+
+def _is_watched(name: str, schema: pa.Schema, options: TableOptions) -> bool:
+    """Whether a column that no option names is looked at: an image only where no column is one."""
+    is_image = options.image is not None and _is_image(schema.field(name).type) and not is_text(schema.field(name).type)
+    return schema.names.count(name) == 1 and is_watched(name) and not is_image
 
 
 def _split_part(part: Part, options: TableOptions) -> Iterator[Part]:
@@ -300,20 +321,21 @@ def _is_value(kind: pa.DataType) -> bool:
 def _sample(key: str, record: Record, reader: ImageReader, options: TableOptions) -> Sample:
     if options.split is not None:
         _text(_value(record, options.split), options.split)
+    check_unread(record, _columns(options), bool(_image_columns(options)))
     images = _images(record, reader, options)
-    question = _filled(options.question, record)
+    (question,), images = place_numbered([_filled(options.question, record)], images)
     if not images and options.null_image == "absent" and "<" in options.question:
         question = question.replace(IMAGE_SLOT, "")
     if IMAGE_SLOT not in question:
         question = IMAGE_SLOT * len(images) + question
-    answer = Message(role="assistant", text=_answer(record, options), references=_references(record, options))
+    answer = answer_of(_answer(record, options), references=_references(record, options))
     messages = [Message(role="user", text=question.strip()), answer]
     if options.system is not None:
         messages.insert(0, Message(role="system", text=_filled(options.system, record)))
     for message in messages:
         if message.role != "user" and IMAGE_SLOT in message.text:
             raise SkipSample("special_token_in_text", f"the {message.role} text holds {IMAGE_SLOT}")
-    sample = Sample(key=key, messages=tuple(messages), images=images)
+    sample = Sample(key=key, messages=tuple(messages), images=tuple(images))
     sample.check()
     return sample
 
@@ -333,11 +355,16 @@ def _images(record: Record, reader: ImageReader, options: TableOptions) -> tuple
 
 
 def _filled(text: str, record: Record) -> str:
-    """Return the text of the column, or the text with each {column} replaced by that column's value."""
+    """Return the text of the column, or the text with each {column} replaced by that column's value.
+
+    A line like `D. {D}` after the first one is left out where its column is empty: questions differ in their choices.
+    """
     columns = _text_columns(text)
     if columns == [text]:
         return _text(_value(record, text), text)
-    return _MARK.sub(lambda mark: _text(_value(record, mark[1]), mark[1]), text).strip()
+    first, *others = text.split("\n")
+    others = [line for line in others if not _CHOICE.fullmatch(line) or _value(record, line[4:-1]) not in (None, "")]
+    return _MARK.sub(lambda mark: _text(_value(record, mark[1]), mark[1]), "\n".join([first, *others])).strip()
 
 
 def _answer(record: Record, options: TableOptions) -> str:

@@ -37,11 +37,12 @@ from pydantic import Field, field_validator, model_validator
 from dataset_builders.contracts.sample import Sample, SkipSample
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.readers.conversation import Conversation, from_openai, from_sharegpt, names_images
-from dataset_builders.readers.image_refs import IMAGE_SUFFIXES, MAX_IMAGE_BYTES
+from dataset_builders.readers.image_refs import MAX_IMAGE_BYTES
 from dataset_builders.readers.json_lines import json_type, parse_json
 from dataset_builders.readers.parts import Builder, Part, SkippedRow, natural_order
 from dataset_builders.readers.row_files import number_on, span_parts, subset_files, subset_patterns
 from dataset_builders.readers.tar_files import Group, iter_groups, list_group_spans
+from dataset_builders.readers.unread import IMAGE_SUFFIXES, check_unread
 from dataset_builders.storage.store import StorePath
 
 _SUFFIXES = (".tar",)
@@ -130,6 +131,7 @@ def _sample(key: str, group: Group, options: WebDatasetOptions) -> Sample:
     texts = _Texts(group)
     if options.messages is None:
         question, answer = texts.text(options.question), texts.text(options.answer)
+        texts.check_unread((options.question, options.answer))
         return _pair(question, answer, fields).sample(key, read)
     return _conversation(texts.value(options.messages), fields).sample(key, read)
 
@@ -198,6 +200,13 @@ class _Texts:
             else:
                 raise SkipSample("schema_error", f"nothing at {place!r}")
         return value
+
+    def check_unread(self, places: Sequence[str]) -> None:
+        """Raise SkipSample if a key of a JSON member that these places do not name would change what is trained."""
+        for member, value in self._parsed.items():
+            if isinstance(value, dict):
+                read = [place.removeprefix(f"{member}:").partition(".")[0] for place in places]
+                check_unread(value, read, has_images=True)
 
     def _member(self, field: str) -> str:
         if field not in self._group.fields:

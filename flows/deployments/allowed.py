@@ -73,13 +73,13 @@ def check_request_paths(config: PipelineConfig, root: StorePath, recipe: Pipelin
     for field in CORES_AT_MOST:
         if values[field] > (most := max(cores, base.get(field, 0))):
             raise InputError(f"{field}={values[field]} is more than a request may ask for here; give {most} or less")
-    for field in _PATHS:
+    for field in (*_PATHS, *(field for field in values if field.startswith("convert.options.image_root."))):
         if isinstance(value := values.get(field), str) and value != base.get(field):
             _check_path(field, value, root, [str(base[name]) for name in ("data", "model") if name in base])
 
 
 def _check_path(field: str, text: str, root: StorePath, of_recipe: Sequence[str]) -> None:
-    if field.endswith("image_root"):
+    if field.startswith("convert.options.image_root"):
         if text.startswith("/") or ".." in Path(text).parts:
             raise InputError(f"{field}={text!r} must be below the source; give a relative path without ..")
         return

@@ -1,8 +1,8 @@
 """The user's raw rows: in a directory, a file, below a URL, or in a dataset of the hub.
 
 Raw data is identified by a digest of the files that the builder reads: on a disk, of their names and bytes; in an
-object store, of their names, sizes and ETags, so that nothing has to be downloaded. The digest includes images below
-the source that rows may name, but no images elsewhere.
+object store, of their names, sizes and ETags, so that nothing has to be downloaded. The digest includes all files below
+the source that rows may name as images, but no images elsewhere.
 """
 
 import contextlib
@@ -23,8 +23,9 @@ from huggingface_hub.errors import (
 
 from dataset_builders.errors import InputError
 from dataset_builders.readers.file_patterns import SourceFile, list_files
-from dataset_builders.readers.image_refs import IMAGE_PATTERNS, IMAGE_SUFFIXES
+from dataset_builders.readers.image_refs import IMAGE_PATTERNS, may_be_image
 from dataset_builders.readers.parts import natural_order
+from dataset_builders.readers.unread import IMAGE_SUFFIXES
 from dataset_builders.sources.hub_subsets import check_hub_subsets
 from dataset_builders.sources.registry import get_builder
 from dataset_builders.storage.files import read_object, sha256_file, write_json
@@ -64,9 +65,7 @@ def content_digest(source: Path, patterns: Sequence[str], memo: Path | None = No
     Raises:
         InputError: a file may not be read.
     """
-    files = list_files(source, patterns)
-    if source.is_file() and set(IMAGE_PATTERNS) <= set(patterns):
-        files += list_files(source.parent, IMAGE_PATTERNS, refuses_links_out=False)
+    files = _readable(source, patterns)
     stamps = [_stamp(file.path) for file in files]
     digests = {} if memo is None else _remembered(memo)
     to_read = {stamp: file.path for stamp, file in zip(stamps, files) if stamp not in digests}
@@ -81,10 +80,21 @@ def content_digest(source: Path, patterns: Sequence[str], memo: Path | None = No
 def _stored_digest(source: StorePath, patterns: Sequence[str], builder: str) -> str:
     """Return 16 hex digits over names, sizes and ETags of the files in a store that the patterns match."""
     check_reachable(source)
-    files = list_files(source, patterns)
+    files = _readable(source, patterns)
     if not _has_rows(files, builder):
         raise InputError(f"raw data {source} holds no file that the builder {builder} reads; check the address")
     return _digest((file.name, file.stored) for file in files)
+
+
+def _readable(source: StorePath, patterns: Sequence[str]) -> list[SourceFile]:
+    """Return the files that the patterns match and, where rows may name images, all files that a row may name."""
+    files = list_files(source, patterns)
+    if set(IMAGE_PATTERNS) <= set(patterns):
+        known, is_file = {file.name for file in files}, source.is_file()
+        top = source.parent if is_file else source
+        below = list_files(top, ("*", "**/*"), refuses_links_out=not is_file)  # files beside a file may be others'
+        files += [file for file in below if may_be_image(file.name) and file.name not in known]
+    return files
 
 
 def _digest(files: Iterable[tuple[str, str]]) -> str:

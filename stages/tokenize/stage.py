@@ -36,7 +36,7 @@ from stages.tokenize.config import TokenizeConfig
 from stages.tokenize.report import cut_words, write_tokenize_report
 from stages.tokenize.shard import ShardTask, notes_path, read_notes, tokenize_shard
 
-VERSION = 2  # 2: partitioned index with checksums, codecs
+VERSION = 3  # 2: partitioned index with checksums, codecs; 3: transparent values of PNGs of 2, 4 and 16 bits
 SHORTENED = "shortened.jsonl"
 _PROCESS_WORTH = 10.0  # seconds of work worth a process, which imports torch and transformers in up to five seconds
 

@@ -111,7 +111,7 @@ FAULTS = {
     ),
     "a split that no builder reads": (
         _after(openai_jsonl, _replace("chats.jsonl", ('{"messages"', '{"split": "test", "messages"'))),
-        "split names the split of each row, and is not used; write a file for each split",
+        "'split' is 'test', and no option reads it; write a file for each split, without this key",
     ),
     "a drive of Windows": (
         _after(csv_paths, _replace("data.csv", ("imgs/", "C:\\imgs\\"))),
@@ -235,7 +235,7 @@ FAULTS = {
     ),
     "a split in an inner folder": (
         lambda d, rows: LAYOUTS["split_class_folders"][0](d / "pets", rows),
-        "images in pets/val are trained on; to hold them out, give the folder above as the data",
+        "pets/val is named like held-out data, and its images would be trained on; give ",
     ),
     "files of no kind": (_write("a.docx", b"x"), "none of its files is read, for example a.docx"),
     "images that no row names": (

@@ -10,7 +10,6 @@ import numpy as np
 from dataset_builders.contracts.sample import IMAGE_SLOT, Sample
 from dataset_builders.errors import printable
 from dataset_builders.pictures.images import read_rgb
-from dataset_builders.readers.heldout_names import split_of
 from dataset_builders.recognise.candidates import Survey
 from dataset_builders.recognise.columns import CLASSIFY
 from dataset_builders.recognise.recognise import Recognised
@@ -67,15 +66,10 @@ def anomalies(found: Survey, trial: Trial, limit: float) -> Iterator[str]:
         )
     if trial.duplicates:
         yield f"{trial.duplicates} of {len(trial.samples)} samples repeat one before them, and will be left out"
-    unused = ", ".join(trial.reading.unused)
-    if unused and trial.reading.builder == "table":
-        yield f"columns that are not used: {unused}"
-    elif unused:
-        yield f"{unused} names the split of each row, and is not used; write a file for each split: train, test"
+    if trial.reading.unused:
+        what = "columns" if trial.reading.builder == "table" else "fields"
+        yield f"{what} that are not used: {', '.join(trial.reading.unused)}"
     yield from found.problems
-    inner = [name for name in found.image_dirs if split_of(name.rpartition("/")[2]) == "heldout"]
-    if trial.reading.builder == "image_folder" and inner and not trial.heldout:
-        yield f"images in {inner[0]} are trained on; to hold them out, give the folder above as the data"
     used = sum(len(sample.images) for sample in trial.samples)
     if found.images and not used:
         yield f"no row uses one of the {len(found.images):,} image files, for example {found.images[0]}"

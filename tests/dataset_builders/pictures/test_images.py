@@ -1,8 +1,10 @@
 """Which images are refused and why; every accepted pixel format becomes the RGB that a person would see."""
 
 import io
+import struct
 import subprocess
 import sys
+import zlib
 from unittest.mock import Mock
 
 import numpy as np
@@ -144,8 +146,8 @@ def test_exif_orientation_is_applied(orientation, image_format):
     with Image.open(io.BytesIO(data)) as image:
         expected = np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
     np.testing.assert_array_equal(pixels(data), expected)
-    info = check_image(data, LIMITS)
-    assert (info.width, info.height) == ((32, 48) if orientation > 4 else (48, 32))
+    for info in (check_image(data, LIMITS), check_image(data, LIMITS, decode=False)):
+        assert (info.width, info.height) == ((32, 48) if orientation > 4 else (48, 32))
 
 
 @pytest.mark.parametrize("name", BROKEN_EXIF)
@@ -203,6 +205,26 @@ def test_colour_key_transparency_is_white():
     image.paste((1, 2, 3), (8, 0, 16, 16))
     got = pixels(encode(image, transparency=(10, 20, 30)))
     assert (got[:, :8] == 255).all() and (got[:, 8:] == (1, 2, 3)).all()
+
+
+@pytest.mark.parametrize(
+    ("depth", "colour", "transparent", "row", "expected"),
+    [
+        (16, 0, (0,), struct.pack(">HH", 0, 30000), (255, 117)),
+        (16, 0, (40000,), struct.pack(">HH", 40000, 40001), (255, 156)),
+        (16, 2, (0x1234, 0, 0), struct.pack(">6H", 0x1234, 0, 0, 0x2299, 0, 0), (255, 0x22)),
+        (2, 0, (1,), bytes([0b01100000]), (255, 170)),
+        (4, 0, (15,), bytes([0xF3]), (255, 51)),
+        (1, 0, (0,), bytes([0b00000000]), (255, 255)),
+    ],
+)
+def test_a_transparent_value_of_a_png_is_white_whatever_its_depth(depth, colour, transparent, row, expected):
+    header = struct.pack(">IIBBBBB", 2, 9, depth, colour, 0, 0, 0)
+    chunks = [(b"IHDR", header), (b"tRNS", struct.pack(f">{len(transparent)}H", *transparent))]
+    chunks += [(b"IDAT", zlib.compress((b"\0" + row) * 9)), (b"IEND", b"")]
+    data = b"".join(struct.pack(">I", len(c)) + n + c + struct.pack(">I", zlib.crc32(n + c)) for n, c in chunks)
+    got = pixels(b"\x89PNG\r\n\x1a\n" + data)
+    assert tuple(got[0, :, 0]) == expected
 
 
 def test_sixteen_bits_are_scaled_not_clipped():

@@ -1,5 +1,6 @@
 """Which images a row may name and which it may not: nothing on this machine outside of the source."""
 
+import base64
 import dataclasses
 import os
 import sys
@@ -18,7 +19,7 @@ from dataset_builders.storage.row_objects import DATA_STORES_VARIABLE, stores_of
 from dataset_builders.storage.store import location
 from tests.helpers.json_rows import data_uri, write_file
 from tests.helpers.object_store import BUCKET, environment, free_port, moto_server
-from tests.helpers.raw_rows import png
+from tests.helpers.raw_rows import encode, picture, png
 
 pytestmark = pytest.mark.promise(
     "Images that cost seconds per kilobyte, damaged JPEGs, endless chat templates and links out of a source "
@@ -56,6 +57,28 @@ def test_paths_are_relative_to_the_file_that_names_them(ref, source):
 def test_paths_are_relative_to_the_root_where_there_is_one(source):
     assert ImageReader(part_of(source), "pics").read("1.png") == ONE
     assert refused(ImageReader(part_of(source)), "1.png").reason == "image_not_found"
+
+
+def test_paths_of_each_file_are_relative_to_its_own_root(source):
+    roots = {"s/rows.jsonl": "pics", "s/other.jsonl": ""}
+    assert ImageReader(part_of(source), roots).read("1.png") == ONE
+    assert refused(ImageReader(part_of(source, "s/other.jsonl"), roots), "1.png").reason == "image_not_found"
+    with pytest.raises(InputError, match=r"image_root names no directory for the rows of s/third\.jsonl"):
+        ImageReader(part_of(source, "s/third.jsonl"), roots)
+    with pytest.raises(InputError, match=r"image_root='\.\.' is not a directory below"):
+        check_image_root(source, {"s/rows.jsonl": ".."})
+
+
+@pytest.mark.parametrize("ref", ["rows.jsonl", "notes.TXT", "../pics/1.parquet", "s3://bucket/rows.json"])
+def test_files_of_other_kinds_are_not_opened_as_images(ref, source):
+    assert "its suffix is of no image" in refused(ImageReader(part_of(source)), ref).detail
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP"])
+def test_base64_without_a_head_is_read(kind, source):
+    data = encode(picture(1), kind)
+    assert ImageReader(part_of(source)).read(base64.b64encode(data).decode()) == data
+    assert refused(ImageReader(part_of(source)), base64.b64encode(data).decode() + "?").reason == "decode_error"
 
 
 def test_a_path_of_windows_is_read_and_a_drive_is_named(source):

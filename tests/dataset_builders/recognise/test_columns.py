@@ -65,7 +65,8 @@ def test_the_choices_that_an_answer_names_belong_to_the_question():
     columns = find_columns([row, {**row, "answer": "A"}])
     assert columns.options["question"] == "{question}\nA. {A}\nB. {B}" and columns.unused == ()
     assert find_columns([{**row, "answer": "red"}]).options["question"] == "question"
-    assert find_columns([row, {**row, "B": ""}]).unused == ("A", "B")
+    some = find_columns([{**row, "C": None}, {**row, "C": "green", "D": ""}])  # D is empty in all rows
+    assert some.options["question"].endswith("\nC. {C}") and some.unused == ("D",)
 
 
 def test_the_input_of_an_instruction_belongs_to_the_question():
@@ -120,3 +121,37 @@ def test_a_tar_without_text_is_refused():
     assert tar_options([]) == "it holds no sample"
     joined = {"jpg": b"", "json": b'{"question": "Which?", "A": "red", "B": "blue", "answer": "B"}'}
     assert "joined from several fields ({question} A. {A} B. {B})" in tar_options([joined])
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (
+            {"image": "1.png", "question": {"en": "a?", "de": "b?"}, "answer": "c"},
+            "'question' holds an object (en, de)",
+        ),
+        ({"image": "1.png", "question": "a?", "answer": {"text": "c"}}, "'answer' holds an object (text)"),
+        ({"question": "a?", "choices": ["x", "y"], "answer": 1}, "'choices' holds the choices of each question"),
+        ({"image": "1.png", "query": "a?", "options": ["x", "y"], "label": "A"}, "'options' holds the choices"),
+        ({"prompt": "a?", "chosen": "b", "rejected": "c"}, "'chosen' holds data of preferences"),
+    ],
+)
+def test_what_no_map_of_columns_reads_is_refused(row, words):
+    assert words in find_columns([row, row])
+
+
+@pytest.mark.parametrize("value", ["iVBORw0KGgo" + "A" * 300, 17, "a/000017", "https://example.com/1.png", "['1.png']"])
+def test_a_column_called_image_is_the_image_whatever_it_holds(value):
+    """Reading then says what is wrong with it, and no row becomes text alone."""
+    row = {"image": value, "question": "a?", "answer": "b"}
+    assert find_columns([row]).options["image"] == "image"
+    assert find_columns([{**row, "image": None}]).options == {**find_columns([row]).options, "null_image": "absent"}
+
+
+def test_images_stand_in_the_order_of_their_numbers_and_two_without_a_usual_name_are_both_read():
+    row = {f"image_{number}": STRUCT for number in (1, 10, 3)} | {"question": "a?", "answer": "b"}
+    assert find_columns([row]).options["image"] == ["image_1", "image_3", "image_10"]
+    row = {"before": STRUCT, "after": STRUCT, "question": "What changed?", "answer": "b"}
+    assert find_columns([row]).options["image"] == ["before", "after"]
+    row = {"page 10": STRUCT, "page 9": STRUCT, "question": "a?", "answer": "b"}
+    assert find_columns([row]).options["image"] == ["page 9", "page 10"]

@@ -8,6 +8,8 @@ import pytest
 
 from dataset_builders.contracts.sample import Sample
 from dataset_builders.errors import InputError
+from dataset_builders.pictures.images import ImageLimits
+from dataset_builders.recognise.recognise import recognise
 from dataset_builders.sources import image_folder
 from dataset_builders.sources.image_folder import ImageFolderOptions, iter_part, list_parts
 from dataset_builders.storage.store import location
@@ -237,3 +239,32 @@ def test_an_image_folder_in_a_store(tmp_path):
         assert open_raw(f"{top}/val", (), "image_folder").digest
         (top / "only/rose/1.png").write_bytes(ONE)
         assert open_raw(f"{top}/only", (), "image_folder").digest  # images without texts are rows
+
+
+@pytest.mark.parametrize("held", ["holdout", "testA", "minival", "seg_test", "dev-set", "val_unseen"])
+def test_a_folder_that_is_named_like_held_out_data_is_not_trained_on_unless_the_recipe_says_so(held, tmp_path):
+    write_files(tmp_path, {"seg_train/cat/1.png": ONE, "seg_train/dog/2.png": png(2), f"{held}/cat/3.png": png(3)})
+    with pytest.raises(
+        InputError, match=rf"/{held} is named like held-out data.*set options\.heldout_splits: \[.*{held}"
+    ):
+        read(tmp_path, **CLASSES)
+    trial = recognise(tmp_path, ImageLimits(max_pixels=10**6, min_side=1)).best
+    assert trial.heldout == 1 and trial.rows == 3
+    assert len(read(tmp_path, **CLASSES, train_splits=["seg_train", held])) == 3
+
+
+def test_a_split_below_a_folder_is_not_trained_on(tmp_path):
+    write_files(tmp_path, {"pets/train/cat/1.png": ONE, "pets/test/cat/2.png": png(2)})
+    with pytest.raises(InputError, match="pets/test is named like held-out data") as caught:
+        read(tmp_path, **CLASSES)
+    advice = str(caught.value).rpartition("give ")[2].removesuffix(" as the data")
+    assert len(read(location(advice), **CLASSES)) == 2
+    one = write_files(tmp_path / "one", {"cat/test tube/1.png": ONE, "cat/dev board/2.png": png(2)})
+    assert len(read(one, **CLASSES)) == 2  # classes: nothing beside them is named after training
+
+
+@pytest.mark.parametrize("text", ["0 0.10 0.5 0.2 0.3", "3 0.1 0.2 0.3 0.4\n12 0.5 .5 1 1e-3\n", "1 0 0 1 0 1 1 0 1"])
+def test_labels_of_yolo_are_no_captions(text, tmp_path):
+    write_files(tmp_path, {"1.png": ONE, "1.txt": text, "2.png": png(2), "2.txt": "2 red cars"})
+    bad, good = read(tmp_path)
+    assert bad.reason == "schema_error" and "YOLO" in bad.detail and isinstance(good, Sample)

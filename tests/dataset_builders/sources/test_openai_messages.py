@@ -105,6 +105,52 @@ def test_an_answer_of_weight_0_is_context(tmp_path):
     assert all(m.is_learnt for m in sample.messages if m.role == "user")
 
 
+@pytest.mark.parametrize(
+    ("mark", "is_learnt"),
+    [
+        *(({name: False}, False) for name in ("trainable", "training", "train", "is_trainable", "train_on_turn")),
+        *(({name: 0}, False) for name in ("loss_mask", "lossMask", "compute_loss", "loss_weight")),
+        *(({name: True}, False) for name in ("masked", "isMasked", "do_not_train", "no_loss", "skip", "ignore_loss")),
+        *(({name: True}, True) for name in ("trainable", "train", "loss_mask", "edited", "from_cache")),
+        *(({name: False}, True) for name in ("masked", "ignored", "skip", "edited", "is_bad")),
+        ({"correct": False}, False),
+        ({"train": None, "label": "cat", "score": 0}, True),
+    ],
+    ids=str,
+)
+def test_marks_of_other_tools_beside_an_answer(mark, is_learnt, tmp_path):
+    messages = [message("user", "a?"), message("assistant", "b", **mark), *chat("c?", "d")["messages"]]
+    (sample,) = read_rows(tmp_path, [{"messages": messages}])
+    assert [m.is_learnt for m in sample.messages] == [True, is_learnt, True, True]
+
+
+@pytest.mark.parametrize(
+    ("texts", "order"),
+    [
+        (("Is <image 1> like <image 2>?", "no"), (1, 2)),
+        (("Is <image_2> like <image_1>?", "no"), (2, 1)),
+        (("<|image_1|>\nWhich?", "this", "And <|image_2|>?", "so"), (1, 2)),
+        (("<image0><image1>Which?", "this"), (1, 2)),
+    ],
+)
+def test_numbered_marks_place_the_images_of_their_numbers(texts, order, tmp_path):
+    (sample,) = read_rows(tmp_path, [chat(*texts, images=[data_uri(ONE), data_uri(TWO)])])
+    assert sample.images == tuple({1: ONE, 2: TWO}[number] for number in order)
+    assert "".join(m.text for m in sample.messages).count("<image>") == 2
+
+
+@pytest.mark.parametrize("name", ["image_path", "img", "image_url", "file_name", "pictures", "Photo", "image_files"])
+def test_images_by_the_other_names_that_people_give_them(name, tmp_path):
+    write_file(tmp_path / "1.png", ONE)
+    row = chat("a?", "b", **{name: "1.png"})
+    if name == "Photo":  # no name that is read: the row is not made into text alone
+        assert reasons(read_rows(tmp_path, [row])) == ["schema_error"]
+    else:
+        assert read_rows(tmp_path, [row])[0].images == (ONE,)
+    both = {**row, "image": data_uri(TWO), name: "https://example.com/1.png"}
+    assert read_rows(tmp_path, [both])[0].images == (TWO,)
+
+
 def test_reasoning_is_a_field_of_an_answer_or_a_block_before_its_text(tmp_path):
     answers = [
         message("assistant", "b", reasoning_content=" It is.\r\nSo. "),
@@ -278,6 +324,23 @@ BAD_ROWS = {
     "images and image": (chat("a?", "b", images=["a.png"], image="a.png"), "schema_error"),
     "image number": (chat("a?", "b", images=[7]), "schema_error"),
     "image null": (ask({"type": "image", "image": {"url": None}}), "schema_error"),
+    "mark of training": (
+        {"messages": [message("user", "a?"), message("assistant", "b", loss_mask=[0, 1])]}, "schema_error"),
+    "mark of two meanings": (
+        {"messages": [message("user", "a?"), message("assistant", "b", mask=1)]}, "schema_error"),
+    "row not to train": (chat("a?", "b", train=False), "schema_error"),
+    "row masked": (chat("a?", "b", masked=1), "schema_error"),
+    "label false": (chat("a?", "b", label=False), "schema_error"),
+    "flagged": (chat("a?", "b", is_flagged=True), "schema_error"),
+    "preference": (chat("a?", "b", rejected="c"), "schema_error"),
+    "preference of another tool": (chat("a?", "b", rejected_messages=[message("assistant", "c")]), "schema_error"),
+    "objects": (chat("a?", "b", objects={"ref": ["cat"], "bbox": [[1, 2, 3, 4]]}), "schema_error"),
+    "placeholder of a box": (chat("Find <ref-object>", "<bbox>"), "special_token_in_text"),
+    "placeholder of another case": (chat("<Image>?", "b", images=[data_uri(ONE)]), "special_token_in_text"),
+    "placeholder with a path": (chat("<img>1.png</img>?", "b"), "special_token_in_text"),
+    "numbered mark twice": (chat("<image 1> or <image 1>?", "b", images=[data_uri(ONE)]), "special_token_in_text"),
+    "numbered mark in an answer": (chat("a?", "see <image_1>", images=[data_uri(ONE)]), "special_token_in_text"),
+    "image of another name": (chat("a?", "b", thumbnail_img="1.png"), "schema_error"),
     "no such file": (ask({"type": "image", "image": "no.png"}, text("?")), "image_not_found"),
     "web": (ask({"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}), "image_not_found"),
     "no base64": (ask({"type": "image", "image": "data:image/png;base64,????"}), "decode_error"),
@@ -431,7 +494,7 @@ def test_image_root_is_a_directory_below_the_source(tmp_path):
 
 
 def test_patterns_name_every_file_that_is_read(tmp_path):
-    assert "s/*.jsonl" in patterns(["s"]) and "*.json" in patterns([]) and "**/*.jpg" in patterns(["s"])
+    assert "s/*.jsonl" in patterns(["s"]) and "*.json" in patterns([]) and "**/*.[jJ][pP][gG]" in patterns(["s"])
     assert get_builder("openai_messages").options is OpenAIOptions
 
 

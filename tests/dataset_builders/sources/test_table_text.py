@@ -318,3 +318,68 @@ def test_a_part_of_a_stored_file_takes_little_more_than_its_bytes(name, tmp_path
         monkeypatch.setattr(S3File, "_fetch_range", count)
         assert len(list(iter_part(part, options))) == part.num_rows == 512
     assert 100_000 < part.span[1] - part.span[0] < sum(fetched) < 2 << 20 < stored_size
+
+
+UNREAD = {
+    "image later": {"image": "1.png"},
+    "image of another name": {"img_path": "1.png"},
+    "small image": {"preview_image": "1.png"},
+    "label false": {"label": False},
+    "not to train": {"is_training": 0},
+    "worse answer": {"rejected": "c"},
+    "objects": {"objects": {"bbox": [[1, 2, 3, 4]]}},
+    "video": {"video": "1.mp4"},
+}
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize("name", UNREAD)
+def test_a_later_row_with_a_key_that_would_change_the_training_is_left_out(name, suffix, source):
+    """The first rows decide how a source is read, and have no such key."""
+    rows = [{"question": f"{i}?", "answer": "b", "id": i, "edited": True} for i in range(12)]
+    rows[10] |= UNREAD[name]
+    if suffix == "parquet":
+        rows = [{**dict.fromkeys(UNREAD[name]), **row} for row in rows]
+    write_rows(source / f"t.{suffix}", rows)
+    items = read(source / f"t.{suffix}", image=None)
+    assert reasons(items) == [None] * 10 + ["schema_error", None] and repr(next(iter(UNREAD[name]))) in items[10].detail
+
+
+def test_keys_beside_a_row_s_image_do_no_harm(source):
+    row = {"question": "a?", "answer": "b", "image": "1.png", "image_url": "https://example.com/1.png", "label": "cat"}
+    row |= {"image_id": 7, "weight": 0.5, "score": 0, "correct": True, "file_name": "1.png", "objects": []}
+    write_rows(source / "t.jsonl", [row])
+    assert reasons(read(source)) == [None]
+
+
+def test_a_think_block_in_an_answer_is_its_reasoning_and_numbered_marks_are_places(source):
+    rows = [
+        {"image": "1.png", "question": "a?", "answer": "<think>\nSo.\n</think>\n\nb"},
+        {"image": ["1.png", data_uri(png(2))], "question": "Is <image 2> like <image 1>?", "answer": "b"},
+        {"image": "1.png", "question": "Is <image 2> there?", "answer": "b"},
+        {"image": "1.png", "question": "Where?", "answer": "<bbox>"},
+    ]
+    write_rows(source / "t.jsonl", rows)
+    thought, numbered, *refused = read(source)
+    assert (thought.messages[1].reasoning, thought.messages[1].text) == ("So.", "b")
+    assert numbered.images == (png(2), ONE) and turns(numbered)[0] == ("user", "Is <image> like <image>?")
+    assert reasons(refused) == ["special_token_in_text"] * 2
+
+
+@pytest.mark.parametrize(
+    "cell", ["['red', 'RED']", '["red", "RED"]', "{'en': 'red'}", "[1, 2]", "[red] or ['RED'] there", "I'm [here]"]
+)
+def test_a_list_that_is_written_as_text_in_a_csv_file_is_left_out(cell, source):
+    (source / "t.csv").write_text(f'image,question,answer\n1.png,What?,"{cell.replace(chr(34), chr(34) * 2)}"\n')
+    (item,) = read(source / "t.csv")
+    if cell[:2] in ("['", '["', "{'"):
+        assert item.reason == "schema_error" and "is a list written as text" in item.detail
+    else:
+        assert turns(item)[1][1] == cell
+
+
+def test_a_choice_that_a_row_does_not_have_is_no_line_of_its_question(source):
+    text = "image,question,A,B,C,answer\n1.png,Which?,red,blue,,B\n1.png,Which?,red,blue,green,C\n"
+    two, three = read_csv(source, text, question="{question}\nA. {A}\nB. {B}\nC. {C}")
+    assert turns(two)[0][1] == "<image>Which?\nA. red\nB. blue"
+    assert turns(three)[0][1] == "<image>Which?\nA. red\nB. blue\nC. green"

@@ -71,6 +71,22 @@ def test_fields_of_a_json_member(tmp_path):
     assert turns(sample) == [("user", "Is <image> it?"), ("assistant", "yes")] and sample.images == (ONE,)
 
 
+@pytest.mark.parametrize("unread", [{"label": False}, {"rejected": "no"}, {"train": 0}, {"objects": {"bbox": [[1]]}}])
+def test_a_key_of_a_json_member_that_would_change_the_training_leaves_the_sample_out(unread, tmp_path):
+    row = {"question": "a?", "answers": [{"text": "yes"}], "url": "https://example.com/1.png", "label": "cat"}
+    members = [("a.json", row), ("a.png", ONE), ("b.json", {**row, **unread}), ("b.png", ONE)]
+    assert reasons(read(tmp_path, members, **PAIR)) == [None, "schema_error"]
+
+
+def test_images_of_every_suffix_are_images(tmp_path):
+    members = [member for i, suffix in enumerate(("jfif", "avif", "JPE")) for member in captions_of(i, suffix)]
+    assert [len(item.images) for item in read(tmp_path, members, **CAPTION)] == [1, 1, 1]
+
+
+def captions_of(number, suffix):
+    return [(f"{number}.{suffix}", png(number)), (f"{number}.txt", b"a")]
+
+
 def test_members_without_a_name_are_rows_with_a_reason(tmp_path):
     """They may be in the root, in a folder, or between members of a sample, which stays whole; macOS's files are
     ignored."""

@@ -18,6 +18,7 @@ from dataset_builders.sources.the_cauldron import patterns
 from stages.inputs import raw_source
 from stages.inputs.raw_source import content_digest, open_raw
 from tests.helpers.hub import hub_server
+from tests.helpers.json_rows import write_file
 from tests.helpers.raw_rows import plain_rows, png, write_source
 
 REPO = Path(__file__).parents[3]
@@ -47,6 +48,18 @@ def test_pictures_that_rows_may_point_at_count(tmp_path):
     with_picture = content_digest(source, ALL)
     (source / "a" / "deep" / "1.png").write_bytes(png(2))
     assert len({before, with_picture, content_digest(source, ALL)}) == 3
+
+
+@pytest.mark.parametrize("name", ["1.WEBP", "1.tif", "1.Jfif", "1.avif", "1", "deep/1.jpg_large"])
+@pytest.mark.parametrize("builder", ["table", "llava", "openai_messages"])
+def test_a_picture_counts_whatever_its_suffix_is(name, builder, tmp_path):
+    write_file(tmp_path / "rows.jsonl", b"{}")
+    write_file(tmp_path / name, png(1))
+    before = open_raw(str(tmp_path), (), builder).digest
+    write_file(tmp_path / "README.md", b"no row may name it as an image")
+    assert open_raw(str(tmp_path), (), builder).digest == before
+    write_file(tmp_path / name, png(2))
+    assert open_raw(str(tmp_path), (), builder).digest != before
 
 
 def test_a_single_file_is_its_own_source(tmp_path):
