@@ -48,7 +48,7 @@ def _with_image_root(source: StorePath, reading: Reading, found: Survey, limits:
     has_root = "image_root" in get_builder(reading.builder).options.model_fields
     if not has_root or trial.reasons["image_not_found"] <= trial.tried / 2:
         return trial
-    roots = [replace(reading, options={**reading.options, "image_root": name}) for name in found.image_dirs]
+    roots = [replace(reading, options={**reading.options, "image_root": name}) for name in (".", *found.image_dirs)]
     tries = [try_reading(source, rooted, limit=_ROOT_ROWS) for rooted in roots]
     best = max(tries, key=lambda t: t.usable, default=trial)
     return try_reading(source, best.reading, limits=limits) if best.usable > trial.usable else trial

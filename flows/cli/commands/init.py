@@ -61,7 +61,7 @@ def init_command(args: argparse.Namespace) -> int:
         print(f"look at: {names} was downloaded and looked at")
     write_text(out, recipe_text(data_name(args.data), data, trial, choice))
     config = load_recipe(str(out)).config
-    for line in anomalies(found.survey, trial, config.convert.max_skip_fraction):
+    for line in anomalies(source, found.survey, trial, config.convert.max_skip_fraction):
         print(f"look at: {line}")
     print(f"\nModel: {choice.words}")
     print(f"Wrote {out}. Next:\n  athanor plan {out}\n  athanor run {out}")

@@ -12,8 +12,10 @@ from dataset_builders.pictures.images import read_rgb
 from dataset_builders.readers.heldout_names import split_of
 from dataset_builders.recognise.candidates import Survey
 from dataset_builders.recognise.columns import CLASSIFY
+from dataset_builders.recognise.layouts import unread
 from dataset_builders.recognise.recognise import Recognised
 from dataset_builders.recognise.trial import Trial
+from dataset_builders.storage.store import StorePath
 from stages.artifacts.quarantine import MIN_LOST
 
 SHOWN = 3
@@ -50,7 +52,7 @@ def sample_lines(sample: Sample, is_terminal: bool) -> Iterator[str]:
         yield f"  {message.role}: {text if len(text) <= _CHARS else text[:_CHARS] + ' ...'}"
 
 
-def anomalies(found: Survey, trial: Trial, limit: float) -> Iterator[str]:
+def anomalies(source: StorePath, found: Survey, trial: Trial, limit: float) -> Iterator[str]:
     """Yield one line for each thing that a user should check before a run.
 
     Args:
@@ -72,6 +74,7 @@ def anomalies(found: Survey, trial: Trial, limit: float) -> Iterator[str]:
     elif unused:
         yield f"{unused} names the split of each row, and is not used; write a file for each split: train, test"
     yield from found.problems
+    yield from unread(source, found.others)
     inner = [name for name in found.image_dirs if split_of(name.rpartition("/")[2]) == "heldout"]
     if trial.reading.builder == "image_folder" and inner and not trial.heldout:
         yield f"images in {inner[0]} are trained on; to hold them out, give the folder above as the data"

@@ -1,0 +1,379 @@
+"""Rows that no builder reads, and the command that writes them anew: the forms that other tools export.
+
+A command reads each file with Python, keeps the file as NAME.old, and writes rows that `athanor init` reads.
+"""
+
+import ast
+import json
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from os.path import dirname, relpath
+from pathlib import PurePosixPath
+from typing import Any
+
+from dataset_builders.readers.csv_files import CSV_SUFFIXES, csv_header
+from dataset_builders.readers.file_patterns import SourceFile
+from dataset_builders.readers.heldout_names import HELDOUT, TRAIN, split_of, words_of
+from dataset_builders.readers.image_refs import IMAGE_SUFFIXES
+from dataset_builders.readers.json_lines import JSON_SUFFIXES, MAX_ROW_BYTES
+from dataset_builders.readers.row_files import open_at
+from dataset_builders.readers.table_files import ARROW_SUFFIXES
+from dataset_builders.recognise.columns import Columns, find_columns
+from dataset_builders.storage.store import is_local
+
+# Label Studio's columns beside the data and the answers, in JSON-MIN and CSV, and its address of a file.
+_LABEL_STUDIO = ("id", "annotator", "annotation_id", "created_at", "updated_at", "lead_time", "agreement")
+_LOCAL_FILES = "/data/local-files/?d="
+_PLAIN_RESULTS = ("choices", "textarea", "taxonomy", "rating", "number")
+_VALUES = ("text", "answer", "value", "label", "content", "caption", "name")  # fields that are an answer's text
+_ROWS = 40
+RUN = "; run: "  # before a command, which ends its message
+
+
+@dataclass(frozen=True, slots=True)
+class Rewrite:
+    """Rows that have to be written anew.
+
+    Attributes:
+        what: what the rows are, in words for the user.
+        files: a Python expression of the new files, name -> rows, over `d`, the old rows or JSON value, `p`, the old
+            file's name, and `n`, the new one's; empty: no command can know the rows.
+    """
+
+    what: str
+    files: str = ""
+
+
+def move_away(files: Sequence[SourceFile]) -> str:
+    """Return the way out for files without rows beside files of good rows."""
+    moved = " && ".join(f"mv {shlex.quote(str(file.path))} {shlex.quote(f'{file.path}.old')}" for file in files)
+    return f"; mend it, or if it holds no rows, move it away{RUN}{moved}"
+
+
+def plain_names(path: str) -> str:
+    """Return the command that writes a tar anew, with `_` for each dot of a name but the last."""
+    name = 'os.path.splitext(m.name)[0].replace(".", "_") + os.path.splitext(m.name)[1]'
+    code = (
+        'import os, sys, tarfile; p = sys.argv[1]; os.rename(p, p + ".old"); '
+        'a, b = tarfile.open(p + ".old"), tarfile.open(p, "w"); '
+        f"[b.addfile(m.replace(name={name}), a.extractfile(m)) for m in a if m.isfile()]; b.close()"
+    )
+    return " ".join(shlex.quote(word) for word in (sys.executable, "-c", code, path))
+
+
+def _rows(what: str, row: str, loops: str = "for r in d") -> Rewrite:
+    return Rewrite(what, f"{{n: [{row} {loops}]}}")
+
+
+def advice(rewrites: Mapping[Rewrite, Sequence[SourceFile]]) -> str:
+    """Return what the files of each form hold, and the commands that write them anew."""
+    whats = []
+    for rewrite, files in rewrites.items():
+        names = ", ".join(file.name for file in files[:3]) + (" ..." if len(files) > 3 else "")
+        whats.append(f"{names}: {rewrite.what}")
+    commands = [_command(rewrite, files) for rewrite, files in rewrites.items() if rewrite.files]
+    where = "" if all(is_local(file.path) for files in rewrites.values() for file in files) else " on a copy here"
+    way_out = f"; write the rows anew{where}{RUN}{' && '.join(commands)}" if commands else ""
+    return "; ".join(dict.fromkeys(whats)) + way_out
+
+
+def _command(rewrite: Rewrite, files: Sequence[SourceFile]) -> str:
+    """Return a line for the shell. The old files stay, as NAME.old."""
+    name = files[0].name
+    lines = '"".join(json.dumps(r) + "\\n" for r in v)'
+    imports, new, write = "json", "p", f'open(f, "w").write({lines})'
+    if name.endswith(CSV_SUFFIXES):
+        cell = f'open(p, encoding="utf-8-sig", newline=""), delimiter={csv_header(files[0].path).delimiter!a}'
+        imports, new = "csv, json", 'p + ".jsonl"'
+        read = f"csv.field_size_limit(2**30) and list(csv.DictReader({cell}))"
+    elif not name.endswith(JSON_SUFFIXES):
+        imports, new = "pyarrow as pa, pyarrow.parquet as pq", 'p.removesuffix(".parquet") + ".parquet"'
+        write = "pq.write_table(pa.Table.from_pylist(v), f)"
+        read = "pq.read_table(p).to_pylist()"
+        if name.endswith(ARROW_SUFFIXES):
+            read = (
+                '(pa.ipc.open_file if open(p, "rb").read(6) == b"ARROW1" else pa.ipc.open_stream)'
+                "(pa.OSFile(p)).read_all().to_pylist()"
+            )
+    else:
+        is_whole = name.endswith(".json") and not isinstance(whole_json(files[0]), Lines)
+        read = 'json.load(open(p, "rb"))' if is_whole else '[json.loads(l) for l in open(p, "rb") if l.strip()]'
+    code = (
+        f"import ast, os, sys, urllib.parse, {imports}; [(d := {read}, n := {new}, s := {rewrite.files}, "
+        f'os.rename(p, p + ".old"), [{write} for f, v in s.items()]) for p in sys.argv[1:]]'
+    )
+    paths = (str(file.path) if is_local(file.path) else file.path.name for file in files)
+    return " ".join(shlex.quote(word) for word in (sys.executable, "-c", code, *paths))
+
+
+class Lines(list):
+    """The values of a file of JSON lines, as far as they were read."""
+
+
+def whole_json(file: SourceFile) -> Any:
+    """Return the value of a JSON file of 64 MiB at most, or its first lines as `Lines`; None if it is neither."""
+    with open_at(file.path) as stream:
+        data = stream.read(MAX_ROW_BYTES + 1)
+    try:
+        if file.name.endswith(".json") and len(data) <= MAX_ROW_BYTES:
+            return json.loads(data)
+    except (ValueError, RecursionError):
+        pass
+    try:
+        return Lines(json.loads(line) for line in data.splitlines()[:_ROWS] if line.strip())
+    except (ValueError, RecursionError):
+        return None
+
+
+def of_json(file: SourceFile, images: Sequence[str]) -> Rewrite | None:
+    """Return how the rows of a JSON file are written anew that holds no objects; None if it holds objects, or if
+    nothing is known about it.
+
+    Args:
+        images: names of the source's image files.
+    """
+    value = whole_json(file)
+    if value is None and is_local(file.path) and file.path.stat().st_size > MAX_ROW_BYTES:
+        return Rewrite("one object of over 64 MiB", "{n: max((v for v in d.values() if isinstance(v, list)), key=len)}")
+    if isinstance(value, list) and value and all(isinstance(row, list) and row for row in value[:_ROWS]):
+        return _of_lists(value[:_ROWS], file, images)
+    if isinstance(value, dict) and value:
+        return _of_object(value, file, images)
+    return None
+
+
+def _of_object(value: Mapping[str, Any], file: SourceFile, images: Sequence[str]) -> Rewrite | None:
+    """Return how rows are taken out of one object."""
+    lists = dict(_lists_in(value))
+    if {("images",), ("annotations",)} <= lists.keys():
+        return _of_coco(value, file, images)
+    if ("questions",) in lists and "question_id" in value["questions"][0] and not _has_answer(value["questions"][0]):
+        return Rewrite("VQAv2's questions without answers; docs/data-formats.md has a script that joins them")
+    if len(lists) == len(value) > 1 and all(len(path) == 1 and _is_split(path[0]) for path in lists):
+        name = 'os.path.join(os.path.dirname(p), k + ".jsonl")'
+        splits = ", ".join(map(ascii, value))
+        return Rewrite(f"one object with the splits {splits}", f"{{{name}: v for k, v in d.items()}}")
+    if lists:
+        path = max(lists, key=lambda path: len(lists[path]))
+        place = "".join(f"[{name!a}]" for name in path)
+        return Rewrite(f"one object with a list {'.'.join(path)!a}", f"{{n: d{place}}}")
+    return _of_columns_of_a_table(value)
+
+
+def _of_columns_of_a_table(value: Mapping[str, Any]) -> Rewrite | None:
+    """Return how an object of columns, or of rows by their keys, becomes rows."""
+    if isinstance(value.get("columns"), list) and isinstance(value.get("data"), list):
+        return _rows("a table of pandas (orient split)", 'dict(zip(d["columns"], r))', 'for r in d["data"]')
+    sizes = {len(each) if isinstance(each, list | dict) else 0 for each in value.values()}
+    if len(value) > 1 and len(sizes) == 1 and all(isinstance(each, list) and each for each in value.values()):
+        return _rows("one object with a list for each column", "dict(zip(d, r))", "for r in zip(*d.values())")
+    if not all(isinstance(each, dict) and each for each in value.values()):
+        return None
+    inner = {tuple(each) for each in value.values()}
+    if len(value) > 1 and len(inner) == 1 and all(key.isdecimal() for key in inner.pop()):
+        loop = "for r in zip(*(c.values() for c in d.values()))"
+        return _rows("one object with an object for each column, as pandas writes it", "dict(zip(d, r))", loop)
+    return _rows("one object with a row under each key", '{"key": k, **r}', "for k, r in d.items()")
+
+
+def _of_coco(value: Mapping[str, Any], file: SourceFile, images: Sequence[str]) -> Rewrite:
+    """Return how COCO's captions become rows. Its boxes do not."""
+    if "caption" not in value["annotations"][0]:
+        return Rewrite(
+            "COCO's boxes, as `supervision` writes them, which no builder reads; write questions and answers"
+        )
+    names = [str(image.get("file_name")) for image in value["images"][:_ROWS]]
+    folders = sorted({dirname(name) for name in images})
+    there = [each for each in folders if {f"{each}/{name}".removeprefix("/") for name in names} <= set(images)]
+    own = words_of(file.name) & {*TRAIN, *HELDOUT}
+    there = [each for each in there if len(there) == 1 or words_of(each) & own]
+    start = f"{relpath(there[0] or '.', dirname(file.name) or '.')}/".removeprefix("./") if len(there) == 1 else ""
+    names_of = f'{{i["id"]: {start!a} + i["file_name"] for i in d["images"]}}'
+    row = '{"image": m[r["image_id"]], "caption": r["caption"]}'
+    what = "COCO's captions, apart from the names of their images"
+    return _rows(what, row, f'for m in [{names_of}] for r in d["annotations"]')
+
+
+def _has_answer(row: Mapping[str, Any]) -> bool:
+    return any("answer" in name for name in row)
+
+
+def _is_split(name: str) -> bool:
+    return split_of(name) is not None and name.replace("_", "").replace("-", "").isalnum()
+
+
+def _lists_in(value: Mapping[str, Any], depth: int = 3) -> Iterator[tuple[tuple[str, ...], list[dict]]]:
+    """Yield (keys that lead there, list) for each list of objects in an object."""
+    for name, each in value.items():
+        if isinstance(each, list) and each and isinstance(each[0], dict):
+            yield (name,), each
+        elif isinstance(each, dict) and depth > 1:
+            yield from (((name, *path), found) for path, found in _lists_in(each, depth - 1))
+
+
+def _of_lists(rows: Sequence[list], file: SourceFile, images: Sequence[str]) -> Rewrite:
+    """Return how rows that are lists become objects: by their header, or by what their values look like."""
+    what = f"its rows are lists of {len(rows[0])} values and no objects"
+    header, *rest = rows
+    named = [dict(zip(header, row)) for row in rest] if all(isinstance(cell, str) for cell in header) else []
+    if len(named) > 1 and isinstance(find_columns(named), Columns):
+        return _rows(what, "dict(zip(d[0], r))", "for r in d[1:]")
+    columns = {str(i): [row[i] for row in rows] for i in range(min(map(len, rows)))}
+    image = next(
+        ((name, place) for name, each in columns.items() if (place := _image_of(name, each, file, images))), ("", "")
+    )
+    texts = [
+        name for name, each in columns.items() if name != image[0] and all(isinstance(value, str) for value in each)
+    ]
+    question = next((name for name in texts if _ask(columns[name])), None)
+    if question is None and len(texts) == 2:  # a question is longer than its answer
+        short, long = sorted(texts, key=lambda name: len(" ".join(columns[name])))
+        question = long if len(" ".join(columns[long])) > 2 * len(" ".join(columns[short])) else None
+    answers = [name for name in texts if name != question]
+    if len(answers) != 1 or not (question or image[1]):
+        return Rewrite(
+            f'{what}; write each as an object like {{"image": "1.jpg", "question": "How many?", "answer": "two"}}'
+        )
+    fields = [f'"image": {image[1]}'] if image[1] else []
+    fields += [f'"question": r[{question}]'] if question else []
+    return _rows(what, "{" + ", ".join([*fields, f'"answer": r[{answers[0]}]']) + "}")
+
+
+def _ask(texts: Sequence[str]) -> bool:
+    return sum(text.strip().endswith("?") for text in texts) > len(texts) / 2
+
+
+def _image_of(column: str, values: Sequence[Any], file: SourceFile, images: Sequence[str]) -> str:
+    """Return the Python expression of a row's image, from the column's names of files, or ids; empty if it has none."""
+    if all(str(value).rpartition(".")[2].lower() in IMAGE_SUFFIXES for value in values):
+        return f"r[{column}]"
+    stems: dict[tuple[str, str], set[str]] = {}
+    for path in map(PurePosixPath, images):
+        stems.setdefault((str(path.parent), path.suffix), set()).add(path.stem)
+    folder = dirname(file.name) or "."
+    fits = [place for place, names in stems.items() if {str(value) for value in values} <= names]
+    near = [place for place in fits if PurePosixPath(place[0]).is_relative_to(folder)]
+    chosen = near or fits
+    if len(chosen) != 1:
+        return ""
+    start = f"{relpath(chosen[0][0], folder)}/".removeprefix("./")
+    return f"{start!a} + str(r[{column}]) + {chosen[0][1]!a}"
+
+
+def of_rows(rows: Sequence[Mapping[str, Any]], name: str) -> Rewrite | None:
+    """Return how rows are written anew that another tool wrote; None for rows that need nothing.
+
+    Args:
+        rows: the first rows of a file.
+        name: the file's name.
+    """
+    first = next((row for row in rows if row), {})
+    keys = {key for row in rows for key in row}
+    if {"prompt", "completion"} <= keys and all(is_turns(first.get(key), "role") for key in ("prompt", "completion")):
+        prompt = '[{**m, "weight": 0} if m["role"] == "assistant" else m for m in r["prompt"]]'
+        others = '**{k: v for k, v in r.items() if k not in ("prompt", "completion")}'
+        return _rows("TRL's prompt and completion in turns", f'{{"messages": {prompt} + r["completion"], {others}}}')
+    if {"data", "annotations"} <= keys and isinstance(first.get("data"), dict):
+        return _of_label_studio(rows)
+    if {"annotation_id", "annotator"} <= keys:
+        cell = f"urllib.parse.unquote(v.split({_LOCAL_FILES!a})[1]) if {_LOCAL_FILES!a} in str(v) else v"
+        row = f"{{k: {cell} for k, v in r.items() if k not in {_LABEL_STUDIO}}}"
+        return _rows("Label Studio's JSON-MIN or CSV, with its own columns and addresses", row)
+    if isinstance(first.get("json"), dict) and "__key__" in keys:
+        others = (
+            f'{{("image" if k in {IMAGE_SUFFIXES} else k): v for k, v in r.items() if k[:2] != "__" and k != "json"}}'
+        )
+        return _rows(
+            "a WebDataset tar that `datasets` wrote as a table, with a column json", f'{{**{others}, **r["json"]}}'
+        )
+    if name.endswith(CSV_SUFFIXES):
+        for column in ("messages", "conversations"):
+            if (turns := _turns_in_text(first.get(column))) is not None:
+                cell = f'{turns}(v) if v[:1] in ("[", "{{") else v'
+                return _rows(
+                    f"a CSV file with {column}, which are read from JSON", f"{{k: {cell} for k, v in r.items() if v}}"
+                )
+    return None
+
+
+def is_turns(value: Any, field: str) -> bool:
+    """Whether a value is a list of objects with this field."""
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and field in value[0]
+
+
+def _turns_in_text(text: Any) -> str | None:
+    """Return the Python function that reads a cell of turns: JSON, or the form that pandas writes; None for others."""
+    for read, name in ((json.loads, "json.loads"), (ast.literal_eval, "ast.literal_eval")):
+        try:
+            value = read(text) if isinstance(text, str) else None
+        except (ValueError, SyntaxError, RecursionError):
+            continue
+        if is_turns(value, "role") or is_turns(value, "from"):
+            return name
+    return None
+
+
+def _of_label_studio(rows: Sequence[Mapping[str, Any]]) -> Rewrite | None:
+    """Return how the tasks of Label Studio's JSON become rows, if all their results are texts or choices."""
+    results = [each for row in rows for note in row.get("annotations") or () for each in note.get("result", ())]
+    what = "tasks of Label Studio's JSON"
+    if not results or any(each.get("type") not in _PLAIN_RESULTS for each in results):
+        kinds = ", ".join(sorted({str(each.get("type")) for each in results})) or "none"
+        return Rewrite(f"{what} with results of the kind {kinds}, which are not read; export choices or texts")
+    names = {each["from_name"] for each in results}
+    key = 'x["from_name"]' if len(names) > 1 else '"answer"'
+    cell = f"urllib.parse.unquote(v.split({_LOCAL_FILES!a})[-1]) if isinstance(v, str) else v"
+    answers = f'{{{key}: next(iter(x["value"].values())) for x in r["annotations"][0]["result"]}}'
+    row = f'{{**{{k: {cell} for k, v in r["data"].items()}}, **{answers}}}'
+    return _rows(
+        f"{what} (its JSON-MIN is read in the same way)",
+        row,
+        'for r in d if r["annotations"] and r["annotations"][0]["result"]',
+    )
+
+
+def of_columns(rows: Sequence[Mapping[str, Any]]) -> Rewrite | None:
+    """Return how a column of objects or lists becomes rows or texts, for rows that no map of columns reads."""
+    for name in dict.fromkeys(name for row in rows for name in row):
+        values = [row[name] for row in rows if row.get(name) not in (None, "", [], {})]
+        one = values[0] if values else None
+        first = one[0] if isinstance(one, list) else one
+        others = f"{{k: v for k, v in r.items() if k != {name!a}}}"
+        items = [{**_without(row, name), **item} for row in rows for item in _objects(row.get(name))]
+        if isinstance(found := find_columns(items), Columns) and found.options["question"] in first:
+            what = f"column {name!a} holds several questions in each row"
+            return _rows(what, f"{{**{others}, **q}}", f"for r in d for q in r[{name!a}]")
+        if isinstance(first, dict | list) and _would_answer(rows, name):
+            field = next((key for key in _VALUES if key in first), None) if isinstance(first, dict) else None
+            text = "json.dumps({}, ensure_ascii=False)" if field is None else f"{{}}[{field!a}]"
+            taken = (
+                f"[{text.format('a')} for a in r[{name!a}]]" if isinstance(one, list) else text.format(f"r[{name!a}]")
+            )
+            kind = f"{'lists of ' if isinstance(one, list) else ''}{'objects' if isinstance(first, dict) else 'lists'}"
+            how = f"take their field {field!a}" if field else "take them as JSON"
+            return _rows(f"the answers of column {name!a} are {kind}; {how}", f"{{**r, {name!a}: {taken}}}")
+    both = [name for name in ("questions", "answers") if rows and isinstance(rows[0].get(name), list)]
+    if len(both) == 2:
+        pair = '{**r, "questions": q, "answers": a}'
+        return _rows(
+            "several questions and answers in each row",
+            pair,
+            'for r in d for q, a in zip(r["questions"], r["answers"])',
+        )
+    return None
+
+
+def _objects(value: Any) -> list[dict[str, Any]]:
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+def _without(row: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key != name}
+
+
+def _would_answer(rows: Sequence[Mapping[str, Any]], name: str) -> bool:
+    """Whether a column would be the answer if it held texts."""
+    found = find_columns([{**row, name: "a text"} for row in rows])
+    return isinstance(found, Columns) and found.options["answer"] == name
