@@ -17,7 +17,7 @@ from dataset_builders.storage.store import StorePath, absolute, check_reachable,
 from flows.cli.init.choice import choose, data_name
 from flows.cli.init.findings import SHOWN, anomalies, is_colourful, sample_lines, summary
 from flows.cli.init.fit import check_memory
-from flows.cli.init.recipe_text import recipe_text
+from flows.cli.init.recipe_text import distinct, recipe_text
 from flows.pipeline.recipe import load_recipe
 from flows.resources.host import gpu_memory_gb
 from stages.inputs.raw_source import download_first
@@ -47,6 +47,8 @@ def init_command(args: argparse.Namespace) -> int:
         raise InputError(nearest_layout(source, found))
     trial = found.best
     trial.reading = replace(trial.reading, heldout_files=trial.reading.heldout_files or heldout_globs(hub_names))
+    if trial.tried == trial.rows and not trial.splits and distinct(trial) < 2:
+        raise InputError(f"{data} holds one usable sample; a run trains on one and holds out another, so add rows")
     choice = choose(trial, args.model, memory)
     for line in summary(found, trial):
         print(line)
@@ -61,7 +63,7 @@ def init_command(args: argparse.Namespace) -> int:
         print(f"look at: {names} was downloaded and looked at")
     write_text(out, recipe_text(data_name(args.data), data, trial, choice))
     config = load_recipe(str(out)).config
-    for line in anomalies(source, found.survey, trial, config.convert.max_skip_fraction):
+    for line in anomalies(source, found.survey, trial, config.convert):
         print(f"look at: {line}")
     print(f"\nModel: {choice.words}")
     print(f"Wrote {out}. Next:\n  athanor plan {out}\n  athanor run {out}")

@@ -29,6 +29,7 @@ _TINY_BINS = (1024, 2048, 4096, 8192)
 _TINY_STEPS = 500  # half a minute, since the tiny model serves only to try the whole pipeline
 _STEP_TOKENS = 65_536  # tokens between two updates if there is enough data
 _MOST_EPOCHS = 200
+FEW_STEPS = 20  # a training of fewer steps learns little
 _MOST_PIXEL_BYTES = 100e9  # with more bytes of scaled pixels, the image files are kept instead
 
 
@@ -92,7 +93,7 @@ def choose(trial: Trial, model: str | None, gpu_memory: float | None) -> Choice:
         seq_len=fit.seq_len,
         max_pixels=pixels,
         codec=_codec(trial, pixels),
-        epochs=_epochs(trial),
+        epochs=_epochs(trial, bins),
         batch=max(1, min(_STEP_TOKENS // fit.seq_len, bins // 20)),
         max_new_tokens=_new_tokens(trial, 3.0),
         metrics=_metrics(trial),
@@ -115,7 +116,7 @@ def _on_cpu(trial: Trial, model: str | None) -> Choice:
     bins = max(1.0, 0.85 * _tokens(trial, pixels, 2.0) * trial.rows / seq_len)
     epochs = max(1, min(_MOST_EPOCHS, round(_TINY_STEPS / bins)))
     if model is not None:
-        (model, *_), epochs = _model(model, lambda *_: True), _epochs(trial)
+        (model, *_), epochs = _model(model, lambda *_: True), _epochs(trial, bins)
     return Choice(
         model=model,
         fit=None,
@@ -163,9 +164,13 @@ def _pixels(trial: Trial, most: int) -> int:
     return min(most, max(4, -(-largest // _IMAGE_TOKEN)) * _IMAGE_TOKEN)
 
 
-def _epochs(trial: Trial) -> int:
-    """Return the number of passes over the data for a pretrained model."""
-    return next(epochs for rows, epochs in ((1e3, 5), (1e4, 3), (1e5, 2), (math.inf, 1)) if trial.rows < rows)
+def _epochs(trial: Trial, bins: float) -> int:
+    """Return the number of passes over the data for a pretrained model: more over so little that few steps came of it,
+    even if the estimate of its bins is twice too high."""
+    least = math.ceil(2 * FEW_STEPS / max(1.0, bins))
+    return max(
+        least, next(epochs for rows, epochs in ((1e3, 5), (1e4, 3), (1e5, 2), (math.inf, 1)) if trial.rows < rows)
+    )
 
 
 def _codec(trial: Trial, pixels: int) -> str:

@@ -203,7 +203,7 @@ def test_a_model_of_ones_own_on_a_cpu_is_named_by_its_whole_path(tmp_path, capsy
     assert status == 0, err
     config = load_recipe("my.yaml").config
     assert (config.model, config.data) == (str(tmp_path / "model"), str(tmp_path / "data"))
-    assert (config.train.precision, config.train.num_epochs) == ("float32", 5)
+    assert (config.train.precision, config.train.num_epochs) == ("float32", 37)  # of 30 rows: 40 steps
 
 
 def test_a_dataset_of_the_hub_is_looked_at_by_its_first_file(tmp_path):
