@@ -6,7 +6,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from itertools import chain
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from dataset_builders.readers.csv_files import CSV_SUFFIXES
 from dataset_builders.readers.file_patterns import SourceFile
@@ -14,7 +14,7 @@ from dataset_builders.readers.json_lines import JSON_SUFFIXES
 from dataset_builders.recognise.candidates import Survey
 from dataset_builders.recognise.peek import TABLE_SUFFIXES
 from dataset_builders.recognise.recognise import Recognised
-from dataset_builders.recognise.rewrite import RUN, move_away
+from dataset_builders.recognise.rewrite import RUN, advice, move_away, of_paths
 from dataset_builders.recognise.trial import Trial
 from dataset_builders.storage.store import StorePath, is_local
 
@@ -38,6 +38,7 @@ _UNREAD: dict[tuple[str, ...], str] = {
         "is a video; write its frames as images, for example by ffmpeg -i {0} -vf fps=1 {1}-%04d.png"
     ),
     (".heic", ".heif", ".avif", ".jxl", ".svg"): "is an image of a format that is not read; save it as PNG",
+    (".xml",): "is XML, such as the boxes of Pascal VOC, which `supervision` writes too; no builder reads boxes",
     (".docx", ".doc", ".pptx"): "is a document of an office program; save its pages as images and its text as rows",
     (".pkl", ".pickle", ".npy", ".npz", ".h5", ".hdf5", ".db", ".sqlite", ".tfrecord", ".lmdb", ".mdb"): (
         "is a file of a program; write its rows as parquet or JSON lines"
@@ -118,20 +119,22 @@ def _where_images_are(source: StorePath, detail: str, survey: Survey) -> str:
     if not refs or not is_local(source):
         return ""
     top = source.parent if source.is_file() else source
-    path = Path(ast.literal_eval(refs[-1 if "leads to" in detail else 0]))
+    ref = ast.literal_eval(refs[-1 if "leads to" in detail else 0])
+    path = Path(ref)
     for above in list(top.parents)[:2]:  # the rows must lie in a folder of the source, or directly in it
         if (path.is_absolute() and path.is_file() and path.is_relative_to(above)) or (above / path).is_file():
             deep = max((name.count("/") for name in survey.rows), default=0)
             if above != above.parent and deep + len(top.relative_to(above).parts) <= 1:
                 return f"; give the folder that holds rows and images{RUN}athanor init {shlex.quote(str(above))}"
-    tail = next((name for name in survey.images if f"/{path.as_posix()}".endswith(f"/{name}")), None)
-    start = path.as_posix().removesuffix(tail or "")
-    texts = [name for name in survey.rows if name.endswith((*JSON_SUFFIXES, *CSV_SUFFIXES))]
-    if tail is None or not start or len(texts) < len(survey.rows):
+    slashes = "/" + ref.replace("\\", "/")  # as on Windows
+    tail = max((name for name in survey.images if slashes.endswith(f"/{name}")), key=len, default="")
+    start = ref[: len(ref) - len(tail)]
+    if not tail or not start:
         return ""
-    code = (
-        "import os, sys; [(t := open(p, newline='').read(), os.rename(p, p + '.old'), "
-        "open(p, 'w', newline='').write(t.replace(sys.argv[1], ''))) for p in sys.argv[2:]]"
+    kinds: dict[str, list[SourceFile]] = {}
+    for name in survey.rows:
+        kinds.setdefault(PurePosixPath(name).suffix, []).append(SourceFile(top / name, name))
+    commands = (
+        advice({of_paths(start): files}).rpartition(RUN)[2] for suffix, files in kinds.items() if suffix != ".tar"
     )
-    words = (sys.executable, "-c", code, start, *(str(top / name) for name in texts))
-    return f"; the data hold {tail}: name images by their paths there{RUN}{' '.join(map(shlex.quote, words))}"
+    return f"; the data hold {tail}: name images by their paths there{RUN}{' && '.join(commands)}"

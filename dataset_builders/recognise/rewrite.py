@@ -5,6 +5,7 @@ A command reads each file with Python, keeps the file as NAME.old, and writes ro
 
 import ast
 import json
+import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ _LABEL_STUDIO = ("id", "annotator", "annotation_id", "created_at", "updated_at",
 _LOCAL_FILES = "/data/local-files/?d="
 _PLAIN_RESULTS = ("choices", "textarea", "taxonomy", "rating", "number")
 _VALUES = ("text", "answer", "value", "label", "content", "caption", "name")  # fields that are an answer's text
+_PLACE = re.compile(r"<loc\d{4}>")
 _ROWS = 40
 RUN = "; run: "  # before a command, which ends its message
 
@@ -49,7 +51,7 @@ class Rewrite:
 def move_away(files: Sequence[SourceFile]) -> str:
     """Return the way out for files without rows beside files of good rows."""
     moved = " && ".join(f"mv {shlex.quote(str(file.path))} {shlex.quote(f'{file.path}.old')}" for file in files)
-    return f"; mend it, or if it holds no rows, move it away{RUN}{moved}"
+    return f"; mend it, or if it holds no rows, move it away; run: {moved}"
 
 
 def plain_names(path: str) -> str:
@@ -61,6 +63,11 @@ def plain_names(path: str) -> str:
         f"[b.addfile(m.replace(name={name}), a.extractfile(m)) for m in a if m.isfile()]; b.close()"
     )
     return " ".join(shlex.quote(word) for word in (sys.executable, "-c", code, path))
+
+
+def _text(text: str) -> str:
+    """Return a text as Python writes it, with double quotes where they do, since the shell takes single ones."""
+    return json.dumps(text) if text.isascii() else ascii(text)
 
 
 def _rows(what: str, row: str, loops: str = "for r in d") -> Rewrite:
@@ -75,7 +82,7 @@ def advice(rewrites: Mapping[Rewrite, Sequence[SourceFile]]) -> str:
         whats.append(f"{names}: {rewrite.what}")
     commands = [_command(rewrite, files) for rewrite, files in rewrites.items() if rewrite.files]
     where = "" if all(is_local(file.path) for files in rewrites.values() for file in files) else " on a copy here"
-    way_out = f"; write the rows anew{where}{RUN}{' && '.join(commands)}" if commands else ""
+    way_out = f"; write the rows anew{where}; run: {' && '.join(commands)}" if commands else ""
     return "; ".join(dict.fromkeys(whats)) + way_out
 
 
@@ -85,11 +92,11 @@ def _command(rewrite: Rewrite, files: Sequence[SourceFile]) -> str:
     lines = '"".join(json.dumps(r) + "\\n" for r in v)'
     imports, new, write = "json", "p", f'open(f, "w").write({lines})'
     if name.endswith(CSV_SUFFIXES):
-        cell = f'open(p, encoding="utf-8-sig", newline=""), delimiter={csv_header(files[0].path).delimiter!a}'
+        cell = f'open(p, encoding="utf-8-sig", newline=""), delimiter={_text(csv_header(files[0].path).delimiter)}'
         imports, new = "csv, json", 'p + ".jsonl"'
         read = f"csv.field_size_limit(2**30) and list(csv.DictReader({cell}))"
     elif not name.endswith(JSON_SUFFIXES):
-        imports, new = "pyarrow as pa, pyarrow.parquet as pq", 'p.removesuffix(".parquet") + ".parquet"'
+        imports, new = "json, pyarrow as pa, pyarrow.parquet as pq", 'p.removesuffix(".parquet") + ".parquet"'
         write = "pq.write_table(pa.Table.from_pylist(v), f)"
         read = "pq.read_table(p).to_pylist()"
         if name.endswith(ARROW_SUFFIXES):
@@ -157,7 +164,7 @@ def _of_object(value: Mapping[str, Any], file: SourceFile, images: Sequence[str]
         return Rewrite(f"one object with the splits {splits}", f"{{{name}: v for k, v in d.items()}}")
     if lists:
         path = max(lists, key=lambda path: len(lists[path]))
-        place = "".join(f"[{name!a}]" for name in path)
+        place = "".join(f"[{_text(name)}]" for name in path)
         return Rewrite(f"one object with a list {'.'.join(path)!a}", f"{{n: d{place}}}")
     return _of_columns_of_a_table(value)
 
@@ -190,7 +197,7 @@ def _of_coco(value: Mapping[str, Any], file: SourceFile, images: Sequence[str]) 
     own = words_of(file.name) & {*TRAIN, *HELDOUT}
     there = [each for each in there if len(there) == 1 or words_of(each) & own]
     start = f"{relpath(there[0] or '.', dirname(file.name) or '.')}/".removeprefix("./") if len(there) == 1 else ""
-    names_of = f'{{i["id"]: {start!a} + i["file_name"] for i in d["images"]}}'
+    names_of = f'{{i["id"]: {_text(start)} + i["file_name"] for i in d["images"]}}'
     row = '{"image": m[r["image_id"]], "caption": r["caption"]}'
     what = "COCO's captions, apart from the names of their images"
     return _rows(what, row, f'for m in [{names_of}] for r in d["annotations"]')
@@ -259,7 +266,7 @@ def _image_of(column: str, values: Sequence[Any], file: SourceFile, images: Sequ
     if len(chosen) != 1:
         return ""
     start = f"{relpath(chosen[0][0], folder)}/".removeprefix("./")
-    return f"{start!a} + str(r[{column}]) + {chosen[0][1]!a}"
+    return f"{_text(start)} + str(r[{column}]) + {_text(chosen[0][1])}"
 
 
 def of_rows(rows: Sequence[Mapping[str, Any]], name: str) -> Rewrite | None:
@@ -275,19 +282,19 @@ def of_rows(rows: Sequence[Mapping[str, Any]], name: str) -> Rewrite | None:
         prompt = '[{**m, "weight": 0} if m["role"] == "assistant" else m for m in r["prompt"]]'
         others = '**{k: v for k, v in r.items() if k not in ("prompt", "completion")}'
         return _rows("TRL's prompt and completion in turns", f'{{"messages": {prompt} + r["completion"], {others}}}')
+    if any(_PLACE.search(str(row.get("suffix"))) for row in rows):
+        return Rewrite("PaliGemma's places (<loc0123>) in suffix, which no builder reads; leave out such rows")
     if {"data", "annotations"} <= keys and isinstance(first.get("data"), dict):
         return _of_label_studio(rows)
     if {"annotation_id", "annotator"} <= keys:
-        cell = f"urllib.parse.unquote(v.split({_LOCAL_FILES!a})[1]) if {_LOCAL_FILES!a} in str(v) else v"
-        row = f"{{k: {cell} for k, v in r.items() if k not in {_LABEL_STUDIO}}}"
+        cell = f"urllib.parse.unquote(v.split({_text(_LOCAL_FILES)})[1]) if {_text(_LOCAL_FILES)} in str(v) else v"
+        row = f"{{k: {cell} for k, v in r.items() if k not in {json.dumps(_LABEL_STUDIO)}}}"
         return _rows("Label Studio's JSON-MIN or CSV, with its own columns and addresses", row)
     if isinstance(first.get("json"), dict) and "__key__" in keys:
-        others = (
-            f'{{("image" if k in {IMAGE_SUFFIXES} else k): v for k, v in r.items() if k[:2] != "__" and k != "json"}}'
-        )
-        return _rows(
-            "a WebDataset tar that `datasets` wrote as a table, with a column json", f'{{**{others}, **r["json"]}}'
-        )
+        key = f'"image" if k in {json.dumps(IMAGE_SUFFIXES)} else k'
+        others = f'{{{key}: v for k, v in r.items() if k[:2] != "__" and k != "json"}}'
+        what = "a WebDataset tar that `datasets` wrote as a table, with a column json"
+        return _rows(what, f'{{**{others}, **r["json"]}}')
     if name.endswith(CSV_SUFFIXES):
         for column in ("messages", "conversations"):
             if (turns := _turns_in_text(first.get(column))) is not None:
@@ -296,6 +303,12 @@ def of_rows(rows: Sequence[Mapping[str, Any]], name: str) -> Rewrite | None:
                     f"a CSV file with {column}, which are read from JSON", f"{{k: {cell} for k, v in r.items() if v}}"
                 )
     return None
+
+
+def of_paths(start: str) -> Rewrite:
+    """Return how rows name their images by the paths below the data, which follow `start` in their paths."""
+    old = json.dumps(start)[1:-1]  # as in the text of a JSON row
+    return _rows(f"names of images begin with {start!a}", f'json.loads(json.dumps(r).replace({_text(old)}, ""))')
 
 
 def is_turns(value: Any, field: str) -> bool:
@@ -324,11 +337,12 @@ def _of_label_studio(rows: Sequence[Mapping[str, Any]]) -> Rewrite | None:
         return Rewrite(f"{what} with results of the kind {kinds}, which are not read; export choices or texts")
     names = {each["from_name"] for each in results}
     key = 'x["from_name"]' if len(names) > 1 else '"answer"'
-    cell = f"urllib.parse.unquote(v.split({_LOCAL_FILES!a})[-1]) if isinstance(v, str) else v"
+    cell = f"urllib.parse.unquote(v.split({_text(_LOCAL_FILES)})[-1]) if isinstance(v, str) else v"
     answers = f'{{{key}: next(iter(x["value"].values())) for x in r["annotations"][0]["result"]}}'
     row = f'{{**{{k: {cell} for k, v in r["data"].items()}}, **{answers}}}'
+    what += " (tasks without a result are left out; of several annotations the first is taken)"
     return _rows(
-        f"{what} (its JSON-MIN is read in the same way)",
+        what,
         row,
         'for r in d if r["annotations"] and r["annotations"][0]["result"]',
     )
@@ -340,20 +354,22 @@ def of_columns(rows: Sequence[Mapping[str, Any]]) -> Rewrite | None:
         values = [row[name] for row in rows if row.get(name) not in (None, "", [], {})]
         one = values[0] if values else None
         first = one[0] if isinstance(one, list) else one
-        others = f"{{k: v for k, v in r.items() if k != {name!a}}}"
+        others = f"{{k: v for k, v in r.items() if k != {_text(name)}}}"
         items = [{**_without(row, name), **item} for row in rows for item in _objects(row.get(name))]
         if isinstance(found := find_columns(items), Columns) and found.options["question"] in first:
             what = f"column {name!a} holds several questions in each row"
-            return _rows(what, f"{{**{others}, **q}}", f"for r in d for q in r[{name!a}]")
+            return _rows(what, f"{{**{others}, **q}}", f"for r in d for q in r[{_text(name)}]")
         if isinstance(first, dict | list) and _would_answer(rows, name):
             field = next((key for key in _VALUES if key in first), None) if isinstance(first, dict) else None
-            text = "json.dumps({}, ensure_ascii=False)" if field is None else f"{{}}[{field!a}]"
+            text = "json.dumps({}, ensure_ascii=False)" if field is None else f"{{}}[{_text(field)}]"
             taken = (
-                f"[{text.format('a')} for a in r[{name!a}]]" if isinstance(one, list) else text.format(f"r[{name!a}]")
+                f"[{text.format('a')} for a in r[{_text(name)}]]"
+                if isinstance(one, list)
+                else text.format(f"r[{_text(name)}]")
             )
             kind = f"{'lists of ' if isinstance(one, list) else ''}{'objects' if isinstance(first, dict) else 'lists'}"
             how = f"take their field {field!a}" if field else "take them as JSON"
-            return _rows(f"the answers of column {name!a} are {kind}; {how}", f"{{**r, {name!a}: {taken}}}")
+            return _rows(f"the answers of column {name!a} are {kind}; {how}", f"{{**r, {_text(name)}: {taken}}}")
     both = [name for name in ("questions", "answers") if rows and isinstance(rows[0].get(name), list)]
     if len(both) == 2:
         pair = '{**r, "questions": q, "answers": a}'

@@ -284,9 +284,19 @@ def dotted_keys(d):
                 tar.addfile(info, io.BytesIO(data))
 
 
+def foreign_rows(start):
+    return [{**row, "image": f"{start}{row['image']}"} for row in flat()]
+
+
 def foreign_paths(d):
-    rows = [{**row, "image": f"/content/drive/set/{row['image']}"} for row in flat()]
-    (d / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (d / "rows.jsonl").write_text("\n".join(map(json.dumps, foreign_rows("/content/drive/set/"))))
+
+
+def foreign_parquet(d):
+    rows = [{**row, "image": {"bytes": None, "path": row["image"]}} for row in foreign_rows("/home/you/")]
+    schema = {"image": pa.struct({"bytes": pa.binary(), "path": pa.string()})}
+    schema |= dict.fromkeys(("question", "answer"), pa.string())
+    pq.write_table(pa.Table.from_pylist(rows, pa.schema(schema)), d / "rows.parquet")
 
 
 # Name -> (function that writes the layout, words of the refusal).
@@ -348,6 +358,10 @@ REFUSED = {
     "a leftover that is no table": (leftover("old.parquet", b"x"), "if it holds no rows, move it away"),
     "tar keys with dots": (dotted_keys, "names of its members hold dots before their suffix"),
     "paths of another machine": (with_images(foreign_paths), "name images by their paths there"),
+    "paths of another machine in parquet": (with_images(foreign_parquet), "name images by their paths there"),
+    "paths of another machine in CSV": (
+        with_images(lambda d: write_csv(d / "a.csv", foreign_rows("C:\\Users\\me\\"), delimiter=";")),
+        "a path on a drive of Windows"),
 }  # fmt: skip
 
 
