@@ -1,6 +1,6 @@
 """The candidate readings of a source, from the names of its files and the beginnings of some files."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any
@@ -12,20 +12,11 @@ from dataset_builders.readers.image_refs import IMAGE_SUFFIXES
 from dataset_builders.readers.json_lines import JSON_SUFFIXES
 from dataset_builders.readers.row_files import may_hold_rows, subset_files
 from dataset_builders.recognise.columns import CLASSIFY, DESCRIBE, find_columns, split_names, split_values
+from dataset_builders.recognise.exports import is_turns, of_columns, of_rows
 from dataset_builders.recognise.members import tar_options
 from dataset_builders.recognise.peek import ROW_SUFFIXES, TAR_SUFFIX, peek_classes, peek_groups, peek_rows
 from dataset_builders.recognise.reading import Reading
-from dataset_builders.recognise.rewrite import (
-    RUN,
-    Rewrite,
-    advice,
-    is_turns,
-    move_away,
-    of_columns,
-    of_json,
-    of_rows,
-    plain_names,
-)
+from dataset_builders.recognise.rewrite import RUN, Rewrite, advice, move_away, of_json, plain_names
 from dataset_builders.storage.store import StorePath
 
 CAPTION_SUFFIXES = ("txt", "caption")
@@ -174,7 +165,7 @@ def _tar_readings(files: Sequence[SourceFile], problems: list[str]) -> Iterator[
     except InputError as error:
         groups, options = [], str(error)
     fields = {field for group in groups for field in group}
-    if isinstance(options, str) and fields and all(_has_a_dotted_name(field) for field in fields):
+    if isinstance(options, str) and _are_parts_of_names(fields):
         example = next(iter(fields))
         problems.append(
             f"{tars[0].name}: names of its members hold dots before their suffix, and a sample's name ends at the "
@@ -190,10 +181,13 @@ def _tar_readings(files: Sequence[SourceFile], problems: list[str]) -> Iterator[
         yield Reading(builder="webdataset_tars", options=options, why=why, heldout_files=heldout, tier=1)
 
 
-def _has_a_dotted_name(field: str) -> bool:
-    """Whether a member's field is a part of its name, and then its suffix; 0.png is the field of a first image."""
-    name, dot, suffix = field.rpartition(".")
-    return bool(dot) and not name.isdecimal() and suffix in (*IMAGE_SUFFIXES, *CAPTION_SUFFIXES, "json", "cls", "text")
+def _are_parts_of_names(fields: Collection[str]) -> bool:
+    """Whether the fields of a tar are parts of its members' names, and then their suffixes, unlike 0.png and 1.png,
+    the fields of two images."""
+    parts = [field.rpartition(".") for field in fields]
+    known = (*IMAGE_SUFFIXES, *CAPTION_SUFFIXES, "json", "cls", "text")
+    are_images = all(name.isdecimal() and suffix in IMAGE_SUFFIXES for name, _, suffix in parts)
+    return bool(parts) and not are_images and all(dot and suffix in known for _, dot, suffix in parts)
 
 
 def _image_readings(images: Sequence[str], texts: Sequence[str]) -> Iterator[Reading]:

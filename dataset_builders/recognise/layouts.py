@@ -126,7 +126,7 @@ def _where_images_are(source: StorePath, detail: str, survey: Survey) -> str:
             deep = max((name.count("/") for name in survey.rows), default=0)
             if above != above.parent and deep + len(top.relative_to(above).parts) <= 1:
                 return f"; give the folder that holds rows and images{RUN}athanor init {shlex.quote(str(above))}"
-    slashes = "/" + ref.replace("\\", "/")  # as on Windows
+    slashes = "/" + ref.replace("\\", "/").replace("?d=", "/")  # as on Windows, and in Label Studio's addresses
     tail = max((name for name in survey.images if slashes.endswith(f"/{name}")), key=len, default="")
     start = ref[: len(ref) - len(tail)]
     if not tail or not start:

@@ -3,9 +3,7 @@
 A command reads each file with Python, keeps the file as NAME.old, and writes rows that `athanor init` reads.
 """
 
-import ast
 import json
-import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,12 +22,6 @@ from dataset_builders.readers.table_files import ARROW_SUFFIXES
 from dataset_builders.recognise.columns import Columns, find_columns
 from dataset_builders.storage.store import is_local
 
-# Label Studio's columns beside the data and the answers, in JSON-MIN and CSV, and its address of a file.
-_LABEL_STUDIO = ("id", "annotator", "annotation_id", "created_at", "updated_at", "lead_time", "agreement")
-_LOCAL_FILES = "/data/local-files/?d="
-_PLAIN_RESULTS = ("choices", "textarea", "taxonomy", "rating", "number")
-_VALUES = ("text", "answer", "value", "label", "content", "caption", "name")  # fields that are an answer's text
-_PLACE = re.compile(r"<loc\d{4}>")
 _ROWS = 40
 RUN = "; run: "  # before a command, which ends its message
 
@@ -65,12 +57,13 @@ def plain_names(path: str) -> str:
     return " ".join(shlex.quote(word) for word in (sys.executable, "-c", code, path))
 
 
-def _text(text: str) -> str:
+def literal(text: str) -> str:
     """Return a text as Python writes it, with double quotes where they do, since the shell takes single ones."""
     return json.dumps(text) if text.isascii() else ascii(text)
 
 
-def _rows(what: str, row: str, loops: str = "for r in d") -> Rewrite:
+def new_rows(what: str, row: str, loops: str = "for r in d") -> Rewrite:
+    """Return a rewrite of one file to one, from the Python expression of a new row and the loops around it."""
     return Rewrite(what, f"{{n: [{row} {loops}]}}")
 
 
@@ -92,7 +85,7 @@ def _command(rewrite: Rewrite, files: Sequence[SourceFile]) -> str:
     lines = '"".join(json.dumps(r) + "\\n" for r in v)'
     imports, new, write = "json", "p", f'open(f, "w").write({lines})'
     if name.endswith(CSV_SUFFIXES):
-        cell = f'open(p, encoding="utf-8-sig", newline=""), delimiter={_text(csv_header(files[0].path).delimiter)}'
+        cell = f'open(p, encoding="utf-8-sig", newline=""), delimiter={literal(csv_header(files[0].path).delimiter)}'
         imports, new = "csv, json", 'p + ".jsonl"'
         read = f"csv.field_size_limit(2**30) and list(csv.DictReader({cell}))"
     elif not name.endswith(JSON_SUFFIXES):
@@ -158,31 +151,34 @@ def _of_object(value: Mapping[str, Any], file: SourceFile, images: Sequence[str]
         return _of_coco(value, file, images)
     if ("questions",) in lists and "question_id" in value["questions"][0] and not _has_answer(value["questions"][0]):
         return Rewrite("VQAv2's questions without answers; docs/data-formats.md has a script that joins them")
-    if len(lists) == len(value) > 1 and all(len(path) == 1 and _is_split(path[0]) for path in lists):
-        name = 'os.path.join(os.path.dirname(p), k + ".jsonl")'
-        splits = ", ".join(map(ascii, value))
-        return Rewrite(f"one object with the splits {splits}", f"{{{name}: v for k, v in d.items()}}")
+    for parent in dict.fromkeys(path[:-1] for path in lists):
+        splits = [path[-1] for path in lists if path[:-1] == parent and _is_split(path[-1])]
+        if len(splits) > 1:
+            name = 'os.path.join(os.path.dirname(p), k + ".jsonl")'
+            files = f"{{{name}: d{_place(parent)}[k] for k in {json.dumps(splits)}}}"
+            return Rewrite(f"one object with the splits {', '.join(map(ascii, splits))}", files)
     if lists:
         path = max(lists, key=lambda path: len(lists[path]))
-        place = "".join(f"[{_text(name)}]" for name in path)
-        return Rewrite(f"one object with a list {'.'.join(path)!a}", f"{{n: d{place}}}")
+        others = ", ".join(ascii(".".join(each)) for each in lists if each != path)
+        what = f"one object with a list {'.'.join(path)!a}"
+        return Rewrite(f"{what}, which is taken, and {others}" if others else what, f"{{n: d{_place(path)}}}")
     return _of_columns_of_a_table(value)
 
 
 def _of_columns_of_a_table(value: Mapping[str, Any]) -> Rewrite | None:
     """Return how an object of columns, or of rows by their keys, becomes rows."""
     if isinstance(value.get("columns"), list) and isinstance(value.get("data"), list):
-        return _rows("a table of pandas (orient split)", 'dict(zip(d["columns"], r))', 'for r in d["data"]')
+        return new_rows("a table of pandas (orient split)", 'dict(zip(d["columns"], r))', 'for r in d["data"]')
     sizes = {len(each) if isinstance(each, list | dict) else 0 for each in value.values()}
     if len(value) > 1 and len(sizes) == 1 and all(isinstance(each, list) and each for each in value.values()):
-        return _rows("one object with a list for each column", "dict(zip(d, r))", "for r in zip(*d.values())")
+        return new_rows("one object with a list for each column", "dict(zip(d, r))", "for r in zip(*d.values())")
     if not all(isinstance(each, dict) and each for each in value.values()):
         return None
     inner = {tuple(each) for each in value.values()}
     if len(value) > 1 and len(inner) == 1 and all(key.isdecimal() for key in inner.pop()):
         loop = "for r in zip(*(c.values() for c in d.values()))"
-        return _rows("one object with an object for each column, as pandas writes it", "dict(zip(d, r))", loop)
-    return _rows("one object with a row under each key", '{"key": k, **r}', "for k, r in d.items()")
+        return new_rows("one object with an object for each column, as pandas writes it", "dict(zip(d, r))", loop)
+    return new_rows("one object with a row under each key", '{"key": k, **r}', "for k, r in d.items()")
 
 
 def _of_coco(value: Mapping[str, Any], file: SourceFile, images: Sequence[str]) -> Rewrite:
@@ -197,14 +193,18 @@ def _of_coco(value: Mapping[str, Any], file: SourceFile, images: Sequence[str]) 
     own = words_of(file.name) & {*TRAIN, *HELDOUT}
     there = [each for each in there if len(there) == 1 or words_of(each) & own]
     start = f"{relpath(there[0] or '.', dirname(file.name) or '.')}/".removeprefix("./") if len(there) == 1 else ""
-    names_of = f'{{i["id"]: {_text(start)} + i["file_name"] for i in d["images"]}}'
+    names_of = f'{{i["id"]: {literal(start)} + i["file_name"] for i in d["images"]}}'
     row = '{"image": m[r["image_id"]], "caption": r["caption"]}'
     what = "COCO's captions, apart from the names of their images"
-    return _rows(what, row, f'for m in [{names_of}] for r in d["annotations"]')
+    return new_rows(what, row, f'for m in [{names_of}] for r in d["annotations"]')
 
 
 def _has_answer(row: Mapping[str, Any]) -> bool:
     return any("answer" in name for name in row)
+
+
+def _place(path: Sequence[str]) -> str:
+    return "".join(f"[{literal(name)}]" for name in path)
 
 
 def _is_split(name: str) -> bool:
@@ -226,7 +226,7 @@ def _of_lists(rows: Sequence[list], file: SourceFile, images: Sequence[str]) -> 
     header, *rest = rows
     named = [dict(zip(header, row)) for row in rest] if all(isinstance(cell, str) for cell in header) else []
     if len(named) > 1 and isinstance(find_columns(named), Columns):
-        return _rows(what, "dict(zip(d[0], r))", "for r in d[1:]")
+        return new_rows(what, "dict(zip(d[0], r))", "for r in d[1:]")
     columns = {str(i): [row[i] for row in rows] for i in range(min(map(len, rows)))}
     image = next(
         ((name, place) for name, each in columns.items() if (place := _image_of(name, each, file, images))), ("", "")
@@ -245,7 +245,7 @@ def _of_lists(rows: Sequence[list], file: SourceFile, images: Sequence[str]) -> 
         )
     fields = [f'"image": {image[1]}'] if image[1] else []
     fields += [f'"question": r[{question}]'] if question else []
-    return _rows(what, "{" + ", ".join([*fields, f'"answer": r[{answers[0]}]']) + "}")
+    return new_rows(what, "{" + ", ".join([*fields, f'"answer": r[{answers[0]}]']) + "}")
 
 
 def _ask(texts: Sequence[str]) -> bool:
@@ -266,130 +266,10 @@ def _image_of(column: str, values: Sequence[Any], file: SourceFile, images: Sequ
     if len(chosen) != 1:
         return ""
     start = f"{relpath(chosen[0][0], folder)}/".removeprefix("./")
-    return f"{_text(start)} + str(r[{column}]) + {_text(chosen[0][1])}"
-
-
-def of_rows(rows: Sequence[Mapping[str, Any]], name: str) -> Rewrite | None:
-    """Return how rows are written anew that another tool wrote; None for rows that need nothing.
-
-    Args:
-        rows: the first rows of a file.
-        name: the file's name.
-    """
-    first = next((row for row in rows if row), {})
-    keys = {key for row in rows for key in row}
-    if {"prompt", "completion"} <= keys and all(is_turns(first.get(key), "role") for key in ("prompt", "completion")):
-        prompt = '[{**m, "weight": 0} if m["role"] == "assistant" else m for m in r["prompt"]]'
-        others = '**{k: v for k, v in r.items() if k not in ("prompt", "completion")}'
-        return _rows("TRL's prompt and completion in turns", f'{{"messages": {prompt} + r["completion"], {others}}}')
-    if any(_PLACE.search(str(row.get("suffix"))) for row in rows):
-        return Rewrite("PaliGemma's places (<loc0123>) in suffix, which no builder reads; leave out such rows")
-    if {"data", "annotations"} <= keys and isinstance(first.get("data"), dict):
-        return _of_label_studio(rows)
-    if {"annotation_id", "annotator"} <= keys:
-        cell = f"urllib.parse.unquote(v.split({_text(_LOCAL_FILES)})[1]) if {_text(_LOCAL_FILES)} in str(v) else v"
-        row = f"{{k: {cell} for k, v in r.items() if k not in {json.dumps(_LABEL_STUDIO)}}}"
-        return _rows("Label Studio's JSON-MIN or CSV, with its own columns and addresses", row)
-    if isinstance(first.get("json"), dict) and "__key__" in keys:
-        key = f'"image" if k in {json.dumps(IMAGE_SUFFIXES)} else k'
-        others = f'{{{key}: v for k, v in r.items() if k[:2] != "__" and k != "json"}}'
-        what = "a WebDataset tar that `datasets` wrote as a table, with a column json"
-        return _rows(what, f'{{**{others}, **r["json"]}}')
-    if name.endswith(CSV_SUFFIXES):
-        for column in ("messages", "conversations"):
-            if (turns := _turns_in_text(first.get(column))) is not None:
-                cell = f'{turns}(v) if v[:1] in ("[", "{{") else v'
-                return _rows(
-                    f"a CSV file with {column}, which are read from JSON", f"{{k: {cell} for k, v in r.items() if v}}"
-                )
-    return None
+    return f"{literal(start)} + str(r[{column}]) + {literal(chosen[0][1])}"
 
 
 def of_paths(start: str) -> Rewrite:
     """Return how rows name their images by the paths below the data, which follow `start` in their paths."""
     old = json.dumps(start)[1:-1]  # as in the text of a JSON row
-    return _rows(f"names of images begin with {start!a}", f'json.loads(json.dumps(r).replace({_text(old)}, ""))')
-
-
-def is_turns(value: Any, field: str) -> bool:
-    """Whether a value is a list of objects with this field."""
-    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and field in value[0]
-
-
-def _turns_in_text(text: Any) -> str | None:
-    """Return the Python function that reads a cell of turns: JSON, or the form that pandas writes; None for others."""
-    for read, name in ((json.loads, "json.loads"), (ast.literal_eval, "ast.literal_eval")):
-        try:
-            value = read(text) if isinstance(text, str) else None
-        except (ValueError, SyntaxError, RecursionError):
-            continue
-        if is_turns(value, "role") or is_turns(value, "from"):
-            return name
-    return None
-
-
-def _of_label_studio(rows: Sequence[Mapping[str, Any]]) -> Rewrite | None:
-    """Return how the tasks of Label Studio's JSON become rows, if all their results are texts or choices."""
-    results = [each for row in rows for note in row.get("annotations") or () for each in note.get("result", ())]
-    what = "tasks of Label Studio's JSON"
-    if not results or any(each.get("type") not in _PLAIN_RESULTS for each in results):
-        kinds = ", ".join(sorted({str(each.get("type")) for each in results})) or "none"
-        return Rewrite(f"{what} with results of the kind {kinds}, which are not read; export choices or texts")
-    names = {each["from_name"] for each in results}
-    key = 'x["from_name"]' if len(names) > 1 else '"answer"'
-    cell = f"urllib.parse.unquote(v.split({_text(_LOCAL_FILES)})[-1]) if isinstance(v, str) else v"
-    answers = f'{{{key}: next(iter(x["value"].values())) for x in r["annotations"][0]["result"]}}'
-    row = f'{{**{{k: {cell} for k, v in r["data"].items()}}, **{answers}}}'
-    what += " (tasks without a result are left out; of several annotations the first is taken)"
-    return _rows(
-        what,
-        row,
-        'for r in d if r["annotations"] and r["annotations"][0]["result"]',
-    )
-
-
-def of_columns(rows: Sequence[Mapping[str, Any]]) -> Rewrite | None:
-    """Return how a column of objects or lists becomes rows or texts, for rows that no map of columns reads."""
-    for name in dict.fromkeys(name for row in rows for name in row):
-        values = [row[name] for row in rows if row.get(name) not in (None, "", [], {})]
-        one = values[0] if values else None
-        first = one[0] if isinstance(one, list) else one
-        others = f"{{k: v for k, v in r.items() if k != {_text(name)}}}"
-        items = [{**_without(row, name), **item} for row in rows for item in _objects(row.get(name))]
-        if isinstance(found := find_columns(items), Columns) and found.options["question"] in first:
-            what = f"column {name!a} holds several questions in each row"
-            return _rows(what, f"{{**{others}, **q}}", f"for r in d for q in r[{_text(name)}]")
-        if isinstance(first, dict | list) and _would_answer(rows, name):
-            field = next((key for key in _VALUES if key in first), None) if isinstance(first, dict) else None
-            text = "json.dumps({}, ensure_ascii=False)" if field is None else f"{{}}[{_text(field)}]"
-            taken = (
-                f"[{text.format('a')} for a in r[{_text(name)}]]"
-                if isinstance(one, list)
-                else text.format(f"r[{_text(name)}]")
-            )
-            kind = f"{'lists of ' if isinstance(one, list) else ''}{'objects' if isinstance(first, dict) else 'lists'}"
-            how = f"take their field {field!a}" if field else "take them as JSON"
-            return _rows(f"the answers of column {name!a} are {kind}; {how}", f"{{**r, {_text(name)}: {taken}}}")
-    both = [name for name in ("questions", "answers") if rows and isinstance(rows[0].get(name), list)]
-    if len(both) == 2:
-        pair = '{**r, "questions": q, "answers": a}'
-        return _rows(
-            "several questions and answers in each row",
-            pair,
-            'for r in d for q, a in zip(r["questions"], r["answers"])',
-        )
-    return None
-
-
-def _objects(value: Any) -> list[dict[str, Any]]:
-    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
-
-
-def _without(row: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return {key: value for key, value in row.items() if key != name}
-
-
-def _would_answer(rows: Sequence[Mapping[str, Any]], name: str) -> bool:
-    """Whether a column would be the answer if it held texts."""
-    found = find_columns([{**row, name: "a text"} for row in rows])
-    return isinstance(found, Columns) and found.options["answer"] == name
+    return new_rows(f"names of images begin with {start!a}", f'json.loads(json.dumps(r).replace({literal(old)}, ""))')

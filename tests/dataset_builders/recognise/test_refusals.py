@@ -226,6 +226,12 @@ def webdataset_table(d):
     pq.write_table(pa.Table.from_pylist(rows), d / "00000.parquet")
 
 
+def json_text_table(d):
+    d.mkdir()
+    rows = [{"png": r.image, "json": json.dumps({"question": r.question, "answer": r.answer})} for r in ROWS]
+    pq.write_table(pa.Table.from_pylist(rows), d / "00000.parquet")
+
+
 def webdataset_chats(d):
     d.mkdir()
     rows = [
@@ -274,12 +280,12 @@ def leftover(name, content):
     return write
 
 
-def dotted_keys(d):
+def dotted_keys(d, name="img/v1.{0.name}_{0.answer}"):
     d.mkdir()
     with tarfile.open(d / "00000.tar", "w") as tar:
         for row in ROWS:
             for suffix, data in (("png", row.image), ("txt", row.answer.encode())):
-                info = tarfile.TarInfo(f"img/v1.{row.name}_{row.answer}.{suffix}")
+                info = tarfile.TarInfo(f"{name.format(row)}.{suffix}")
                 info.size = len(data)
                 tar.addfile(info, io.BytesIO(data))
 
@@ -357,6 +363,24 @@ REFUSED = {
     "a leftover without a header": (leftover("empty.csv", b""), "if it holds no rows, move it away"),
     "a leftover that is no table": (leftover("old.parquet", b"x"), "if it holds no rows, move it away"),
     "tar keys with dots": (dotted_keys, "names of its members hold dots before their suffix"),
+    "tar keys with numbers after a dot": (
+        lambda d: dotted_keys(d, "img.{0.name}"), "names of its members hold dots before their suffix"),
+    "splits beside a version": (
+        as_json({"version": 1, "train": flat()[:8], "test": flat()[8:]}), "the splits 'train', 'test'"),
+    "splits below a key": (
+        as_json({"data": {"train": flat()[:8], "val": flat()[8:]}}, indent=1), "the splits 'train', 'val'"),
+    "a list beside a shorter one": (
+        as_json({"authors": [{"name": "me"}], "items": flat()}), "a list 'items', which is taken, and 'authors'"),
+    "a tar as a table with JSON as text": (json_text_table, "a WebDataset tar that `datasets` wrote as a table"),
+    "addresses of Label Studio": (
+        with_images(lambda d: write_json(d / "rows.json", foreign_rows("/data/local-files/?d="))),
+        "name images by their paths there"),
+    "a completion in turns alone": (
+        as_json([
+            {"image": f"images/{r.name}.png", "prompt": r.question, "completion": turns("assistant", r.answer)}
+            for r in ROWS
+        ]),
+        "the answers of column 'completion' are lists of objects; take their field 'content'"),
     "paths of another machine": (with_images(foreign_paths), "name images by their paths there"),
     "paths of another machine in parquet": (with_images(foreign_parquet), "name images by their paths there"),
     "paths of another machine in CSV": (
