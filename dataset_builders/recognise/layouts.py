@@ -14,7 +14,7 @@ from dataset_builders.readers.json_lines import JSON_SUFFIXES
 from dataset_builders.recognise.candidates import Survey
 from dataset_builders.recognise.peek import TABLE_SUFFIXES
 from dataset_builders.recognise.recognise import Recognised
-from dataset_builders.recognise.rewrite import RUN, advice, move_away, of_paths
+from dataset_builders.recognise.rewrite import RUN, advice, move_away, of_outside, of_paths
 from dataset_builders.recognise.trial import Trial
 from dataset_builders.storage.store import StorePath, is_local
 
@@ -122,13 +122,19 @@ def _where_images_are(source: StorePath, detail: str, survey: Survey) -> str:
     ref = ast.literal_eval(refs[-1 if "leads to" in detail else 0])
     path = Path(ref)
     for above in list(top.parents)[:2]:  # the rows must lie in a folder of the source, or directly in it
-        if (path.is_absolute() and path.is_file() and path.is_relative_to(above)) or (above / path).is_file():
+        if (above / path).is_file() and (above / path).is_relative_to(above):  # an absolute path stays as it is
             deep = max((name.count("/") for name in survey.rows), default=0)
             if above != above.parent and deep + len(top.relative_to(above).parts) <= 1:
                 return f"; give the folder that holds rows and images{RUN}athanor init {shlex.quote(str(above))}"
     slashes = "/" + ref.replace("\\", "/").replace("?d=", "/")  # as on Windows, and in Label Studio's addresses
     tail = max((name for name in survey.images if slashes.endswith(f"/{name}")), key=len, default="")
     start = ref[: len(ref) - len(tail)]
+    tables = [SourceFile(top / name, name) for name in survey.rows if name.endswith(TABLE_SUFFIXES)]
+    if (not tail or not start) and "leads to" in detail:
+        way_out = advice({of_outside(): tables}).rpartition(RUN)[2] if len(tables) == len(survey.rows) else ""
+        return (
+            f"; take them into the table{RUN}{way_out}" if way_out else f"; copy them below {top}, and name them there"
+        )
     if not tail or not start:
         return ""
     kinds: dict[str, list[SourceFile]] = {}

@@ -273,3 +273,14 @@ def of_paths(start: str) -> Rewrite:
     """Return how rows name their images by the paths below the data, which follow `start` in their paths."""
     old = json.dumps(start)[1:-1]  # as in the text of a JSON row
     return new_rows(f"names of images begin with {start!a}", f'json.loads(json.dumps(r).replace({literal(old)}, ""))')
+
+
+def of_outside() -> Rewrite:
+    """Return how a table takes in the images that it names outside of the data."""
+    place = 'os.path.join(os.path.dirname(p), v["path"] if isinstance(v, dict) else v)'
+    named = f"isinstance(v, str) and v.lower().endswith({json.dumps(IMAGE_SUFFIXES)[1:-1].join('()')})"
+    taken = f'{{"bytes": open({place}, "rb").read(), "path": None}}'
+    struct = 'isinstance(v, dict) and v.get("path") and not v.get("bytes")'
+    each = f"[e(x) for x in v] if isinstance(v, list) else {taken} if {struct} or {named} else v"
+    files = f"(e := lambda v: {each}) and {{n: [{{k: e(v) for k, v in r.items()}} for r in d]}}"
+    return Rewrite("images outside of the data", files)

@@ -551,3 +551,27 @@ def test_an_object_of_over_64_mib_gets_a_command_too(tmp_path, capsys, monkeypat
     subprocess.run(err.rpartition("; run: ")[2], shell=True, check=True)
     assert init(tmp_path, capsys)[0] == 0
     assert pairs(samples_of(tmp_path / "my.yaml")) == EXPECTED
+
+
+@pytest.mark.parametrize("kind", ["struct", "text", "list"])
+def test_a_table_takes_in_the_images_that_it_names_elsewhere(tmp_path, capsys, kind):
+    """The images lie where no folder above both is near."""
+    write_images(tmp_path / "far", ROWS)
+    data = tmp_path / "a" / "b" / "data"
+    data.mkdir(parents=True)
+    paths = [str(tmp_path / "far" / f"{row.name}.png") for row in ROWS]
+    column = {
+        "struct": [{"path": path} for path in paths],
+        "text": paths,
+        "list": [[{"path": path}] for path in paths],
+    }[kind]
+    rows = [{"image": image, "question": row.question, "answer": row.answer} for image, row in zip(column, ROWS)]
+    pq.write_table(pa.Table.from_pylist(rows), data / "train.parquet")
+    status, _, err = init(tmp_path, capsys, data)
+    assert status == 2 and "outside of the source; take them into the table; run: " in err, err
+    subprocess.run(err.rpartition("; run: ")[2], shell=True, check=True)
+    assert init(tmp_path, capsys, data)[0] == 0
+    samples = samples_of(tmp_path / "my.yaml")
+    assert pairs(samples) == EXPECTED and sorted((s.messages[0].text, s.messages[1].text) for s in samples) == [
+        (f"<image>{question}", answer) for question, answer in QUESTIONS
+    ]
