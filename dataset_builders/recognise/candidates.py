@@ -6,6 +6,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from dataset_builders.errors import InputError
+from dataset_builders.readers.csv_files import CSV_SUFFIXES
 from dataset_builders.readers.file_patterns import SourceFile, list_files
 from dataset_builders.readers.heldout_names import NO_CLASSES, heldout_globs, words_of
 from dataset_builders.readers.image_refs import IMAGE_SUFFIXES
@@ -17,11 +18,12 @@ from dataset_builders.recognise.members import tar_options
 from dataset_builders.recognise.peek import ROW_SUFFIXES, TAR_SUFFIX, peek_classes, peek_groups, peek_rows
 from dataset_builders.recognise.reading import Reading
 from dataset_builders.recognise.rewrite import RUN, Rewrite, advice, move_away, of_json, plain_names
-from dataset_builders.storage.store import StorePath
+from dataset_builders.storage.store import StorePath, is_local
 
 CAPTION_SUFFIXES = ("txt", "caption")
 _MOST_DIRS = 200
-_MOST_PEEKED = 20  # files of a subset whose first rows are looked at
+_MOST_PEEKED = 20  # files of a subset whose first rows are looked at; of a readable one, only small texts
+_SMALL_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +86,19 @@ def _row_readings(source: StorePath, files: Sequence[SourceFile], problems: list
     for subset, members in chosen:
         if not members:
             continue
-        found = [(file, _read_first(file, images)) for file in members[:_MOST_PEEKED]]
+        first = _read_first(members[0], images)
+        others = [file for file in members[1:_MOST_PEEKED] if not isinstance(first, Reading) or _is_small_text(file)]
+        found = [(members[0], first), *((file, _read_first(file, images)) for file in others)]
         for file, each in found:
             if isinstance(each, Rewrite):
                 rewrites.setdefault(each, []).append(file)
-        if isinstance(found[0][1], Rewrite):
-            rewrites[found[0][1]].extend(members[_MOST_PEEKED:])
+        if isinstance(first, Rewrite):
+            rewrites[first].extend(members[_MOST_PEEKED:])
         reading = next((each for _, each in found if isinstance(each, Reading)), None)
         faults = [(file, each) for file, each in found if isinstance(each, str)]
+        if reading is not None:  # what no command makes rows of is a leftover beside them
+            boxes = [each for each in rewrites if not each.files]
+            faults += [(file, f"{file.name}: {each.what}") for each in boxes for file in rewrites.pop(each)]
         if faults:
             problems.append(faults[0][1] + ("" if reading is None else move_away([file for file, _ in faults])))
         if reading is None:
@@ -105,6 +112,11 @@ def _row_readings(source: StorePath, files: Sequence[SourceFile], problems: list
         decides = reading.builder == "cord_v2" or "split" in reading.options
         heldout = () if decides else heldout_globs([name for names in subsets.values() for name in names])
         yield replace(reading, subsets=() if everything else tuple(subsets), heldout_files=heldout)
+
+
+def _is_small_text(file: SourceFile) -> bool:
+    is_text = file.name.endswith((*CSV_SUFFIXES, *JSON_SUFFIXES)) and is_local(file.path)
+    return is_text and file.path.stat().st_size <= _SMALL_BYTES
 
 
 def _read_first(file: SourceFile, images: Sequence[str]) -> Reading | Rewrite | str:

@@ -362,6 +362,11 @@ REFUSED = {
     "a leftover object": (leftover("notes.json", b'{\n "by": "me"\n}'), "if it holds no rows, move it away"),
     "a leftover without a header": (leftover("empty.csv", b""), "if it holds no rows, move it away"),
     "a leftover that is no table": (leftover("old.parquet", b"x"), "if it holds no rows, move it away"),
+    "COCO's boxes beside rows": (
+        leftover("instances.json", json.dumps({"images": [{}], "annotations": [{"bbox": []}]}, indent=1).encode()),
+        "COCO's boxes, as `supervision` writes them"),
+    "two leftovers": (
+        lambda d: [leftover(name, b"")(d) for name in ("a.csv", "b.csv")], "if it holds no rows, move it away"),
     "tar keys with dots": (dotted_keys, "names of its members hold dots before their suffix"),
     "tar keys with numbers after a dot": (
         lambda d: dotted_keys(d, "img.{0.name}"), "names of its members hold dots before their suffix"),
