@@ -178,7 +178,7 @@ def _tar_readings(files: Sequence[SourceFile], problems: list[str]) -> Iterator[
         groups, options = [], str(error)
     fields = {field for group in groups for field in group}
     if isinstance(options, str) and _are_parts_of_names(fields):
-        example = next(iter(fields))
+        example = min(fields)
         problems.append(
             f"{tars[0].name}: names of its members hold dots before their suffix, and a sample's name ends at the "
             f"first dot (its field here: {example!a}); write the tar anew{RUN}{plain_names(str(tars[0].path))}"
