@@ -539,11 +539,37 @@ def test_a_file_of_another_kind_is_named_with_its_way_out(tmp_path, capsys, name
     assert status == 0 and f"look at: {words}" in out
 
 
-def test_two_kinds_of_rows_that_no_command_can_know_are_refused_by_name(tmp_path, capsys):
-    boxes = {"images": [{"id": 1, "file_name": "1.png"}], "annotations": [{"bbox": [0, 0, 1, 1]}], "categories": []}
-    write_json(tmp_path / "data" / "instances.json", boxes)
+def vqa_questions(d):
+    write_json(d / "q.json", {"license": {}, "questions": [{"image_id": 1, "question": "a?", "question_id": 2}]})
+
+
+def coco_boxes(d):
+    write_json(d / "instances.json", {"images": [{"id": 1}], "annotations": [{"bbox": [0, 0, 1, 1]}], "categories": []})
+
+
+def rows_far_away(d):
+    write_images(d.parent / "far", ROWS)
+    rows = [{"image": f"{d.parent}/far/{r.name}.png", "question": r.question, "answer": r.answer} for r in ROWS]
+    write_json(d / "x" / "rows.json", rows)
+
+
+@pytest.mark.parametrize(
+    ("write", "words"),
+    [
+        (coco_boxes, "COCO's boxes, as `supervision` writes them"),
+        (vqa_questions, "VQAv2's questions without answers; docs/data-formats.md has a script that joins them"),
+        (with_images(lambda d: label_studio(d, kind="rectanglelabels")), "results of the kind rectanglelabels"),
+        (
+            as_json([{"image": r["image"], "prefix": "detect", "suffix": "<loc0001> cat"} for r in flat()]),
+            "PaliGemma's",
+        ),
+        (rows_far_away, "outside of the source; copy them below"),
+    ],
+)
+def test_what_no_command_can_know_is_refused_by_its_name(tmp_path, capsys, write, words):
+    write(tmp_path / "data")
     status, _, err = init(tmp_path, capsys)
-    assert status == 2 and "COCO's boxes, as `supervision` writes them" in err and "run:" not in err
+    assert status == 2 and words in err and "run:" not in err, err
 
 
 def test_an_object_of_over_64_mib_gets_a_command_too(tmp_path, capsys, monkeypatch):
