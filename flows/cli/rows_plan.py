@@ -16,7 +16,7 @@ from dataset_builders.recognise.candidates import survey
 from dataset_builders.recognise.reading import Reading
 from dataset_builders.recognise.trial import Trial, try_reading
 from dataset_builders.storage.store import StorePath, is_local
-from flows.cli.init.choice import FEW_STEPS
+from flows.cli.init.choice import FEW_STEPS, check_apart
 from flows.cli.init.findings import anomalies
 from flows.cli.text_table import bytes_text
 from flows.pipeline.config import PipelineConfig
@@ -137,6 +137,8 @@ def _check(config: PipelineConfig, trial: Trial, source: StorePath) -> None:
         raise InputError(
             f"convert.heldout_fraction=0 leaves nothing of {source} to evaluate on; try convert.heldout_fraction=0.1"
         )
+    if len(config.sources) == 1:
+        check_apart(trial, str(source))
     least, distinct = config.convert.min_heldout, len(trial.samples) - trial.duplicates
     if config.convert.heldout_fraction and not trial.splits and len(config.sources) == 1 and distinct < 2 * least:
         raise InputError(

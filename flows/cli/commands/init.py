@@ -14,10 +14,10 @@ from dataset_builders.recognise.recognise import recognise
 from dataset_builders.recognise.trial import Trial
 from dataset_builders.storage.files import write_text
 from dataset_builders.storage.store import StorePath, absolute, check_reachable, is_local, location, side_dir
-from flows.cli.init.choice import choose, data_name
+from flows.cli.init.choice import check_apart, choose, data_name
 from flows.cli.init.findings import SHOWN, anomalies, is_colourful, sample_lines, summary
 from flows.cli.init.fit import check_memory
-from flows.cli.init.recipe_text import distinct, recipe_text
+from flows.cli.init.recipe_text import recipe_text
 from flows.pipeline.recipe import load_recipe
 from flows.resources.host import gpu_memory_gb
 from stages.inputs.raw_source import download_first
@@ -47,8 +47,7 @@ def init_command(args: argparse.Namespace) -> int:
         raise InputError(nearest_layout(source, found))
     trial = found.best
     trial.reading = replace(trial.reading, heldout_files=trial.reading.heldout_files or heldout_globs(hub_names))
-    if trial.tried == trial.rows and not trial.splits and distinct(trial) < 2:
-        raise InputError(f"{data} holds one usable sample; a run trains on one and holds out another, so add rows")
+    check_apart(trial, data)
     choice = choose(trial, args.model, memory)
     for line in summary(found, trial):
         print(line)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dataset_builders.contracts.sample import IMAGE_SLOT
+from dataset_builders.contracts.sample import IMAGE_SLOT, image_digests
 from dataset_builders.errors import InputError
 from dataset_builders.recognise.trial import Trial
 from flows.cli.init.fit import ROOMY, Fit, bin_sizes, check_memory, fit_model, smallest
@@ -99,6 +99,24 @@ def choose(trial: Trial, model: str | None, gpu_memory: float | None) -> Choice:
         metrics=_metrics(trial),
         words=f"{name}, {fit.words}: {fit.memory / 1e9:.1f} GB of {gpu_memory:g} GB by estimate",
     )
+
+
+def check_apart(trial: Trial, data: str) -> None:
+    """Raise InputError if samples could not be both trained on and held out: there is one, or all share pictures.
+
+    Only checked if all rows were read, and the source does not say which rows are held out.
+    """
+    if trial.tried < trial.rows or trial.splits or not trial.samples:
+        return
+    groups: list[set[object]] = []  # digests of pictures of samples that stay together
+    for sample in trial.samples:
+        own = {*image_digests(sample)} or {sample.digest()}
+        groups = [group for group in groups if not group & own] + [own.union(*(g for g in groups if g & own))]
+    if len(groups) == 1:
+        raise InputError(
+            f"{data}: its {len(trial.samples)} usable rows are one sample, or share pictures and so stay together; "
+            "none can be held out beside others to train on, so add rows with other pictures"
+        )
 
 
 def data_name(source: str) -> str:

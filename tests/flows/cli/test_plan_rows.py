@@ -144,7 +144,16 @@ def test_the_recipe_of_few_rows_holds_out_half_and_is_planned(tmp_path, capsys, 
     assert any(line.startswith(f"convert.min_heldout={number // 2}: ") for line in warnings)
 
 
-def test_one_row_is_refused(tmp_path, capsys):
+@pytest.mark.parametrize("number", [1, 12])
+def test_rows_that_stay_together_are_refused_by_init_and_plan(tmp_path, capsys, number):
     csv_paths(tmp_path / "raw", draw_rows(1, 1))
-    assert main(["init", str(tmp_path / "raw"), "--out", str(tmp_path / "my.yaml"), "--root", str(tmp_path)]) == 2
-    assert "holds one usable sample" in capsys.readouterr().err and not (tmp_path / "my.yaml").exists()
+    lines = [f"{i},imgs/0000.png,Question {i}?,a" for i in range(number)]
+    (tmp_path / "raw" / "data.csv").write_text("\n".join(["id,image,question,answer", *lines]))
+    names = ("--out", str(tmp_path / "my.yaml"), "--root", str(tmp_path / "root"))
+    assert main(["init", str(tmp_path / "raw"), *names]) == 2
+    words = f"its {number} usable rows are one sample, or share pictures"
+    assert words in capsys.readouterr().err and not (tmp_path / "my.yaml").exists()
+    options = "convert.options={image: image, question: question, answer: answer}"
+    settings = (f"data={tmp_path / 'raw'}", "convert.builder=table", options)
+    assert main(["plan", *(word for each in settings for word in ("--set", each)), *names[2:]]) == 2
+    assert words in capsys.readouterr().err
