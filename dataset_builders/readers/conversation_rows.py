@@ -1,4 +1,4 @@
-"""Rows of conversations from JSON or parquet files, with values as parsed from JSON.
+"""Rows of conversations from JSON, parquet or Arrow files, with values as parsed from JSON.
 
 In parquet, a column of messages is a list of structs or JSON text. Columns of Arrow's type `arrow.json` are parsed; the
 library datasets uses this type for a content that is text in one row and a list in another.
@@ -16,6 +16,7 @@ from dataset_builders.readers.json_lines import JSON_SUFFIXES, iter_json_rows, j
 from dataset_builders.readers.parts import Part, SkippedRow
 from dataset_builders.readers.row_files import number_on, subset_files
 from dataset_builders.readers.table_files import (
+    ARROW_SUFFIXES,
     check_columns,
     iter_table_rows,
     list_table_parts,
@@ -25,8 +26,8 @@ from dataset_builders.readers.table_files import (
 from dataset_builders.readers.unread import is_watched
 from dataset_builders.storage.store import StorePath
 
-_TABLE = ".parquet"
-CONVERSATION_SUFFIXES = (*JSON_SUFFIXES, _TABLE)
+_TABLES = (".parquet", *ARROW_SUFFIXES)
+CONVERSATION_SUFFIXES = (*JSON_SUFFIXES, *_TABLES)
 
 
 def list_conversation_parts(source: StorePath, subsets: Sequence[str], column: str) -> list[Part]:
@@ -51,11 +52,11 @@ def iter_conversation_rows(
     Raises:
         InputError: a malformed array, or a truncated parquet file.
     """
-    return _iter_table(part, rows) if part.path.name.endswith(_TABLE) else iter_json_rows(part, rows)
+    return _iter_table(part, rows) if part.path.name.endswith(_TABLES) else iter_json_rows(part, rows)
 
 
 def _file_parts(file: SourceFile, subset: str, column: str) -> list[Part]:
-    if not file.path.name.endswith(_TABLE):
+    if not file.path.name.endswith(_TABLES):
         return json_file_parts(file, subset)
     return list_table_parts([file], subset, None, lambda path, schema: check_columns(path, schema, (column,)))
 

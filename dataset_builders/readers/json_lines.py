@@ -12,6 +12,7 @@ unknown.
 import codecs
 import json
 import re
+import shlex
 from collections import Counter
 from collections.abc import Container, Iterator
 from typing import Any, BinaryIO
@@ -26,8 +27,6 @@ from dataset_builders.storage.store import StorePath
 JSON_SUFFIXES = (".jsonl", ".json")
 # A longer row is refused: as text, parsed, and with decoded images, it takes ten times as much memory.
 MAX_ROW_BYTES = 64 << 20
-
-ONE_OBJECT = "write its list of rows alone, for example by jq .data OLD.json > NEW.json"
 
 _PART_ROWS = 512
 _PART_BYTES = 64 << 20
@@ -50,7 +49,10 @@ def json_file_parts(file: SourceFile, subset: str) -> list[Part]:
         InputError: the file is a malformed array, or one object over several lines.
     """
     if file.name.endswith(".json") and text_start(file.path).removeprefix(_BOM).split(b"\n", 1)[0].strip() == b"{":
-        raise InputError(f"{file.path} is one object over several lines; {ONE_OBJECT}")
+        command = f"athanor init {shlex.quote(str(file.path))}"
+        raise InputError(
+            f"{file.path} is one object over several lines; `{command}` says how its rows are written alone"
+        )
     return span_parts(file, subset, _array_spans(file.path) if _is_array(file.path) else _line_spans(file.path))
 
 

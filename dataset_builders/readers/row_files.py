@@ -10,8 +10,9 @@ A subset is a folder of files, or the files directly in the source whose names d
 
 In the name of a subset, `_` stands for each character that a key may not have: the rows of `my data.jsonl` are the
 subset my_data. A number of four digits or more, or one with `-of-`, is always a running number. A shorter number is one
-only if several files share the name. JSON files that the library datasets writes about its data (`dataset_info.json`,
-`state.json`, ...) hold no rows, and its caches (`cache-...arrow`) hold rows again.
+only if several files share the name. JSON files that datasets, img2dataset or Kaggle write about their data
+(`dataset_info.json`, `state.json`, `00000_stats.json`, ...) hold no rows, and the caches of datasets
+(`cache-...arrow`) hold rows again.
 """
 
 import codecs
@@ -33,7 +34,9 @@ NUMBERED = "data"  # subset of the files whose names are only numbers
 _RUNNING_NUMBER = re.compile(r"[-_.]?(?:(?P<sure>\d{4,}(?:-of-\d+)?|\d+-of-\d+)|\d+)$")
 _STORE_BLOCK = 8 << 20  # bytes of one request to an object store
 _START = 4096  # bytes that identify a text file
-_NO_ROWS = re.compile(r"/((dataset_dict|dataset_infos?|state)\.json|cache-[0-9a-f]{16}\w*\.arrow)$")
+_NO_ROWS = re.compile(
+    r"/((dataset_dict|dataset_infos?|dataset-metadata|state|\d+_stats)\.json|cache-[0-9a-f]{16}\w*\.arrow)$"
+)
 
 
 def subset_patterns(subsets: Sequence[str], suffixes: Sequence[str]) -> tuple[str, ...]:
@@ -57,15 +60,20 @@ def subset_files(
         InputError: there is no such source or subset, or no file, or two subsets would have the same name.
     """
     files_of: dict[str, list[SourceFile]] = {}
-    found = [file for file in list_files(source, subset_patterns((), suffixes)) if not _NO_ROWS.search(f"/{file.name}")]
+    found = [file for file in list_files(source, subset_patterns((), suffixes)) if may_hold_rows(file.name)]
     for file, subset in zip(found, _subsets_of([file.name for file in found], suffixes)):
         files_of.setdefault(subset, []).append(file)
     if not files_of:
         globs = " or ".join(f"*{suffix}" for suffix in suffixes)
-        deep = list_files(source, [f"**/*{suffix}" for suffix in suffixes])
-        way_out = f"; {deep[0].name} lies too deep: give the folder above its own as the data" if deep else ""
+        deep = [each for each in list_files(source, [f"**/*{s}" for s in suffixes]) if may_hold_rows(each.name)]
+        way_out = f"; {deep[0].name} lies too deep: give {deep[0].path.parent.parent} as the data" if deep else ""
         raise InputError(f"raw data {source} holds neither {globs} nor folders of them{way_out}")
     return choose_subsets(source, subsets, files_of)
+
+
+def may_hold_rows(name: str) -> bool:
+    """Whether a file is none of those that tools write about their data, or as a cache."""
+    return not _NO_ROWS.search(f"/{name}")
 
 
 def choose_subsets(

@@ -1,28 +1,31 @@
 """The candidate readings of a source, from the names of its files and the beginnings of some files."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any
 
 from dataset_builders.errors import InputError
 from dataset_builders.readers.conversation import unread_of
+from dataset_builders.readers.csv_files import CSV_SUFFIXES
 from dataset_builders.readers.file_patterns import SourceFile, list_files
 from dataset_builders.readers.heldout_names import NO_CLASSES, heldout_globs, words_of
-from dataset_builders.readers.json_lines import ONE_OBJECT
-from dataset_builders.readers.row_files import subset_files
+from dataset_builders.readers.json_lines import JSON_SUFFIXES
+from dataset_builders.readers.row_files import may_hold_rows, subset_files
 from dataset_builders.readers.unread import IMAGE_SUFFIXES
 from dataset_builders.recognise.columns import CLASSIFY, DESCRIBE, find_columns, split_names
+from dataset_builders.recognise.exports import is_turns, of_columns, of_rows
 from dataset_builders.recognise.members import tar_options
 from dataset_builders.recognise.peek import ROW_SUFFIXES, TAR_SUFFIX, peek_classes, peek_groups, peek_rows
 from dataset_builders.recognise.reading import Reading
-from dataset_builders.storage.store import StorePath
+from dataset_builders.recognise.rewrite import RUN, Rewrite, advice, move_away, of_json, plain_names
+from dataset_builders.storage.store import StorePath, is_local
 
 CAPTION_SUFFIXES = ("txt", "caption")
-# Metadata files of tools: of the library datasets, of the hub, of Kaggle.
-_NO_ROWS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "dataset-metadata.json")
 _MADE_UP = "sample_submission.csv"  # of Kaggle: rows of the test set with answers that are all alike
 _MOST_DIRS = 200
+_MOST_PEEKED = 20  # files of a subset whose first rows are looked at; of a readable one, only small texts
+_SMALL_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,7 @@ def survey(source: StorePath) -> Survey:
     Raises:
         InputError: the source does not exist, or a file is a link that leads out of the source.
     """
-    files = [file for file in list_files(source, ("*", "**/*")) if not file.name.endswith(_NO_ROWS)]
+    files = [file for file in list_files(source, ("*", "**/*")) if may_hold_rows(file.name)]
     problems = [f"{f.name} has made-up answers and is not read" for f in files if f.name.endswith(_MADE_UP)]
     files = [file for file in files if not file.name.endswith(_MADE_UP)]
     images = [file.name for file in files if _suffix(file.name) in IMAGE_SUFFIXES]
@@ -77,6 +80,8 @@ def _row_readings(source: StorePath, files: Sequence[SourceFile], problems: list
     if not any(file.name.endswith(ROW_SUFFIXES) for file in files):
         return
     kinds: dict[tuple, tuple[Reading, dict[str, list[str]]]] = {}  # the names of the files of each subset
+    rewrites: dict[Rewrite, list[SourceFile]] = {}
+    images = [file.name for file in files if _suffix(file.name) in IMAGE_SUFFIXES]
     names = {file.name for file in files}
     chosen = [
         (subset, [file for file in members if file.name in names])
@@ -85,22 +90,53 @@ def _row_readings(source: StorePath, files: Sequence[SourceFile], problems: list
     for subset, members in chosen:
         if not members:
             continue
-        try:
-            reading = _of_rows(peek_rows(members[0]), members[0].name)
-            if isinstance(reading, Reading) and reading.options.get("answer") in peek_classes(members[0]):
-                reading.options["class_names"] = True
-        except InputError as error:
-            reading = str(error)
-        if isinstance(reading, str):
-            problems.append(reading)
+        first = _read_first(members[0], images)
+        others = [file for file in members[1:_MOST_PEEKED] if not isinstance(first, Reading) or _is_small_text(file)]
+        found = [(members[0], first), *((file, _read_first(file, images)) for file in others)]
+        for file, each in found:
+            if isinstance(each, Rewrite):
+                rewrites.setdefault(each, []).append(file)
+        if isinstance(first, Rewrite):
+            rewrites[first].extend(members[_MOST_PEEKED:])
+        reading = next((each for _, each in found if isinstance(each, Reading)), None)
+        faults = [(file, each) for file, each in found if isinstance(each, str)]
+        if reading is not None:  # what no command makes rows of is a leftover beside them
+            boxes = [each for each in rewrites if not each.files]
+            faults += [(file, f"{file.name}: {each.what}") for each in boxes for file in rewrites.pop(each)]
+        if faults:
+            problems.append(faults[0][1] + ("" if reading is None else move_away([file for file, _ in faults])))
+        if reading is None:
             continue
         kind = (reading.builder, str(reading.options))
         kinds.setdefault(kind, (reading, {}))[1][subset] = [file.name for file in members]
+    if rewrites:
+        problems.insert(0, advice(rewrites))
     everything = len(kinds) == 1 and len(next(iter(kinds.values()))[1]) == len(chosen)
     for reading, subsets in kinds.values():
         decides = reading.builder == "cord_v2" or "split" in reading.options
         heldout = () if decides else heldout_globs([name for names in subsets.values() for name in names])
         yield replace(reading, subsets=() if everything else tuple(subsets), heldout_files=heldout)
+
+
+def _is_small_text(file: SourceFile) -> bool:
+    is_text = file.name.endswith((*CSV_SUFFIXES, *JSON_SUFFIXES)) and is_local(file.path)
+    return is_text and file.path.stat().st_size <= _SMALL_BYTES
+
+
+def _read_first(file: SourceFile, images: Sequence[str]) -> Reading | Rewrite | str:
+    """Return the reading of a file from its first rows, how its rows are written anew, or why there is neither."""
+    try:
+        rows = peek_rows(file)
+        reading = of_rows(rows, file.name) or _of_rows(rows, file.name)
+        if isinstance(reading, str):
+            reading = of_columns(rows) or reading
+        if isinstance(reading, Reading) and reading.options.get("answer") in peek_classes(file):
+            reading.options["class_names"] = True
+    except InputError as error:
+        rows, reading = [], str(error)
+    if file.name.endswith(JSON_SUFFIXES) and (len(rows) == 1 or isinstance(reading, str)):
+        return of_json(file, images) or reading
+    return reading
 
 
 def _of_rows(rows: Sequence[Mapping[str, Any]], name: str) -> Reading | str:
@@ -124,9 +160,6 @@ def _of_rows(rows: Sequence[Mapping[str, Any]], name: str) -> Reading | str:
         return Reading(builder="cord_v2", why=f"{name} has CORD v2's columns image and ground_truth")
     columns = find_columns(rows)
     if isinstance(columns, str):
-        lists = [key for key, value in rows[0].items() if isinstance(value, list) and value]
-        if name.endswith(".json") and len(rows) == len(lists) == 1 and isinstance(rows[0][lists[0]][0], dict):
-            return f"{name} is one object with a list {lists[0]!r}; {ONE_OBJECT}"
         return f"{name}: {columns}"
     return Reading(builder="table", options=columns.options, why=f"{name}: {columns.why}", unused=columns.unused)
 
@@ -135,7 +168,7 @@ def _has_turns(value: Any, field: str) -> bool:
     """Whether a value is a list of objects with this field, or JSON text of such a list."""
     if isinstance(value, str):
         return value.lstrip().startswith("[") and f'"{field}"' in value
-    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and field in value[0]
+    return is_turns(value, field)
 
 
 def _tar_readings(files: Sequence[SourceFile], problems: list[str]) -> Iterator[Reading]:
@@ -143,9 +176,18 @@ def _tar_readings(files: Sequence[SourceFile], problems: list[str]) -> Iterator[
     if not tars:
         return
     try:
-        options = tar_options(peek_groups(tars[0]))
+        groups = peek_groups(tars[0])
+        options = tar_options(groups)
     except InputError as error:
-        options = str(error)
+        groups, options = [], str(error)
+    fields = {field for group in groups for field in group}
+    if isinstance(options, str) and _are_parts_of_names(fields):
+        example = min(fields)
+        problems.append(
+            f"{tars[0].name}: names of its members hold dots before their suffix, and a sample's name ends at the "
+            f"first dot (its field here: {example!a}); write the tar anew{RUN}{plain_names(str(tars[0].path))}"
+        )
+        return
     if isinstance(options, str):
         problems.append(f"{tars[0].name}: {options}")
     else:
@@ -153,6 +195,15 @@ def _tar_readings(files: Sequence[SourceFile], problems: list[str]) -> Iterator[
         heldout = heldout_globs([tar.name for tar in tars])
         why = f"{tars[0].name}: {where}"
         yield Reading(builder="webdataset_tars", options=options, why=why, heldout_files=heldout, tier=1)
+
+
+def _are_parts_of_names(fields: Collection[str]) -> bool:
+    """Whether the fields of a tar are parts of its members' names, and then their suffixes, unlike 0.png and 1.png,
+    the fields of two images."""
+    parts = [field.rpartition(".") for field in fields]
+    known = (*IMAGE_SUFFIXES, *CAPTION_SUFFIXES, "json", "cls", "text")
+    are_images = all(name.isdecimal() and suffix in IMAGE_SUFFIXES for name, _, suffix in parts)
+    return bool(parts) and not are_images and all(dot and suffix in known for _, dot, suffix in parts)
 
 
 def _image_readings(images: Sequence[str], texts: Sequence[str]) -> Iterator[Reading]:

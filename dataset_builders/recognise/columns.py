@@ -18,20 +18,21 @@ READ = "Read the text in the image."
 _IMAGES = (*IMAGE_NAMES, "path", "file", "datei", "dateiname", "archivo", "fichier")
 _CHOICES = ("choices", "options", "candidates", "alternatives", "multi_choice_options")
 _QUESTIONS = (
-    *("question", "query", "prompt", "instruction", "problem", "input", "user", "human"),
+    *("question", "query", "prompt", "instruction", "problem", "input", "user", "human", "prefix"),
     *("frage", "pregunta"),
 )
 _ANSWERS = (
     *("answer", "answers", "response", "output", "completion", "assistant", "target", "ground_truth", "solution"),
+    "suffix",
     *("antwort", "respuesta", "reponse"),
 )
 _CAPTIONS = (
-    *("caption", "captions", "description", "text", "title", "alt_text"),
+    *("caption", "captions", "description", "text", "title", "alt_text", "txt"),
     *("beschreibung", "bildunterschrift", "descripcion", "legende"),
 )
 _TRANSCRIPTS = ("transcription", "transcript", "ocr", "latex", "formula", "latex_formula", "markdown", "html")
 _LABELS = (
-    *("label", "class", "category", "class_name", "species", "tag"),
+    *("label", "class", "category", "class_name", "species", "tag", "cls"),
     *("klasse", "kategorie", "clase", "categoria", "classe", "categorie"),
 )
 _SYSTEMS = ("system", "system_prompt")
@@ -61,7 +62,7 @@ def find_columns(rows: Sequence[Mapping[str, Any]]) -> Columns | str:
         rows: the first rows, as name -> value.
     """
     names = list(dict.fromkeys(name for row in rows for name in row))
-    if any(looks_like_image(name) for name in names):
+    if any("." in name and looks_like_image(name) for name in names):
         example = "image,question,answer"
         return f"its first line is a row and no header; write the columns' names above it, for example {example}"
     values = {name: [row[name] for row in rows if row.get(name) not in (None, "")] for name in names}
@@ -102,7 +103,7 @@ def find_columns(rows: Sequence[Mapping[str, Any]]) -> Columns | str:
         if sum(a != b for a, b in pairwise(splits[split])) >= _MAX_RUNS:
             return f"column {split!r} names the split of each row, in mixed order; sort the rows by it"
         options |= {"split": split, **split_names(splits[split])}
-    if any(row.get(name) in (None, "") for row in rows for name in shown):
+    if question and any(row.get(name) in (None, "") for row in rows for name in shown):
         options["null_image"] = "absent"
     used = {*shown, *choices, question, extra, answer, options.get("system"), options.get("split")}
     with_extra = f" with {', '.join(map(repr, [extra] if extra else choices))}" if extra or choices else ""

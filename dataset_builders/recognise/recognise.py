@@ -50,7 +50,7 @@ def _with_image_root(source: StorePath, reading: Reading, found: Survey, limits:
     if not has_root or not trial.reasons["image_not_found"]:
         return trial
     chosen: dict[str, str] = {}
-    for name, usable in try_image_roots(source, reading, ("", *found.image_dirs)).items():
+    for name, usable in try_image_roots(source, reading, ("", ".", *found.image_dirs)).items():
         fits = [root for root, share in usable.items() if share == max(usable.values())]
         root = fits[0] if fits[0] == "" or len(fits) == 1 else _named_alike(name, fits)
         if root is None:

@@ -1,8 +1,10 @@
 """An estimate from the first rows of a source, before a run: rows that are left out, sample lengths, bins, disk."""
 
+import math
+import re
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -10,9 +12,12 @@ from tokenizers import Tokenizer
 from dataset_builders.contracts.sample import IMAGE_SLOT, Sample
 from dataset_builders.errors import InputError
 from dataset_builders.pictures.images import ImageLimits
+from dataset_builders.recognise.candidates import survey
 from dataset_builders.recognise.reading import Reading
 from dataset_builders.recognise.trial import Trial, try_reading
 from dataset_builders.storage.store import StorePath, is_local
+from flows.cli.init.choice import FEW_STEPS, check_apart
+from flows.cli.init.findings import anomalies
 from flows.cli.text_table import bytes_text
 from flows.pipeline.config import PipelineConfig
 from stages.artifacts.quarantine import MIN_LOST, check_lost, reason_words
@@ -36,6 +41,7 @@ class RowsPlan:
 
     Attributes:
         trial: the trial of the recipe's builder on the first rows.
+        warnings: a line for each thing that a user should check before a run.
         tokens: approximate number of tokens of each usable sample.
         too_long: number of samples that are longer than `tokenize.max_seq_len`.
         bins: approximate number of training bins of the whole source.
@@ -43,6 +49,7 @@ class RowsPlan:
     """
 
     trial: Trial
+    warnings: Sequence[str]
     tokens: Sequence[float]
     too_long: int
     bins: float
@@ -66,6 +73,12 @@ def plan_rows(config: PipelineConfig, reading: SourceReading, source: StorePath,
         heldout_files=reading.heldout_files,
         why="",
     )
+    found = survey(source)
+    options = str(reading.options)
+    unused = [name for like in found.readings if like.builder == reading.builder for name in like.unused]
+    tried = replace(
+        tried, unused=tuple(name for name in dict.fromkeys(unused) if not re.search(rf"\b{re.escape(name)}\b", options))
+    )
     limits = ImageLimits(max_pixels=convert.max_image_pixels, min_side=convert.min_image_side)
     trial = try_reading(source, tried, limits=limits)
     if trial.refused:
@@ -81,11 +94,14 @@ def plan_rows(config: PipelineConfig, reading: SourceReading, source: StorePath,
     train = 1 - (trial.heldout / trial.rows if trial.splits else convert.heldout_fraction)
     size = sum(len(image) for sample in trial.samples for image in sample.images) * share
     stored = size if config.tokenize.codec == "original" else 3 * sum(_areas(config, trial.sizes, model)) * share
+    bins = sum(kept) * share * train / (config.plan_bins.seq_len * _FULL)
+    warnings = [*anomalies(source, found, trial, convert), *_few_steps(config, bins)]
     return RowsPlan(
         trial,
+        warnings,
         tokens,
         len(tokens) - len(kept),
-        sum(kept) * share * train / (config.plan_bins.seq_len * _FULL),
+        bins,
         {"samples": size, "tokenized": stored},
     )
 
@@ -98,6 +114,7 @@ def rows_table(plan: RowsPlan, config: PipelineConfig, root: StorePath) -> list[
     left_out = f"; left out: {reason_words(trial.reasons)}" if trial.reasons else ""
     rows.append(("usable", f"{len(samples):,}{left_out}"))
     rows += [(f"  {reason}", trial.details[reason]) for reason in trial.reasons]
+    rows.append(("held out", _heldout(trial, config)))
     if samples:
         mean, longest = sum(plan.tokens) / len(plan.tokens), max(plan.tokens)
         rows.append(("images", f"{images / len(samples):.2g} a sample"))
@@ -124,6 +141,8 @@ def _check(config: PipelineConfig, trial: Trial, source: StorePath) -> None:
         raise InputError(
             f"convert.heldout_fraction=0 leaves nothing of {source} to evaluate on; try convert.heldout_fraction=0.1"
         )
+    if len(config.sources) == 1:
+        check_apart(trial, str(source))
     least, distinct = config.convert.min_heldout, len(trial.samples) - trial.duplicates
     if config.convert.heldout_fraction and not trial.splits and len(config.sources) == 1 and distinct < 2 * least:
         raise InputError(
@@ -188,11 +207,36 @@ def _pixel_limits(config: PipelineConfig, model: object) -> tuple[int, int, int]
     return found.min_pixels, found.max_pixels, found.factor
 
 
+def _heldout(trial: Trial, config: PipelineConfig) -> str:
+    if trial.splits:
+        return f"{trial.heldout:,} rows, by the names of their files, folders or splits"
+    convert, usable = config.convert, trial.rows * trial.usable
+    least = min(convert.min_heldout, usable // 2)
+    number = max(least, convert.heldout_fraction * usable)
+    return f"about {number:,.0f} rows, those of convert.heldout_fraction={convert.heldout_fraction:g} of the images"
+
+
+def _steps(train: TrainConfig, bins: float) -> int:
+    return train.num_steps or max(1, math.ceil(train.num_epochs * max(1, round(bins)) / train.global_batch_size))
+
+
 def _length(train: TrainConfig, bins: float) -> str:
-    batch = train.global_batch_size
+    steps = _steps(train, bins)
+    counted = f"{steps:,} step{'s' if steps > 1 else ''}"
     if train.num_epochs is not None:
-        return f"{train.num_epochs:g} epochs are about {max(1, round(train.num_epochs * bins / batch)):,} steps"
-    return f"{train.num_steps:,} steps are about {train.num_steps * batch / max(1.0, bins):.2g} epochs"
+        return f"{train.num_epochs:g} epochs are about {counted}"
+    return f"{counted} are about {steps * train.global_batch_size / max(1.0, bins):.2g} epochs"
+
+
+def _few_steps(config: PipelineConfig, bins: float) -> Iterator[str]:
+    """Yield a line if the epochs of a recipe with one source are too few steps to learn anything."""
+    train, steps = config.train, _steps(config.train, bins)
+    if train.num_epochs is not None and steps < FEW_STEPS and len(config.sources) == 1:
+        epochs = math.ceil(FEW_STEPS * train.global_batch_size / max(1, round(bins)))
+        yield (
+            f"train.num_epochs={train.num_epochs:g} are about {steps} steps of global_batch_size="
+            f"{train.global_batch_size} bins, too few to learn from; add --set train.num_epochs={epochs}, or rows"
+        )
 
 
 def _disk(plan: RowsPlan, root: StorePath) -> str:

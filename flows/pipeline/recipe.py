@@ -2,7 +2,7 @@
 
 import re
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ _WHOLE = (
     "model",
     "options",
 )  # settings that a recipe replaces as a whole instead of merging them with its base
+# Settings of which one is given: a change of one takes the other out of the recipe.
+_ALTERNATIVES = {"train": ("num_steps", "num_epochs"), "train.optim": ("warmup_steps", "warmup_fraction")}
 NONE = "none"  # the word for null in a request, where null itself keeps the recipe's value
 
 
@@ -68,10 +70,10 @@ def load_recipe(
     path = _find(name_or_path)
     raw = _with_base(path)
     base = _validate(raw, f"recipe {path.stem}") if overrides or changes else None
-    for override in overrides:
-        apply_override(raw, override)
+    placed = [apply_override(raw, override) for override in overrides]
     for dotted, value in (changes or {}).items():
         _place(raw, dotted, value, f"{dotted}={shown(value)}")
+    _replace_alternatives(raw, {*placed, *(changes or ())})
     what = f"recipe {path.stem}" + (" with --set" if overrides else " with overrides" if changes else "")
     config = _validate(raw, what)
     before = flatten(base.identity()) if base else {}
@@ -172,8 +174,8 @@ for _number in ("int", "float"):
     _Loader.add_constructor(f"tag:yaml.org,2002:{_number}", _Loader._construct_number)
 
 
-def apply_override(raw: dict[str, Any], override: str) -> None:
-    """Put the value of a `--set a.b=value` into nested settings.
+def apply_override(raw: dict[str, Any], override: str) -> str:
+    """Put the value of a `--set a.b=value` into nested settings, and return a.b.
 
     Raises:
         InputError: the text is not of that form, its value is not YAML, or a.b leads through a value without fields.
@@ -183,6 +185,7 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
         raise InputError(f"--set {shown(override)} is not of the form a.b=value, for example train.optim.lr=1e-3")
     value = read_yaml(text, f"the value of --set {shown(override)}") if text else ""
     _place(raw, path.strip(), value, f"--set {shown(override)}")
+    return path.strip()
 
 
 def _place(raw: dict[str, Any], dotted: str, value: object, what: str) -> None:
@@ -193,6 +196,18 @@ def _place(raw: dict[str, Any], dotted: str, value: object, what: str) -> None:
         if not isinstance(place, dict):
             raise InputError(f"{what}: {'.'.join(parents[: i + 1])} is {shown(place)}, which has no fields")
     place[last] = value
+
+
+def _replace_alternatives(raw: dict[str, Any], placed: Collection[str]) -> None:
+    """Take the recipe's own setting out where a change gave its alternative, and only that."""
+    for section, pair in _ALTERNATIVES.items():
+        place: Any = raw
+        for key in section.split("."):
+            place = place.get(key) if isinstance(place, dict) else None
+        for given, other in (pair, pair[::-1]):
+            is_alone = f"{section}.{given}" in placed and f"{section}.{other}" not in placed
+            if is_alone and isinstance(place, dict) and place.get(given) is not None:
+                place.pop(other, None)
 
 
 def dotted_changes(

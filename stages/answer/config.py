@@ -17,7 +17,7 @@ class AnswerConfig(StrictModel):
         default=None,
         gt=0,
         le=10**9,
-        description="maximal number of held-out samples of each subset, the first ones; null: all",
+        description="maximal number of held-out samples of each subset, drawn, always the same ones; null: all",
     )
     engine: EngineName = Field(default="transformers", description="library that generates; vllm must be installed")
     batch_size: int = Field(default=128, gt=0, le=10**4, description="answers generated side by side, at most")

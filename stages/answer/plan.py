@@ -7,16 +7,19 @@ keeps whole parts. A part is cut into groups; the model reads the prompts of a g
 depend only on the lengths and the config, not on the number of workers or on an earlier run.
 """
 
+import heapq
 import json
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from dataset_builders.contracts.sample import IMAGE_SLOT, Sample, SkipSample
+import xxhash
+
+from dataset_builders.contracts.manifest import ShardEntry
+from dataset_builders.contracts.sample import IMAGE_SLOT, Sample, SkipSample, subset_of
 from dataset_builders.contracts.sample_record import from_fields
-from dataset_builders.contracts.shard_io import iter_located
+from dataset_builders.contracts.shard_io import iter_located, iter_records
 from dataset_builders.contracts.tokenized import PixelConfig
 from dataset_builders.pictures.images import image_size
 from dataset_builders.pictures.pixels import image_grid
@@ -65,21 +68,35 @@ class StoredQuestion(NamedTuple):
 
 
 def heldout_records(samples: Artifact, max_per_subset: int | None = None) -> Iterator[tuple[Sample, StoredQuestion]]:
-    """Yield the held-out samples of a convert artifact in shard order, at most the first `max_per_subset` of each
-    subset.
+    """Yield the held-out samples of a convert artifact in shard order; of each subset, all or a draw.
+
+    Args:
+        max_per_subset: number of samples of a subset, those with the smallest hashes of their keys: the same ones
+            in every run, spread over the subset, and a part of those that a larger number takes.
 
     Yields:
         The sample, and the byte range of its record.
     """
-    counts: Counter[str] = Counter()
-    for entry in samples.manifest.shards:
-        if entry.split != "heldout":
-            continue
+    shards = [entry for entry in samples.manifest.shards if entry.split == "heldout"]
+    drawn = None if max_per_subset is None else _draw(samples, shards, max_per_subset)
+    for entry in shards:
         for place, fields in iter_located(samples.dir / entry.name, entry):
-            sample = from_fields(place.key, fields)
-            if max_per_subset is None or counts[sample.subset] < max_per_subset:
-                counts[sample.subset] += 1
-                yield sample, StoredQuestion(entry.name, place.offset, place.size, place.checksum)
+            if drawn is None or place.key in drawn:
+                stored = StoredQuestion(entry.name, place.offset, place.size, place.checksum)
+                yield from_fields(place.key, fields), stored
+
+
+def _draw(samples: Artifact, shards: Sequence[ShardEntry], number: int) -> set[str]:
+    """Return the keys of the samples that are drawn: `number` of each subset, or all of it."""
+    keys: dict[str, list[str]] = {}
+    for entry in shards:
+        for key, _ in iter_records(samples.dir / entry.name, entry):
+            keys.setdefault(subset_of(key), []).append(key)
+    return {key for each in keys.values() for key in heapq.nsmallest(number, each, key=_draw_of)}
+
+
+def _draw_of(key: str) -> int:
+    return xxhash.xxh3_64_intdigest(key.encode("utf-8", "surrogateescape"))
 
 
 def heldout_samples(samples: Artifact, max_per_subset: int | None = None) -> Iterator[Sample]:

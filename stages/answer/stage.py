@@ -47,7 +47,9 @@ from stages.inputs.hf_directory import check_hf_dir, hf_dir_of
 from stages.launchers.config import ClusterConfig
 from stages.pages.report import Histogram, Section, Table, write_report
 
-VERSION = 3  # 2: answers.jsonl has the token ids in place of their number; 3: an answer ends with its turn
+# 2: answers.jsonl has the token ids in place of their number; 3: an answer ends with its turn, and
+# max_samples_per_subset draws samples
+VERSION = 3
 SPEED_JSON = "speed.json"
 _LEFT_OUT_ROWS = 200
 

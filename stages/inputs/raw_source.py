@@ -20,6 +20,7 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
 )
+from huggingface_hub.utils import get_session
 
 from dataset_builders.errors import InputError
 from dataset_builders.readers.file_patterns import SourceFile, list_files
@@ -160,12 +161,22 @@ def download_first(name: str, suffixes: Sequence[str]) -> tuple[Path, list[str]]
         InputError: there is no such dataset or file, or the hub cannot be reached.
     """
     with _hub_errors(name):
+        _reach_hub()
         names = huggingface_hub.HfApi().list_repo_files(name, repo_type="dataset")
         rows = sorted((each for each in names if each.endswith(tuple(suffixes))), key=natural_order)
         if not rows:
             raise InputError(f"hub dataset {name} has no file of {', '.join(suffixes)}; download it and see what it is")
         directory = huggingface_hub.snapshot_download(name, repo_type="dataset", allow_patterns=rows[:1])
     return Path(directory), rows
+
+
+def _reach_hub() -> None:
+    """Raise OSError if the hub does not answer one request. A listing would be tried six times, for 24 seconds."""
+    try:
+        if not os.environ.get("HF_HUB_OFFLINE"):
+            get_session().head(huggingface_hub.constants.ENDPOINT, timeout=20)
+    except Exception as error:  # of the library below the hub's client, which is not always the same
+        raise OSError(str(error)) from error
 
 
 @contextlib.contextmanager

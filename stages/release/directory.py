@@ -79,7 +79,11 @@ def _link(source: Path, target: Path) -> bool:
 
 def _example(samples: Artifact) -> tuple[str, list[str]]:
     """Return the first held-out question about one picture, and the picture in base64; without one, a plain one."""
-    for sample in heldout_samples(samples, max_per_subset=1):
+    seen: set[str] = set()
+    for sample in heldout_samples(samples):
+        if sample.subset in seen:
+            continue
+        seen.add(sample.subset)
         question = sample.messages[0]
         if question.role == "user" and question.text.count(IMAGE_SLOT) == 1:
             picture = preview_png(sample.images[:1], _EXAMPLE_SIDE)

@@ -146,11 +146,11 @@ FAULTS = {
     ),
     "json of one object with a list": (
         _write("a.json", lambda rows: json.dumps({"data": _lines(rows)}).encode()),
-        "a.json is one object with a list 'data'; write its list of rows alone",
+        "a.json: one object with a list 'data'; write the rows anew; run: ",
     ),
     "json of one object over several lines": (
         _write("a.json", lambda rows: json.dumps({"data": _lines(rows)}, indent=1).encode()),
-        "a.json is one object over several lines; write its list of rows alone",
+        "a.json: one object with a list 'data'; write the rows anew; run: ",
     ),
     "numbers of classes": (
         _after(csv_semicolons, _replace("list.csv", ("Prompt", "Note"), ("?", "."), *_NUMBERS)),
@@ -220,10 +220,10 @@ FAULTS = {
         _after(json_lines, lambda d: (d / "vqa.jsonl").write_text((d / "vqa.jsonl").read_text() * 2)),
         "40 of 80 samples repeat one before them",
     ),
-    "captions of COCO": (_coco, "COCO and VQAv2"),
+    "captions of COCO": (_coco, "captions_train2017.json: COCO's captions, apart from the names of their images"),
     "compressed rows alone": (
         _after(json_lines, lambda d: (d / "vqa.jsonl").rename(d / "vqa.jsonl.gz")),
-        "vqa.jsonl.gz is compressed or packed; unpack it",
+        "vqa.jsonl.gz is compressed; run: ",
     ),
     "rows in a deep folder": (
         _after(json_lines, lambda d: shutil.copytree(d, d / "more" / "yet") and None),
@@ -231,13 +231,13 @@ FAULTS = {
     ),
     "rows in a deep folder alone": (
         lambda d, rows: json_lines(d / "more" / "yet", rows),
-        "more/yet/vqa.jsonl lies too deep: give the folder above its own as the data",
+        "data/more as the data",
     ),
     "a split in an inner folder": (
         lambda d, rows: LAYOUTS["split_class_folders"][0](d / "pets", rows),
         "pets/val is named like held-out data, and its images would be trained on; give ",
     ),
-    "files of no kind": (_write("a.docx", b"x"), "none of its files is read, for example a.docx"),
+    "files of no kind": (_write("a.xyz", b"x"), "none of its files is read, for example a.xyz"),
     "images that no row names": (
         _after(
             LAYOUTS["text_alone"][0],

@@ -15,7 +15,7 @@ from dataset_builders.recognise.recognise import recognise
 from dataset_builders.recognise.trial import Trial
 from dataset_builders.storage.files import write_text
 from dataset_builders.storage.store import StorePath, absolute, check_reachable, is_local, location, side_dir
-from flows.cli.init.choice import choose, data_name
+from flows.cli.init.choice import check_apart, choose, data_name
 from flows.cli.init.findings import SHOWN, anomalies, is_colourful, sample_lines, summary
 from flows.cli.init.fit import check_memory
 from flows.cli.init.recipe_text import MAX_SKIP_FRACTION, recipe_text
@@ -51,6 +51,7 @@ def init_command(args: argparse.Namespace) -> int:
         raise InputError(nearest_layout(source, found))
     trial = found.best
     trial.reading = replace(trial.reading, heldout_files=trial.reading.heldout_files or heldout_globs(hub_names))
+    check_apart(trial, data)
     choice = choose(trial, args.model, memory)
     if choice.shape is not None:
         check_images(trial, choice.shape, choice.model, MAX_SKIP_FRACTION)
@@ -69,7 +70,7 @@ def init_command(args: argparse.Namespace) -> int:
     _check_reads_back(text, {"data": data, "model": choice.model})
     write_text(out, text)
     config = load_recipe(str(out)).config
-    for line in anomalies(found.survey, trial, config.convert.max_skip_fraction):
+    for line in anomalies(source, found.survey, trial, config.convert):
         print(f"look at: {line}")
     print(f"\nModel: {choice.words}")
     print(f"Wrote {out}. Next:\n  athanor plan {out}\n  athanor run {out}")

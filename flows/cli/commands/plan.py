@@ -96,6 +96,8 @@ def _print_rows(
         plan = plan_rows(config, config.convert_config.readings[role], available[role].dir, available.get("model"))
         title = "Rows" if len(config.sources) == 1 else f"Rows of {source}"
         print_table(title, ("", "value"), rows_table(plan, config, root), is_terminal)
+        for line in plan.warnings:
+            print(f"look at: {line}")
 
 
 def _print_fits(config: PipelineConfig, available: Mapping[str, Input], gigabytes: float, is_terminal: bool) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dataset_builders.contracts.sample import IMAGE_SLOT
+from dataset_builders.contracts.sample import IMAGE_SLOT, image_digests
 from dataset_builders.errors import InputError
 from dataset_builders.recognise.trial import Trial
 from flows.cli.init.fit import ROOMY, Fit, bin_sizes, check_memory, fit_model, smallest
@@ -29,6 +29,7 @@ _TINY_BINS = (1024, 2048, 4096, 8192)
 _TINY_STEPS = 500  # half a minute, since the tiny model serves only to try the whole pipeline
 _STEP_TOKENS = 65_536  # tokens between two updates if there is enough data
 _MOST_EPOCHS = 200
+FEW_STEPS = 20  # a training of fewer steps learns little
 _MOST_PIXEL_BYTES = 100e9  # with more bytes of scaled pixels, the image files are kept instead
 
 
@@ -95,12 +96,30 @@ def choose(trial: Trial, model: str | None, gpu_memory: float | None) -> Choice:
         seq_len=fit.seq_len,
         max_pixels=pixels,
         codec=_codec(trial, pixels),
-        epochs=_epochs(trial),
+        epochs=_epochs(trial, bins),
         batch=max(1, min(_STEP_TOKENS // fit.seq_len, bins // 20)),
         max_new_tokens=_new_tokens(trial, 3.0),
         metrics=_metrics(trial),
         words=f"{name}, {fit.words}: {fit.memory / 1e9:.1f} GB of {gpu_memory:g} GB by estimate",
     )
+
+
+def check_apart(trial: Trial, data: str) -> None:
+    """Raise InputError if samples could not be both trained on and held out: there is one, or all share pictures.
+
+    Only checked if all rows were read, and the source does not say which rows are held out.
+    """
+    if trial.tried < trial.rows or trial.splits or not trial.samples:
+        return
+    groups: list[set[object]] = []  # digests of pictures of samples that stay together
+    for sample in trial.samples:
+        own = {*image_digests(sample)} or {sample.digest()}
+        groups = [group for group in groups if not group & own] + [own.union(*(g for g in groups if g & own))]
+    if len(groups) == 1:
+        raise InputError(
+            f"{data}: its {len(trial.samples)} usable rows are one sample, or share pictures and so stay together; "
+            "none can be held out beside others to train on, so add rows with other pictures"
+        )
 
 
 def data_name(source: str) -> str:
@@ -119,7 +138,7 @@ def _on_cpu(trial: Trial, model: str | None) -> Choice:
     epochs = max(1, min(_MOST_EPOCHS, round(_TINY_STEPS / bins)))
     shape = None
     if model is not None:
-        (model, _, shape), epochs = _model(model, lambda *_: True), _epochs(trial)
+        (model, _, shape), epochs = _model(model, lambda *_: True), _epochs(trial, bins)
     return Choice(
         model=model,
         shape=shape,
@@ -168,9 +187,13 @@ def _pixels(trial: Trial, most: int) -> int:
     return min(most, max(4, -(-largest // _IMAGE_TOKEN)) * _IMAGE_TOKEN)
 
 
-def _epochs(trial: Trial) -> int:
-    """Return the number of passes over the data for a pretrained model."""
-    return next(epochs for rows, epochs in ((1e3, 5), (1e4, 3), (1e5, 2), (math.inf, 1)) if trial.rows < rows)
+def _epochs(trial: Trial, bins: float) -> int:
+    """Return the number of passes over the data for a pretrained model: more over so little that few steps came of it,
+    even if the estimate of its bins is twice too high."""
+    least = math.ceil(2 * FEW_STEPS / max(1.0, bins))
+    return max(
+        least, next(epochs for rows, epochs in ((1e3, 5), (1e4, 3), (1e5, 2), (math.inf, 1)) if trial.rows < rows)
+    )
 
 
 def _codec(trial: Trial, pixels: int) -> str:

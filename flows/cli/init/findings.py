@@ -12,9 +12,12 @@ from dataset_builders.errors import printable
 from dataset_builders.pictures.images import read_rgb
 from dataset_builders.recognise.candidates import Survey
 from dataset_builders.recognise.columns import CLASSIFY
+from dataset_builders.recognise.layouts import unread
 from dataset_builders.recognise.recognise import Recognised
 from dataset_builders.recognise.trial import Trial
+from dataset_builders.storage.store import StorePath
 from stages.artifacts.quarantine import MIN_LOST
+from stages.convert.config import ConvertConfig
 
 SHOWN = 3
 _CHARS = 300  # longest text that is shown
@@ -50,12 +53,9 @@ def sample_lines(sample: Sample, is_terminal: bool) -> Iterator[str]:
         yield f"  {message.role}: {text if len(text) <= _CHARS else text[:_CHARS] + ' ...'}"
 
 
-def anomalies(found: Survey, trial: Trial, limit: float) -> Iterator[str]:
-    """Yield one line for each thing that a user should check before a run.
-
-    Args:
-        limit: the recipe's convert.max_skip_fraction.
-    """
+def anomalies(source: StorePath, found: Survey, trial: Trial, convert: ConvertConfig) -> Iterator[str]:
+    """Yield one line for each thing that a user should check before a run."""
+    limit = convert.max_skip_fraction
     for reason, number in trial.reasons.most_common():
         yield f"{number} of {trial.tried} rows are left out as {reason}; the first: {trial.details[reason]}"
     lost = trial.tried - len(trial.samples)
@@ -66,10 +66,13 @@ def anomalies(found: Survey, trial: Trial, limit: float) -> Iterator[str]:
         )
     if trial.duplicates:
         yield f"{trial.duplicates} of {len(trial.samples)} samples repeat one before them, and will be left out"
+    if convert.min_heldout < ConvertConfig.model_fields["min_heldout"].default and not trial.splits:
+        yield f"convert.min_heldout={convert.min_heldout}: scores of so few held-out samples say little; add rows"
     if trial.reading.unused:
         what = "columns" if trial.reading.builder == "table" else "fields"
         yield f"{what} that are not used: {', '.join(trial.reading.unused)}"
     yield from found.problems
+    yield from unread(source, found.others)
     used = sum(len(sample.images) for sample in trial.samples)
     if found.images and not used:
         yield f"no row uses one of the {len(found.images):,} image files, for example {found.images[0]}"

@@ -10,6 +10,7 @@ from dataset_builders.recognise.trial import Trial
 from flows.cli.init.choice import Choice
 from flows.cli.init.fit import FULL_RATES, LORA_RATE, PATCHES
 from flows.pipeline.recipe import read_yaml
+from stages.convert.config import ConvertConfig
 
 MAX_SKIP_FRACTION = 0.05
 _MAX_SUBSETS = 20  # largest number of subsets whose metrics are written into the recipe
@@ -36,6 +37,7 @@ def recipe_text(name: str, data: str, trial: Trial, choice: Choice) -> str:
         f"  options: {_value(reading.options)}",
         *_heldout_files(reading.heldout_files),
         f"  heldout_fraction: {_heldout(trial)}  # {splits}",
+        *_min_heldout(trial),
         "  seed: 0",
         "  max_image_pixels: 50000000  # a larger image is left out, and counted",
         "  min_image_side: 4",
@@ -129,6 +131,19 @@ def _heldout_files(globs: Sequence[str]) -> list[str]:
 
 def _heldout(trial: Trial) -> float:
     return 0.2 if trial.rows < 1000 else 0.1 if trial.rows < 10_000 else 0.03
+
+
+def distinct(trial: Trial) -> int:
+    """Return the number of different samples that were read."""
+    return len(trial.samples) - trial.duplicates
+
+
+def _min_heldout(trial: Trial) -> list[str]:
+    """Return a line for data of which the usual least number cannot be held out beside as many to train on."""
+    most = distinct(trial) // 2
+    if trial.splits or trial.tried < trial.rows or most >= ConvertConfig.model_fields["min_heldout"].default:
+        return []
+    return [f"  min_heldout: {most}  # half of the {distinct(trial)} samples; 10 where there are 20 or more"]
 
 
 def _value(value: str | Sequence[Any] | Mapping[str, Any]) -> str:

@@ -46,6 +46,7 @@ def test_the_first_rows_tell_images_tokens_bins_epochs_and_disk(tmp_path, capsys
     assert lines["too long"].startswith("1 samples are longer than tokenize.max_seq_len=1024")
     assert re.fullmatch(r"about \d of 1,024 tokens to train on", lines["train bins"])
     assert re.fullmatch(r"4 epochs are about \d+ steps", lines["length"])
+    assert lines["held out"] == "about 11 rows, those of convert.heldout_fraction=0.18 of the images"
     assert " are free" in lines["disk"]
 
 
@@ -100,3 +101,59 @@ def test_a_source_without_splits_needs_a_share_to_hold_out(tmp_path, capsys):
     status = main(["plan", *(word for each in settings for word in ("--set", each)), "--root", str(tmp_path / "root")])
     err = capsys.readouterr().err
     assert status == 2 and "to evaluate on; try convert.heldout_fraction=0.1" in err and err.count("\n") == 1
+
+
+def own(tmp_path, capsys, *settings: str) -> tuple[str, list[str]]:
+    """Return what `athanor plan` prints about tmp_path/raw with init's recipe, and its lines that begin `look at:`."""
+    (tmp_path / "my.yaml").unlink(missing_ok=True)
+    names = ("--out", str(tmp_path / "my.yaml"), "--root", str(tmp_path / "root"))
+    assert main(["init", str(tmp_path / "raw"), "--model", str(tiny_hf_dir()), *names]) == 0
+    capsys.readouterr()
+    overrides = [word for each in settings for word in ("--set", each)]
+    assert main(["plan", str(tmp_path / "my.yaml"), *overrides, *names[2:]]) == 0
+    out = capsys.readouterr().out
+    return out, [line.removeprefix("look at: ") for line in out.splitlines() if line.startswith("look at: ")]
+
+
+def test_what_init_warns_of_and_the_held_out_rows_of_the_source_are_in_the_plan(tmp_path, capsys):
+    csv_paths(tmp_path / "raw" / "train", draw_rows(1, 30))
+    csv_paths(tmp_path / "raw" / "test", draw_rows(2, 12))
+    write_file(tmp_path / "raw/notes.pdf", b"x")
+    out, warnings = own(tmp_path, capsys)
+    assert re.search(r"held out +12 rows, by the names of their files", out)
+    assert "columns that are not used: id" in warnings and any("notes.pdf is a PDF" in line for line in warnings)
+    _, warnings = own(tmp_path, capsys, "convert.options.question='{question} {id}'")
+    assert "columns that are not used: id" not in warnings
+
+
+def test_epochs_that_are_few_steps_are_warned_of_and_the_setting_of_the_warning_is_enough(tmp_path, capsys):
+    csv_paths(tmp_path / "raw", draw_rows(1, 30))
+    out, warnings = own(tmp_path, capsys, "train.num_epochs=1")
+    assert re.search(r"length +1 epochs are about 1 step\n", out)
+    (line,) = [line for line in warnings if "too few to learn from" in line]
+    setting = re.search(r"--set (\S+),", line)[1]
+    assert not any("too few" in line for line in own(tmp_path, capsys, setting)[1])
+    assert not any("too few" in line for line in own(tmp_path, capsys)[1])  # init's own epochs
+
+
+@pytest.mark.parametrize("number", [2, 7, 19])
+def test_the_recipe_of_few_rows_holds_out_half_and_is_planned(tmp_path, capsys, number):
+    csv_paths(tmp_path / "raw", draw_rows(1, number))
+    out, warnings = own(tmp_path, capsys)
+    assert re.search(rf"held out +about {number // 2} rows", out)
+    assert any(line.startswith(f"convert.min_heldout={number // 2}: ") for line in warnings)
+
+
+@pytest.mark.parametrize("number", [1, 12])
+def test_rows_that_stay_together_are_refused_by_init_and_plan(tmp_path, capsys, number):
+    csv_paths(tmp_path / "raw", draw_rows(1, 1))
+    lines = [f"{i},imgs/0000.png,Question {i}?,a" for i in range(number)]
+    (tmp_path / "raw" / "data.csv").write_text("\n".join(["id,image,question,answer", *lines]))
+    names = ("--out", str(tmp_path / "my.yaml"), "--root", str(tmp_path / "root"))
+    assert main(["init", str(tmp_path / "raw"), *names]) == 2
+    words = f"its {number} usable rows are one sample, or share pictures"
+    assert words in capsys.readouterr().err and not (tmp_path / "my.yaml").exists()
+    options = "convert.options={image: image, question: question, answer: answer}"
+    settings = (f"data={tmp_path / 'raw'}", "convert.builder=table", options)
+    assert main(["plan", *(word for each in settings for word in ("--set", each)), *names[2:]]) == 2
+    assert words in capsys.readouterr().err

@@ -200,8 +200,8 @@ def test_nothing_held_out_is_fine_where_the_source_has_splits_of_its_own():
         (["convert.options=3"], "convert.options=3 should be a mapping of names to values"),
         (["convert.heldout_files=[3]"], "convert.heldout_files.0=3 should be a text"),
         (["name=My data"], "name='My data' should match the pattern"),
-        (["train.num_epochs=2"], "give either num_steps or num_epochs and make the other null, not num_steps=1000"),
-        (["train.optim.warmup_fraction=0.1"], "give either warmup_steps or warmup_fraction and make the other null"),
+        (["train.num_epochs=2", "train.num_steps=9"], "give either num_steps or num_epochs and make the other null"),
+        (["train.num_steps=null"], "give either num_steps or num_epochs and make the other null, not num_steps=None"),
         (["convert.heldout_fraction=0"], "leaves nothing to evaluate on; try convert.heldout_fraction=0.1"),
         (
             ["execution.parallel.cp=2", "plan_bins.pad_multiple=4"],
@@ -241,6 +241,30 @@ def test_nothing_held_out_is_fine_where_the_source_has_splits_of_its_own():
 )
 def test_settings_of_two_stages_that_contradict(overrides, words):
     assert words in _error(*overrides)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "changes", "given"),
+    [
+        ("num_epochs: 5", ["train.num_steps=20"], {}, {"num_steps": 20, "num_epochs": None}),
+        ("num_steps: 20", ["train.num_epochs=3"], {}, {"num_steps": None, "num_epochs": 3}),
+        ("num_steps: 20", [], {"train.num_epochs": 3}, {"num_steps": None, "num_epochs": 3}),
+        ("num_epochs: 5", ["train.num_steps=20", "train.num_epochs=null"], {}, {"num_steps": 20, "num_epochs": None}),
+        ("num_epochs: 5", ["train.num_steps=null"], {}, {"num_steps": None, "num_epochs": 5}),
+    ],
+)
+def test_what_is_set_replaces_its_alternative_in_the_recipe(tmp_path, recipe, overrides, changes, given):
+    other = "num_steps" if "epochs" in recipe else "num_epochs"
+    (tmp_path / "my.yaml").write_text(
+        f"base: embedded\ntrain: {{{other}: null, {recipe}, optim: {{warmup_steps: 1}}}}\n"
+    )
+    train = load_recipe(str(tmp_path / "my.yaml"), overrides, changes).config.train
+    assert {name: getattr(train, name) for name in given} == given
+
+
+def test_a_warmup_that_is_set_replaces_the_other_warmup():
+    optim = load_recipe(overrides=["train.optim.warmup_fraction=0.1"]).config.train.optim
+    assert (optim.warmup_fraction, optim.warmup_steps) == (0.1, None)
 
 
 @pytest.mark.parametrize("override", ["train.optim.lr", "=3", "lr:3"])

@@ -15,7 +15,7 @@ from dataset_builders.contracts.sample import Message, Sample
 from dataset_builders.contracts.shard_io import read_record
 from dataset_builders.errors import InputError
 from stages.answer.parts import AnswerJob
-from stages.answer.plan import PLAN_JSONL, Question, cut_groups, cut_parts, plan_questions, write_plan
+from stages.answer.plan import PLAN_JSONL, Question, cut_groups, cut_parts, heldout_samples, plan_questions, write_plan
 from stages.answer.records import (
     ANSWERS_JSONL,
     GeneratedAnswer,
@@ -304,10 +304,23 @@ def test_a_rerun_does_not_lose_answers_of_a_damaged_part(made, tmp_path, monkeyp
     assert _bytes(answered(CONFIG, made[0], tmp_path)) == _bytes(made[1])
 
 
-def test_max_samples_per_subset_takes_the_first_of_each(made, tmp_path):
+def test_max_samples_per_subset_draws_them_of_each(made, tmp_path):
     config = AnswerConfig(max_new_tokens=1, max_samples_per_subset=2)
     lines = read_answers(answered(config, made[0], tmp_path).dir / ANSWERS_JSONL)
-    assert sorted({line.key for line in lines}) == sorted(sample.key for sample in mixed_samples(8))
+    assert {line.key for line in lines} == {
+        *("text/00000000", "text/00000004", "single/00000001", "single/00000005"),
+        *("pair/00000006", "pair/00000010", "multi/00000003", "multi/00000011"),
+    }
+
+
+def test_a_draw_is_spread_over_the_subset_and_a_part_of_a_larger_one(tmp_path):
+    one = [picture(0)]
+    samples = [conversation(f"q/{i:08d}", [(f"<image>{i}?", "7")], one if i < 30 else [picture(i)]) for i in range(60)]
+    artifact = samples_artifact(tmp_path / "s", samples)
+    small, large = ([sample.key for sample in heldout_samples(artifact, number)] for number in (20, 40))
+    assert len(small) == 20 and set(small) < set(large) and small == sorted(small)
+    assert sum(int(key[2:]) >= 30 for key in small) >= 7  # the first 20 show one picture
+    assert [sample.key for sample in heldout_samples(artifact, 61)] == [sample.key for sample in samples]
 
 
 def test_no_heldout_samples_is_said(tmp_path):

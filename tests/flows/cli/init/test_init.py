@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from hashlib import sha256
@@ -211,7 +212,7 @@ def test_a_model_of_ones_own_on_a_cpu_is_named_by_its_whole_path(tmp_path, capsy
     assert status == 0, err
     config = load_recipe("my.yaml").config
     assert (config.model, config.data) == (str(tmp_path / "model"), str(tmp_path / "data"))
-    assert (config.train.precision, config.train.num_epochs) == ("float32", 5)
+    assert (config.train.precision, config.train.num_epochs) == ("float32", 37)  # of 30 rows: 40 steps
 
 
 MODELS = {
@@ -293,6 +294,22 @@ def test_a_dataset_of_the_hub_is_looked_at_by_its_first_file(tmp_path):
     assert config.data == "me/squares" and config.convert.heldout_files == ("zz-test.parquet",)
     assert fetched == ["train-00000-of-00001.parquet"]
     assert "of the hub's 2 files of rows only train-00000-of-00001.parquet was downloaded" in done.stdout
+
+
+def test_a_hub_that_cannot_be_reached_is_one_try_and_one_line(tmp_path):
+    with socket.socket() as refusing:  # bound, but it does not listen
+        refusing.bind(("127.0.0.1", 0))
+        done = subprocess.run(
+            [sys.executable, "-m", "flows.cli.main", "init", "me/squares", "--out", "my.yaml"],
+            env={**{name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"},
+                 "HF_ENDPOINT": f"http://127.0.0.1:{refusing.getsockname()[1]}", "HF_HOME": str(tmp_path / "home"),
+                 "PYTHONPATH": str(REPO)},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )  # fmt: skip
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert "raw data 'me/squares' is not a directory here, and the hub cannot be reached (" in done.stderr
 
 
 def test_a_directory_of_any_name_becomes_a_recipe_that_is_yaml(tmp_path, capsys, monkeypatch):
