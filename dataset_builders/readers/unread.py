@@ -19,22 +19,7 @@ from dataset_builders.contracts.sample import SkipSample
 from dataset_builders.readers.heldout_names import SPLIT_NAMES
 
 # Files of the last ones may be refused, each with its name.
-IMAGE_SUFFIXES = (
-    "jpg",
-    "jpeg",
-    "png",
-    "webp",
-    "gif",
-    "bmp",
-    "tif",
-    "tiff",
-    "avif",
-    "jfif",
-    "jpe",
-    "jp2",
-    "heic",
-    "heif",
-)
+IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "jfif", "jpe", "avif", "jp2")
 # Names that people and tools give to a row's image or images, the most usual ones first.
 IMAGE_NAMES = (
     *("image", "images", "img", "imgs", "picture", "pictures", "photo", "photos", "image_path", "image_paths"),

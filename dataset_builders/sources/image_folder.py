@@ -48,7 +48,7 @@ from dataset_builders.storage.store import StorePath
 
 _PART_ROWS = 512
 _YOLO = re.compile(r"(\d+( +-?\d*\.?\d+(e-?\d+)?){4,}\s*)+")  # a class and numbers in each line
-_IMAGES = tuple(f".{suffix}" for suffix in IMAGE_SUFFIXES)
+_IMAGES = tuple(f".{suffix}" for suffix in (*IMAGE_SUFFIXES, "heic", "heif"))  # the last two leave their rows out
 
 
 class ImageFolderOptions(StrictModel):

@@ -212,7 +212,8 @@ def test_a_checkpoint_of_one_layout_goes_on_in_another(tmp_path):
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["adapters of the last rank", "adapters of vision", "experts of the last rank"])
 def test_ranks_that_hold_unlike_parts_go_on(name, precision, tmp_path):
-    """On the two GPUs as far off as the same training twice; on one GPU as far off as the precision."""
+    """On the two GPUs as far off as the same training twice; on one GPU at most twice as far as one GPU that trained from
+    the beginning, or as the precision."""
     case = CASES[name]
 
     def run_of(called: str, layout: dict):
@@ -220,9 +221,10 @@ def test_ranks_that_hold_unlike_parts_go_on(name, precision, tmp_path):
         return run.model_copy(update={"train": run.train.model_copy(update={"precision": precision})})
 
     jobs = {called: (run_of(called, case.layout), case.processes) for called in ("first", "again")}
+    jobs["whole alone"] = (run_of("whole alone", {}), 1)
     whole = run_worlds(tmp_path, jobs, save=True)
     assert all(isinstance(world, World) for world in whole.values()), whole
-    noise = distance(whole["again"], whole["first"])
+    noise, apart = (distance(whole[called], whole["first"]) for called in ("again", "whole alone"))
     resumed = {"resumed": (run_of("resumed", case.layout), case.processes), "alone": (run_of("alone", {}), 1)}
     saved = f"checkpoints/step-{SAVED_AT:06d}"
     for run, _ in resumed.values():
@@ -232,9 +234,9 @@ def test_ranks_that_hold_unlike_parts_go_on(name, precision, tmp_path):
         assert isinstance(world, World), world
         rows = [row for row in world.rows if row.step > SAVED_AT]
         found = distance(World(rows, []), World(expected, []))
-        print(f"\n{name}, {precision}, {called}: {found}; the same twice: {noise}")
+        print(f"\n{name}, {precision}, {called}: {found}; the same twice: {noise}; one GPU: {apart}")
         for key in ("loss", "grad_norm"):
-            rounding = 1e-5 if precision == "float32" else YARDSTICKS * yardstick_of(case.shape)[key]
+            rounding = YARDSTICKS * (apart[key] if precision == "float32" else yardstick_of(case.shape)[key])
             assert found[key] <= max(noise[key], 1e-6 if called == "resumed" else rounding), (called, key)
 
 
