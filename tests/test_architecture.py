@@ -85,7 +85,7 @@ VAGUE = {"utils", "util", "base", "common", "helpers", "misc", "core", "types", 
 
 STANDARD = sys.stdlib_module_names
 
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 600
 MAX_FILES = 12  # of a folder, without __init__
 MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 8

@@ -1,4 +1,4 @@
-"""What a row says and no option reads: most keys do no harm and are only named, but some would change what is trained.
+"""Keys of a row that no option reads: most do no harm and are only named, but some would change what is trained.
 
 A row is left out, with the key and the way out in its reason, where one that is not read holds
 

@@ -212,8 +212,8 @@ def test_a_checkpoint_of_one_layout_goes_on_in_another(tmp_path):
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["adapters of the last rank", "adapters of vision", "experts of the last rank"])
 def test_ranks_that_hold_unlike_parts_go_on(name, precision, tmp_path):
-    """On the two GPUs as far off as the same training twice; on one GPU at most twice as far as a whole training there, or
-    as the precision."""
+    """On two GPUs as far off as the same training twice; on one at most twice as far as a whole training there, or as
+    the precision."""
     case = CASES[name]
 
     def run_of(called: str, layout: dict):
