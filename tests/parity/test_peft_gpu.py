@@ -20,7 +20,6 @@ from trainer.data.micro_batch import make_micro_batch
 from trainer.layers.lora.trained import trained_rules
 from trainer.loop.set_up import give_adapters
 from trainer.model.registry import read_model
-from trainer.model.rules import global_names
 from trainer.model.targets import adapted_layers
 
 pytestmark = pytest.mark.promise(
@@ -36,12 +35,15 @@ CASES = [
 ]
 
 
-def of_ours(model, rules, samples) -> torch.Tensor:
-    """The gradients of all adapters in the table's order."""
+def of_ours(model, mesh, rules, samples) -> torch.Tensor:
+    """The gradients of all adapters in the table's order and in PEFT's layout: experts are stacked in another one."""
     model.train()
     model(make_micro_batch(samples, geometry_of(model.shape), SEQ_LEN).to(model.mesh.device)).mean().backward()
-    grads = {name: param.grad for name, param in global_names(model)}
-    return torch.cat([grads[rule.ours].flatten().double().cpu() for rule in rules])
+    for param in model.parameters():
+        if param.grad is not None:
+            param.data.copy_(param.grad)
+    gradients = dict(hf_tensors([model], mesh, rules))
+    return torch.cat([gradients[rule.hf[0]].flatten().double().cpu() for rule in rules])
 
 
 def of_peft(model, rules, samples) -> torch.Tensor:
@@ -69,7 +71,7 @@ def test_gradients_in_bf16_are_as_near_to_float32_as_peft_s(shape, kind, modules
         write_peft_directory(tmp_path / "start", tensors, adapted_layers(table, adapter), adapter, [])
         model = build_tiny(run.hf_dir, mesh, SEQ_LEN, torch.bfloat16, modules=modules)
         give_adapters([model], run, table, tmp_path / "start")
-        ours = of_ours(model.cuda(), rules, samples)
+        ours = of_ours(model.cuda(), mesh, rules, samples)
     theirs = {}
     for dtype in (torch.float32, torch.bfloat16):
         reference = load_reference(model_dir(shape)).to(dtype).cuda()
