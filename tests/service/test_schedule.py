@@ -118,9 +118,9 @@ def test_two_flow_runs_at_once_are_each_as_alone(service, client, tmp_path):
         assert done.returncode == 0, done.stderr
     together, apart = _outcomes(service.root, before), _outcomes(tmp_path / "alone", set())
     assert together == apart and len({digest for digest, _ in apart.values()}) == 2
-    with sqlite3.connect(service.root / "mlflow.db") as database:  # MLflow has complete curves, of the nightly run too
+    with sqlite3.connect(service.root / "mlflow.db") as database:  # MLflow has complete curves, of a nightly run too
         counts = database.execute("SELECT count(*) FROM metrics WHERE key = 'loss' GROUP BY run_uuid").fetchall()
-    assert counts == [(SMALL["train.num_steps"],)] * 3
+    assert set(counts) == {(SMALL["train.num_steps"],)} and len(counts) >= len(ids)
 
 
 def _outcomes(root: Path, before: set[str]) -> dict[str, tuple[str, object]]:
