@@ -22,6 +22,7 @@ class ContaminationConfig(StrictModel):
     max_apart: float = Field(
         default=1.0,
         ge=0,
+        le=100,
         description="how far apart two copies may be at their own size; 1 is the largest difference that a copy had",
     )
     max_looks: int = Field(
