@@ -26,5 +26,8 @@ class ContaminationConfig(StrictModel):
         description="how far apart two copies may be at their own size; 1 is the largest difference that a copy had",
     )
     max_looks: int = Field(
-        default=8, ge=1, description="train images, the most alike first, that a held-out image is compared with"
+        default=8,
+        ge=1,
+        le=1000,
+        description="train images, the most alike first, that a held-out image is compared with",
     )
