@@ -77,7 +77,7 @@ CASES = {
     "language frozen, four ranks": Case("deep", {"pp": 4}, 4, train={"language": FROZEN}),
     "adapters of vision, divided by fsdp": Case(layout={"sharding": "fsdp"}, targets=("vision",), adapter={"rank": 1}),
 }
-CORE = ("adapters of the last rank", "adapters of vision")
+CORE = ("adapters of the last rank",)
 
 
 def job(root: Path, name: str, case: Case, layout: dict) -> RunConfig:

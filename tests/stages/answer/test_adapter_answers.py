@@ -8,7 +8,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from dataset_builders.errors import InputError
+from dataset_builders.errors import InputError, printable
 from flows.cli.main import main
 from stages.answer.config import AnswerConfig
 from stages.answer.records import ANSWERS_JSONL
@@ -80,7 +80,7 @@ def test_ask_with_an_adapter(tmp_path, capsys):
     (tmp_path / "digit.png").write_bytes(picture(3, 72, 40))
     asked = [str(tmp_path / "digit.png"), "Which digit is this?"]
     assert main(["ask", str(base), *asked, "--adapter", str(adapter)]) == 0
-    assert capsys.readouterr().out.strip() == ask(merged, tmp_path / "digit.png", asked[1])
+    assert capsys.readouterr().out.strip() == printable(ask(merged, tmp_path / "digit.png", asked[1]))
     assert main(["ask", str(tiny_hf_dir("second")), *asked, "--adapter", str(adapter)]) == 2
     assert "is of another model" in capsys.readouterr().err
 
