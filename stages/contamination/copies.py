@@ -25,6 +25,8 @@ How = Literal["bytes", "pixels", "near"]
 HOWS: tuple[How, ...] = ("bytes", "pixels", "near")
 _MAX_STRETCH = 1.1  # largest ratio of two copies' aspects; rounding to whole pixels causes a few per cent
 _MAX_GAIN = 1.33  # between the contrasts of two copies, as in the second look
+# A thumbnail of 32 x 32 shows nearly all that an image with a smaller side shows, so a second look sees no more in it.
+_SMALL_SIDE, _MAX_SMALL_DIFFERENCE = 128, 3.0  # pixels, grey levels
 _LOOKS_PER_WORKER = 20  # held-out images that take about as long as the start of a process
 _PAIRS_AT_A_TIME = 1 << 15  # pairs of thumbnails compared at a time
 
@@ -74,7 +76,10 @@ def find_copies(
     rest = np.setdiff1d(_with_hash(heldout), np.fromiter(copies, np.int64, len(copies)))
     thumbnails = np.concatenate([np.zeros((0, THUMBNAIL_BYTES), np.uint8), *map(read_thumbnails, heldout_tasks)])
     pairs = _alike_hashes(heldout, train, rest, config.max_bits)
-    alike = _most_alike(pairs, thumbnails, train_tasks, config)
+    limits = np.full(len(pairs.bits), config.max_difference)
+    small = np.minimum(_side(heldout)[pairs.heldout], _side(train)[pairs.train]) < _SMALL_SIDE
+    limits[small] = min(config.max_difference, _MAX_SMALL_DIFFERENCE)
+    alike = _most_alike(pairs, limits, thumbnails, train_tasks, config.max_looks)
     places, train_places = _places(heldout, heldout_tasks), _places(train, train_tasks)
     tasks = [
         _LookTask(places(row), tuple(train_places(int(pairs.train[one.pair])) for one in found), config.max_apart)
@@ -180,6 +185,11 @@ def _alike_hashes(heldout: pa.Table, train: pa.Table, rest: np.ndarray, max_bits
     return pairs.of(np.argsort(pairs.train, kind="stable"))
 
 
+def _side(pictures: pa.Table) -> np.ndarray:
+    """Return the smaller side of each image, in pixels."""
+    return np.minimum(*(pictures[side].fill_null(1).to_numpy() for side in ("width", "height")))
+
+
 def _log_aspect(pictures: pa.Table) -> np.ndarray:
     width, height = (pictures[side].fill_null(1).to_numpy() for side in ("width", "height"))
     return np.log(width / height)
@@ -195,11 +205,12 @@ class _Alike:
 
 
 def _most_alike(
-    pairs: _Pairs, thumbnails: np.ndarray, train_tasks: Sequence[PictureTask], config: ContaminationConfig
+    pairs: _Pairs, limits: np.ndarray, thumbnails: np.ndarray, train_tasks: Sequence[PictureTask], max_looks: int
 ) -> dict[int, list[_Alike]]:
     """Return held-out row -> the train images with the most similar thumbnails, at most `max_looks`, in this order.
 
     Args:
+        limits: (m,) grey levels by which the thumbnails of each pair may differ.
         thumbnails: (held-out rows, 1024) uint8.
     """
     alike: dict[int, list[_Alike]] = {}
@@ -209,13 +220,14 @@ def _most_alike(
         begin, end = np.searchsorted(pairs.train, [first, last])
         train_thumbnails = read_thumbnails(task) if end > begin else None
         for start in range(begin, end, _PAIRS_AT_A_TIME):
-            batch = pairs.of(slice(start, min(start + _PAIRS_AT_A_TIME, end)))
+            chosen = slice(start, min(start + _PAIRS_AT_A_TIME, end))
+            batch = pairs.of(chosen)
             differences = thumbnail_differences(thumbnails[batch.heldout], train_thumbnails[batch.train - first])
-            for i in np.flatnonzero(differences <= config.max_difference).tolist():
+            for i in np.flatnonzero(differences <= limits[chosen]).tolist():
                 thumbnail = train_thumbnails[batch.train[i] - first].tobytes()
                 found = alike.setdefault(int(batch.heldout[i]), [])
                 insort(found, _Alike(float(differences[i]), start + i, thumbnail))
-                del found[config.max_looks :]
+                del found[max_looks:]
         first = last
     return alike
 
