@@ -188,7 +188,7 @@ def _check_row(record: Mapping[str, Any], found: Conversation) -> None:
 
 def _turns(record: Mapping[str, Any], field: str, other: str) -> list[dict[str, Any]]:
     if record.get(other) not in (None, "", [], "[]"):
-        raise SkipSample("schema_error", f"the row has {other!r}, which is not read")
+        raise SkipSample("schema_error", f"the row has {other!r} beside {field!r}; remove one of the two")
     turns = record.get(field)
     turns = parse_json(turns) if isinstance(turns, str) else turns  # a table may hold the list as JSON text
     if not isinstance(turns, list):

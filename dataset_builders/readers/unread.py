@@ -13,6 +13,7 @@ The marks of single answers are read here, too. Sample.check refuses placeholder
 
 import re
 from collections.abc import Container, Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from dataset_builders.contracts.sample import SkipSample
@@ -26,20 +27,7 @@ IMAGE_NAMES = (
     *("img_path", "img_paths", "image_file", "image_files", "image_url", "image_urls", "file_name", "filename"),
     *("bild", "bilder", "foto", "imagen"),
 )
-_IMAGE_WORDS = {
-    "image",
-    "images",
-    "img",
-    "imgs",
-    "picture",
-    "pictures",
-    "pic",
-    "pics",
-    "photo",
-    "photos",
-    "bild",
-    "foto",
-}
+_IMAGE_WORDS = frozenset(("image", "images", "img", "imgs", "picture", "pictures", "pic", "pics", "photo", "photos"))
 _NOTHING = (None, "", [], {}, "[]")  # "[]": LLaMA-Factory's tools are a text
 _NO_PART = ("tools", "functions", "videos", "video", "audios", "audio", "objects")  # of the model's input, when read
 # Words of keys that say whether to train, true or false: those of the first line also as 1 or 0.
@@ -49,9 +37,10 @@ _BAD = ("masked", "ignore", "ignored", "skip", "skipped", "exclude", "excluded")
 _BAD += ("wrong", "bad", "invalid", "flagged", "deleted", "rejected", "corrupt", "corrupted")
 
 
-def words_of_key(name: str) -> list[str]:
+@lru_cache(1024)
+def words_of_key(name: str) -> frozenset[str]:
     """Return the words of a key in lower case: trainOnTurn and train_on_turn both have three."""
-    return [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)]
+    return frozenset(word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name))
 
 
 def check_unread(row: Mapping[str, Any], read: Container[str], has_images: bool) -> None:
@@ -64,9 +53,11 @@ def check_unread(row: Mapping[str, Any], read: Container[str], has_images: bool)
     for name, value in row.items():
         if name in read or _is_nothing(value):
             continue
-        plain, words = name.lower(), set(words_of_key(name))
+        plain, words = name.lower(), words_of_key(name)
         if plain in _NO_PART and value is not False:
-            raise SkipSample("schema_error", f"the row has {name!r}, which is not read")
+            raise SkipSample(
+                "schema_error", f"the row has {name!r}, which is not read; remove it if its answers do not need it"
+            )
         if not has_images and (plain in IMAGE_NAMES or (words & _IMAGE_WORDS and looks_like_image(value))):
             raise SkipSample("schema_error", f"the row has {name!r}, and no image is read; name it image, or remove it")
         if words & {"chosen", "rejected"} and not isinstance(value, bool):
@@ -74,9 +65,11 @@ def check_unread(row: Mapping[str, Any], read: Container[str], has_images: bool)
                 "schema_error",
                 f"the row has {name!r}, data of preferences; remove it, and name the better answer as the answer",
             )
-        if _trains(name, value) is False:
+        is_list = isinstance(value, list) and bool(words & {*_OF_TRAINING, "weights"})  # a mark for each message
+        if is_list or _trains(name, value) is False:
             raise SkipSample(
-                "schema_error", f"{name!r} is {value!r}, so the row may not be meant to train on; remove one of them"
+                "schema_error",
+                f"{name!r} is {str(value)[:40]!r}, so not all of the row may be meant to train on; remove one of them",
             )
 
 
@@ -115,7 +108,7 @@ def is_learnt(turn: Mapping[str, Any], where: str) -> bool:
     """
     marks = {name: value for name, value in turn.items() if value is not None}
     for name, value in marks.items():
-        if name == "mask" or (_trains(name, value) is None and set(words_of_key(name)) & {*_OF_TRAINING, "masked"}):
+        if name == "mask" or (_trains(name, value) is None and words_of_key(name) & {*_OF_TRAINING, "masked"}):
             raise SkipSample(
                 "schema_error", f"{where}.{name} is {str(value)[:40]!r}, neither 0 nor 1; write loss: true or false"
             )
@@ -128,7 +121,7 @@ def _is_nothing(value: Any) -> bool:
 
 def _trains(name: str, value: Any) -> bool | None:
     """Return whether a key and its value say that something is trained on; None if they do not speak of it."""
-    words = set(words_of_key(name))
+    words = words_of_key(name)
     is_mask = {"loss", "mask"} <= words  # of what counts, in all tools
     is_good, is_bad = bool(words & {*_OF_TRAINING, *_GOOD}), bool(words & {*_BAD, "mask"}) and not is_mask
     if not is_good and not is_bad:

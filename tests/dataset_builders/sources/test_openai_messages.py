@@ -329,6 +329,8 @@ BAD_ROWS = {
     "mark of two meanings": (
         {"messages": [message("user", "a?"), message("assistant", "b", mask=1)]}, "schema_error"),
     "row not to train": (chat("a?", "b", train=False), "schema_error"),
+    "a mask of messages": (chat("a?", "b", loss_mask=[0, 0]), "schema_error"),
+    "weights of messages": (chat("a?", "b", "c?", "d", loss_weights=[0, 0, 0, 1]), "schema_error"),
     "row masked": (chat("a?", "b", masked=1), "schema_error"),
     "label false": (chat("a?", "b", label=False), "schema_error"),
     "flagged": (chat("a?", "b", is_flagged=True), "schema_error"),
