@@ -131,7 +131,8 @@ class ImageReader:
             _check_size(path.stat().st_size)
             return path.read_bytes()
         except _NOT_THERE as error:
-            raise _missing(ref, error.strerror or "") from None
+            way_out = "" if Path(ref).suffix else "; write the name with its suffix, such as .jpg"
+            raise _missing(ref, f"{error.strerror or ''}{way_out}") from None
         except (ValueError, RuntimeError) as error:  # the file system allows no such name, or links form a ring
             raise _missing(ref, one_line(error, 100)) from None
         except OSError as error:

@@ -169,7 +169,7 @@ def image_bytes(image: object, number: int, reader: ImageReader) -> bytes:
         return reader.read(path)
     if data == b"":
         raise SkipSample("empty", f"image {number} has zero bytes")
-    raise SkipSample("schema_error", f"image {number} has no bytes and names no file")
+    raise SkipSample("schema_error", f"image {number} is {repr(image)[:40]}, neither bytes nor a name; write its path")
 
 
 def kind_of(kind: pa.DataType) -> pa.DataType:

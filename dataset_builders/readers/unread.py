@@ -69,7 +69,7 @@ def check_unread(row: Mapping[str, Any], read: Container[str], has_images: bool)
         if is_list or _trains(name, value) is False:
             raise SkipSample(
                 "schema_error",
-                f"{name!r} is {str(value)[:40]!r}, so not all of the row may be meant to train on; remove one of them",
+                f"{name!r} is {repr(value)[:40]}, so not all of the row is to be trained on; remove key or row",
             )
 
 
