@@ -76,9 +76,7 @@ def find_copies(
     rest = np.setdiff1d(_with_hash(heldout), np.fromiter(copies, np.int64, len(copies)))
     thumbnails = np.concatenate([np.zeros((0, THUMBNAIL_BYTES), np.uint8), *map(read_thumbnails, heldout_tasks)])
     pairs = _alike_hashes(heldout, train, rest, config.max_bits)
-    limits = np.full(len(pairs.bits), config.max_difference)
-    small = np.minimum(_side(heldout)[pairs.heldout], _side(train)[pairs.train]) < _SMALL_SIDE
-    limits[small] = min(config.max_difference, _MAX_SMALL_DIFFERENCE)
+    limits = difference_limits(np.minimum(_side(heldout)[pairs.heldout], _side(train)[pairs.train]), config)
     alike = _most_alike(pairs, limits, thumbnails, train_tasks, config.max_looks)
     places, train_places = _places(heldout, heldout_tasks), _places(train, train_tasks)
     tasks = [
@@ -96,6 +94,16 @@ def find_copies(
         shown = (thumbnails[row].tobytes(), one.thumbnail)
         copies[row] = Copy(*uses, int(pairs.bits[one.pair]), one.difference, distance, shown)
     return [copies[row] for row in sorted(copies)]
+
+
+def difference_limits(sides: np.ndarray, config: ContaminationConfig) -> np.ndarray:
+    """Return the largest difference of two thumbnails, in grey levels, with which two images are candidates.
+
+    Args:
+        sides: the smallest side of each pair of images, in pixels.
+    """
+    small = min(config.max_difference, _MAX_SMALL_DIFFERENCE)
+    return np.where(np.asarray(sides) < _SMALL_SIDE, small, config.max_difference)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,13 @@
 """How far apart copies are, and other pictures of their kind: python -m tests.bench.bench_near_copies [KIND ...]
 
-For each kind, some pictures with all their changes, and all pairs of other pictures whose hash and thumbnail make them
-candidates, are compared as the stage contamination compares them. One line a change, and one a kind for the others.
+For each kind, some pictures with all their changes, and pairs of other pictures whose hash and thumbnail make them
+candidates (any pairs where there are none), are compared as the stage contamination compares them. One line a kind.
 """
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable
 from itertools import chain, combinations, islice
 
 import numpy as np
@@ -16,7 +17,7 @@ from dataset_builders.embedded.digits import DigitCounts, iter_digit_rows
 from dataset_builders.pictures.images import open_rgb
 from dataset_builders.pictures.picture_hash import PictureLook, look_at
 from stages.contamination.config import ContaminationConfig
-from stages.contamination.copies import thumbnail_differences
+from stages.contamination.copies import difference_limits, thumbnail_differences
 from stages.contamination.second_look import apart
 from tests.helpers.drawn_pictures import (
     chart,
@@ -79,46 +80,52 @@ KINDS: dict[str, Callable[[int], Image.Image]] = {
 def is_candidate(one: PictureLook, other: PictureLook) -> bool:
     pair = [np.frombuffer(look.thumbnail, np.uint8)[None] for look in (one, other)]
     near = (one.phash ^ other.phash).bit_count() <= LIMITS.max_bits
-    return near and float(thumbnail_differences(*pair)[0]) <= LIMITS.max_difference
+    limit = difference_limits(min(one.width, one.height, other.width, other.height), LIMITS)
+    return near and bool(thumbnail_differences(*pair)[0] <= limit)
 
 
-def measure(kind: str) -> Iterator[str]:
-    """Yield the lines of the table of one kind."""
-    draw = KINDS[kind]
-    found: dict[str, list[tuple[bool, float]]] = {}
-    seconds: list[float] = []
+def measure(kind: str) -> str:
+    """Return the row of one kind."""
+    draw, seconds = KINDS[kind], []
+    copied, largest = 0, 0.0
+    unlike, apart_by = Counter[str](), dict[str, list[str]]()
     for seed in range(ORIGINALS):
         image = draw(seed)
         data = encoded(image)
         scans = [("a scan", encoded(scanned(image)))] if kind in ("forms", "pages of text", "receipts") else []
-        for change, copied in chain(copies(image), hard_copies(image), scans):
+        for change, changed in chain(copies(image), hard_copies(image), scans):
             began = time.process_time()
-            distance = apart(data, copied)
+            distance = apart(data, changed)
             seconds.append(time.process_time() - began)
-            found.setdefault(change, []).append((is_candidate(look_at(data), look_at(copied)), distance))
-    for change, rows in found.items():
-        called = sum(candidate and distance <= LIMITS.max_apart for candidate, distance in rows)
-        candidates, largest = sum(candidate for candidate, _ in rows), max(distance for _, distance in rows)
-        yield f"| {kind} | {change} | {len(rows)} | {candidates} | {largest:.2f} | {called} |"
+            copied += 1
+            if not is_candidate(look_at(data), look_at(changed)):
+                unlike[change] += 1
+            elif distance > LIMITS.max_apart:
+                apart_by.setdefault(change, []).append(f"{distance:.2f}")
+            else:
+                largest = max(largest, distance)
     images = [encoded(draw(seed)) for seed in range(OTHERS)]
     looks = [look_at(data) for data in images]
     pairs = [(i, j) for i, j in combinations(range(OTHERS), 2) if looks[i].pixels_sha256 != looks[j].pixels_sha256]
     candidates = [(i, j) for i, j in pairs if is_candidate(looks[i], looks[j])]
     looked = (candidates or pairs)[:: max(1, len(candidates or pairs) // PAIRS)][:PAIRS]
     distances = [apart(images[i], images[j]) for i, j in looked]
-    called = sum(distance <= LIMITS.max_apart for distance in distances) if candidates else 0
-    yield (
-        f"| {kind} | **other pictures**, {len(looked)} looked at | {len(pairs)} | {len(candidates)} | "
-        f"from {min(distances):.2f} | {called} |"
-    )
-    yield f"| {kind} | processor seconds of a look | | | {np.median(seconds):.2f}, at most {max(seconds):.2f} | |"
+    wrong = sum(distance <= LIMITS.max_apart for distance in distances) if candidates else 0
+    found = copied - unlike.total() - sum(map(len, apart_by.values()))
+    numbers = (f"{found} of {copied}", f"{largest:.2f}", len(pairs), len(candidates))
+    others = (f"{wrong} of {len(looked)}", f"{min(distances):.2f}", f"{np.median(seconds):.2f} to {max(seconds):.2f}")
+    far = "; ".join(f"{change} ({', '.join(distances)})" for change, distances in apart_by.items())
+    no_candidates = "; ".join(f"{change} ({count})" for change, count in unlike.items())
+    return "| " + " | ".join(map(str, (kind, *numbers, *others, no_candidates, far))) + " |"
 
 
 def main(kinds: list[str]) -> None:
-    print("| kind | change | pairs | candidates | apart | called copies |\n| --- | --- | ---: | ---: | ---: | ---: |")
+    print(
+        "| kind | copies found | apart, at most | other pairs | candidates | called copies | apart, at least | "
+        "seconds of a look | copies that are no candidates | candidates too far apart |\n|" + " --- |" * 10
+    )
     for kind in kinds or KINDS:
-        for line in measure(kind):
-            print(line, flush=True)
+        print(measure(kind), flush=True)
 
 
 if __name__ == "__main__":

