@@ -35,14 +35,21 @@ class Keys(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _refuse_equals(cls, value: object, info: ValidationInfo) -> object:
-        """Refuse 0 for False and 4.0 for 4, which pydantic takes for a Literal because they are equal."""
+    def _refuse_unlike(cls, value: object, info: ValidationInfo) -> object:
+        """Refuse 0 for False and 4.0 for 4, which pydantic takes for a Literal because they are equal, and numbers that
+        are no model's: they come from a damaged file, and arithmetic with them ends in an error far from it."""
+        if any(isinstance(number, int) and abs(number) >= 2**31 for number in (value, *_items(value))):
+            raise ValueError("only numbers below 2,147,483,648 are understood")
         field = cls.model_fields[info.field_name]
         if get_origin(field.annotation) is Literal:
             for allowed in get_args(field.annotation):
                 if value == allowed and type(value) is not type(allowed):
                     raise ValueError(f"only this is understood: {allowed}")
         return value
+
+
+def _items(value: object) -> list[object]:
+    return value if isinstance(value, list) else []
 
 
 def _refuse_whole(value: object) -> object:
@@ -52,6 +59,7 @@ def _refuse_whole(value: object) -> object:
 
 
 PointedFloat = Annotated[float, BeforeValidator(_refuse_whole)]
+Count = Annotated[int, Field(gt=0, le=10_000)]  # of layers or experts: a shape has an entry for each
 
 
 class CommonKeys(Keys):
@@ -111,7 +119,7 @@ class BackboneKeys(CommonKeys):
 
     vocab_size: PositiveInt = 151_936
     hidden_size: PositiveInt = 4096
-    num_hidden_layers: PositiveInt = 32
+    num_hidden_layers: Count = 32
     num_attention_heads: PositiveInt = 32
     num_key_value_heads: PositiveInt | None = 32
     head_dim: int = Field(default=128, ge=2, multiple_of=2)
@@ -140,7 +148,7 @@ class ExpertKeys(Keys):
     The keys of the auxiliary loss are for training with transformers; the trainer has `train.experts` instead.
     """
 
-    num_experts: PositiveInt = None  # missing: the default of the family
+    num_experts: Count = None  # missing: the default of the family
     num_experts_per_tok: PositiveInt = 8
     moe_intermediate_size: PositiveInt
     norm_topk_prob: Literal[True] = True

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import PositiveInt
 
-from trainer.families.config_keys import ExpertKeys, experts_of, read_keys
+from trainer.families.config_keys import Count, ExpertKeys, experts_of, read_keys
 from trainer.families.qwen3_5_vl import shape as qwen3_5
 from trainer.model.shape import ModelShape
 
@@ -16,9 +16,9 @@ class TextKeys(ExpertKeys, qwen3_5.HybridKeys):
 
     model_type: Literal["qwen3_5_moe_text"] = "qwen3_5_moe_text"
     hidden_size: PositiveInt = 2048
-    num_hidden_layers: PositiveInt = 40
+    num_hidden_layers: Count = 40
     num_key_value_heads: PositiveInt = 2
-    num_experts: PositiveInt = 256
+    num_experts: Count = 256
     intermediate_size: Any = None  # no layer has an MLP
     moe_intermediate_size: PositiveInt = 512
     shared_expert_intermediate_size: PositiveInt = 512

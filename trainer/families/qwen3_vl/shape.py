@@ -9,6 +9,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from dataset_builders.errors import InputError
 from trainer.families.config_keys import (
     CommonKeys,
+    Count,
     DecoderKeys,
     RotaryKeys,
     attention_of,
@@ -47,7 +48,7 @@ class VisionKeys(CommonKeys):
     """The keys of vision_config."""
 
     model_type: Literal["qwen3_vl_vision", "qwen3_vl"] = "qwen3_vl_vision"
-    depth: PositiveInt = 27
+    depth: Count = 27
     hidden_size: PositiveInt = 1152
     intermediate_size: PositiveInt = 4304
     num_heads: PositiveInt = 16

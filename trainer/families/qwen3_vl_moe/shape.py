@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from dataset_builders.errors import InputError
-from trainer.families.config_keys import BackboneKeys, ExpertKeys, experts_of, mlp_of, read_keys
+from trainer.families.config_keys import BackboneKeys, Count, ExpertKeys, experts_of, mlp_of, read_keys
 from trainer.families.qwen3_vl import shape as qwen3_vl
 from trainer.model.layer import FeedForward
 from trainer.model.shape import ModelShape
@@ -21,14 +21,14 @@ class TextKeys(ExpertKeys, BackboneKeys):
     model_type: Literal["qwen3_vl_moe_text"] = "qwen3_vl_moe_text"
     hidden_size: PositiveInt = 2048
     intermediate_size: PositiveInt = 5632
-    num_hidden_layers: PositiveInt = 24
+    num_hidden_layers: Count = 24
     num_attention_heads: PositiveInt = 16
     num_key_value_heads: PositiveInt = 16
     head_dim: int = Field(ge=2, multiple_of=2)
     tie_word_embeddings: bool = False  # transformers reads only the key of the whole model, never this one
     rope_parameters: qwen3_vl.TextRotaryKeys | None = None
     rope_scaling: qwen3_vl.TextRotaryKeys | None = None
-    num_local_experts: PositiveInt = None  # another name of num_experts
+    num_local_experts: Count = None  # another name of num_experts
     num_experts_per_tok: PositiveInt = 4
     moe_intermediate_size: PositiveInt = 1408
     decoder_sparse_step: PositiveInt = 1
