@@ -84,7 +84,7 @@ def assert_whole(root: Path, run_id: str, training: Training) -> None:
 @pytest.mark.parametrize("seconds", [5, 60])
 def test_a_server_that_is_down_leaves_no_hole_and_no_double_point(tmp_path, server, monkeypatch, seconds):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.url)
-    training = Training(tmp_path, "down")
+    training = Training(tmp_path, f"down-{seconds}")  # the server is shared, and a run is found by its identity
     wait_for_step(training, 8)
     server.stop()
     before, stopped_ms = training.step, now_ms()
