@@ -28,13 +28,19 @@ IMAGE_NAMES = (
     *("bild", "bilder", "foto", "imagen"),
 )
 _IMAGE_WORDS = frozenset(("image", "images", "img", "imgs", "picture", "pictures", "pic", "pics", "photo", "photos"))
+_IMAGE_WORDS |= {"bild", "bilder", "foto", "fotos", "imagen", "imagenes"}
 _NOTHING = (None, "", [], {}, "[]")  # "[]": LLaMA-Factory's tools are a text
 _NO_PART = ("tools", "functions", "videos", "video", "audios", "audio", "objects")  # of the model's input, when read
-# Words of keys that say whether to train, true or false: those of the first line also as 1 or 0.
-_OF_TRAINING = ("train", "training", "trainable", "learn", "learnable", "loss", "weight", "supervise", "supervised")
-_GOOD = ("label", "correct", "accepted", "approved", "good", "valid", "keep")
-_BAD = ("masked", "ignore", "ignored", "skip", "skipped", "exclude", "excluded")
-_BAD += ("wrong", "bad", "invalid", "flagged", "deleted", "rejected", "corrupt", "corrupted")
+# Words of keys that say whether to train, by true or false.
+_OF_TRAINING = frozenset(
+    ("train", "training", "trainable", "learn", "learnable", "loss", "weight", "supervise", "supervised")
+)
+_GOOD = _OF_TRAINING | {"label", "correct", "accepted", "approved", "good", "valid", "keep"}
+_BAD = frozenset(("masked", "mask", "ignore", "ignored", "skip", "skipped", "exclude", "excluded", "wrong", "bad"))
+_BAD |= {"invalid", "flagged", "deleted", "rejected", "corrupt", "corrupted"}
+_OF_LISTS = _OF_TRAINING | {"weights"}  # a list has a mark for each message
+_OF_NUMBERS = _OF_TRAINING | {"masked"}  # 1 and 0 say true and false
+_WATCHED = _IMAGE_WORDS | _OF_LISTS | _GOOD | _BAD | {"chosen"}
 
 
 @lru_cache(1024)
@@ -65,8 +71,7 @@ def check_unread(row: Mapping[str, Any], read: Container[str], has_images: bool)
                 "schema_error",
                 f"the row has {name!r}, data of preferences; remove it, and name the better answer as the answer",
             )
-        is_list = isinstance(value, list) and bool(words & {*_OF_TRAINING, "weights"})  # a mark for each message
-        if is_list or _trains(name, value) is False:
+        if (isinstance(value, list) and words & _OF_LISTS) or _trains(name, value) is False:
             raise SkipSample(
                 "schema_error",
                 f"{name!r} is {repr(value)[:40]}, so not all of the row is to be trained on; remove key or row",
@@ -75,8 +80,7 @@ def check_unread(row: Mapping[str, Any], read: Container[str], has_images: bool)
 
 def is_watched(name: str) -> bool:
     """Whether `check_unread` may refuse a row for a key of this name."""
-    words = {*_IMAGE_WORDS, *_OF_TRAINING, *_GOOD, *_BAD, "chosen"}
-    return name.lower() in (*IMAGE_NAMES, *_NO_PART, *SPLIT_NAMES) or not words.isdisjoint(words_of_key(name))
+    return name.lower() in (*IMAGE_NAMES, *_NO_PART, *SPLIT_NAMES) or bool(words_of_key(name) & _WATCHED)
 
 
 def looks_like_image(value: Any) -> bool:
@@ -108,7 +112,7 @@ def is_learnt(turn: Mapping[str, Any], where: str) -> bool:
     """
     marks = {name: value for name, value in turn.items() if value is not None}
     for name, value in marks.items():
-        if name == "mask" or (_trains(name, value) is None and words_of_key(name) & {*_OF_TRAINING, "masked"}):
+        if name == "mask" or (_trains(name, value) is None and words_of_key(name) & _OF_NUMBERS):
             raise SkipSample(
                 "schema_error", f"{where}.{name} is {str(value)[:40]!r}, neither 0 nor 1; write loss: true or false"
             )
@@ -123,12 +127,12 @@ def _trains(name: str, value: Any) -> bool | None:
     """Return whether a key and its value say that something is trained on; None if they do not speak of it."""
     words = words_of_key(name)
     is_mask = {"loss", "mask"} <= words  # of what counts, in all tools
-    is_good, is_bad = bool(words & {*_OF_TRAINING, *_GOOD}), bool(words & {*_BAD, "mask"}) and not is_mask
+    is_good, is_bad = bool(words & _GOOD), bool(words & _BAD) and not is_mask
     if not is_good and not is_bad:
         return None
     if isinstance(value, str) and value.strip().lower() in ("true", "false"):
         value = value.strip().lower() == "true"
-    is_number = isinstance(value, int | float) and value in (0, 1) and bool(words & {*_OF_TRAINING, "masked"})
+    is_number = isinstance(value, int | float) and value in (0, 1) and bool(words & _OF_NUMBERS)
     if not isinstance(value, bool) and not is_number:
         return None
     return bool(value) != (is_bad or bool(words & {"no", "not"}))

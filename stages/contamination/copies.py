@@ -96,14 +96,13 @@ def find_copies(
     return [copies[row] for row in sorted(copies)]
 
 
-def difference_limits(sides: np.ndarray, config: ContaminationConfig) -> np.ndarray:
+def difference_limits(sides: np.ndarray | int, config: ContaminationConfig) -> np.ndarray:
     """Return the largest difference of two thumbnails, in grey levels, with which two images are candidates.
 
     Args:
-        sides: the smallest side of each pair of images, in pixels.
+        sides: (m,) or one, the smallest side of each pair of images, in pixels.
     """
-    small = min(config.max_difference, _MAX_SMALL_DIFFERENCE)
-    return np.where(np.asarray(sides) < _SMALL_SIDE, small, config.max_difference)
+    return np.where(sides < _SMALL_SIDE, min(config.max_difference, _MAX_SMALL_DIFFERENCE), config.max_difference)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ _SIDE = 1536  # pixels of the longer side, at most: limits time and memory of a 
 # Small images show faint differences of large parts, such as two x-rays, since noise is averaged away in them.
 _SMALL = 64  # images with a smaller side are not aligned: two digits of one class would fit
 _SCALES = ((_SIDE, 8, 8.0, 0.6), (_SMALL, 16, 2.0, 0.28))
-_MAX_CHROMA = 12.0  # levels of Cb or Cr by which a block of two copies in colour may differ
+_MAX_LEVELS = 12.0  # by which a block may differ in Cb or Cr if both are in colour, and in lightness if one is grey
 _GREY = 6.0  # levels of Cb and Cr that an image without colour may have
 _MAX_GAIN = 1.33  # by which a copy may have more contrast
 _MAX_BRIGHTER = 1.5  # contrasts by which a copy may be brighter; two sheets of one colour each have none
@@ -95,8 +95,12 @@ def _apart(small: Image.Image, large: Image.Image, box: np.ndarray, other_box: n
         scale = min(1, side / max(width, height))
         size = max(8, round(width * scale)), max(8, round(height * scale))
         one, other = _blurred(_part(small, box, size)), _blurred(_part(large, other_box, size))
-        if side == _SMALL and min(np.abs(pixels[..., 1:] - 128).max() for pixels in (one, other)) > _GREY:
-            found = max(found, *(_rms(one[..., i] - other[..., i], block).max() / _MAX_CHROMA for i in (1, 2)))
+        if side == _SMALL:
+            coloured = [np.abs(pixels[..., 1:] - 128).max() > _GREY for pixels in (one, other)]
+            # A grey copy keeps its lightness. With gain and offset, a shape of any colour would equal one of any grey.
+            compared = (1, 2) if all(coloured) else (0,) if any(coloured) else ()
+            for i in compared:
+                found = max(found, _rms(one[..., i] - other[..., i], block).max() / _MAX_LEVELS)
         light, other_light = one[..., 0], other[..., 0]
         gain = (light.std() + noise) / (other_light.std() + noise)
         brighter = abs(float(light.mean() - other_light.mean()))

@@ -35,7 +35,7 @@ from stages.contamination.copies import HOWS, Copy, How, find_copies
 from stages.contamination.scan import PictureTask, read_pictures, scan_pictures
 from stages.pages.report import Pictures, Section, Table, write_report
 
-VERSION = 2  # 2: a second look decides what is near: one template filled in twice is not
+VERSION = 3  # 3: a shape in colour is no copy of one in a grey of other lightness
 CONTAMINATION = "contamination.parquet"
 CONTAMINATION_SCHEMA = pa.schema(
     [

@@ -36,20 +36,17 @@ class Keys(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_unlike(cls, value: object, info: ValidationInfo) -> object:
-        """Refuse 0 for False and 4.0 for 4, which pydantic takes for a Literal because they are equal, and numbers that
-        are no model's: they come from a damaged file, and arithmetic with them ends in an error far from it."""
-        if any(isinstance(number, int) and abs(number) >= 2**31 for number in (value, *_items(value))):
-            raise ValueError("only numbers below 2,147,483,648 are understood")
+        """Refuse 0 for False and 4.0 for 4, which pydantic takes for a Literal because they are equal. Refuse integers
+        of a damaged file, with which arithmetic would end in an error far from here."""
         field = cls.model_fields[info.field_name]
+        numbers = value if isinstance(value, list) else [value]
+        if field.annotation is not Any and any(isinstance(n, int) and abs(n) >= 2**31 for n in numbers):
+            raise ValueError("only integers below 2,147,483,648 are understood; copy the model's own file again")
         if get_origin(field.annotation) is Literal:
             for allowed in get_args(field.annotation):
                 if value == allowed and type(value) is not type(allowed):
                     raise ValueError(f"only this is understood: {allowed}")
         return value
-
-
-def _items(value: object) -> list[object]:
-    return value if isinstance(value, list) else []
 
 
 def _refuse_whole(value: object) -> object:

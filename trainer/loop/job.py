@@ -25,9 +25,9 @@ from trainer.plan.sharing import check_sharing
 # megatron-core warns at import about everything that a machine without CUDA lacks; the module sets handle that.
 warnings.filterwarnings("ignore", module=r"megatron\..*")
 if not torch.cuda.is_available():
-    # megatron-core takes Transformer Engine's Adam wherever it can import it, as on a login node of a cluster, and the
-    # kernels need a GPU. An entry of None makes the import fail.
-    sys.modules["transformer_engine"] = None  # type: ignore[assignment]
+    # megatron-core takes the Adam of Transformer Engine, or else of Apex, wherever it can import it, as on a login node
+    # of a cluster. Their kernels need a GPU. An entry of None makes the import fail.
+    sys.modules |= dict.fromkeys(("transformer_engine", "apex", "amp_C"))
 
 from trainer.image_features.encode import encode  # noqa: E402
 from trainer.loop.export import export  # noqa: E402
@@ -90,7 +90,10 @@ def run_together(runs: Sequence[RunConfig]) -> list[TrainResult]:
                 with _own_log(run) if run is not first and rank == 0 else contextlib.nullcontext():
                     check_run(run, world)
                     end(_finite(lambda run=run: train(run, mesh, base)))
-                _forget()
+                gc.collect()  # the modules and the optimizer of the run refer to each other
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()
+                    torch.cuda.reset_peak_memory_stats()
                 if mesh.any(base.stop.has_come)[0]:
                     break
 
@@ -113,14 +116,6 @@ def _own_log(run: RunConfig) -> Iterator[None]:
     finally:
         logging.getLogger().removeHandler(handler)
         handler.close()
-
-
-def _forget() -> None:
-    """Free the memory of the run before: its modules and optimizer refer to each other."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
 
 
 def _finite(work: Callable[[], T]) -> T | TrainResult:

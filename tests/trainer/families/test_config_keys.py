@@ -301,7 +301,7 @@ SEEN_WRONG = [
     ),
     (
         {"text_config": {"num_hidden_layers": 2**70}},
-        "num_hidden_layers is 1180591620717411303424; only numbers below 2,1",
+        "num_hidden_layers is 1180591620717411303424; only integers below 2,1",
     ),
     (
         {"text_config": {"num_hidden_layers": 10**8}},
@@ -313,7 +313,7 @@ SEEN_WRONG = [
     ),
     (
         {"vision_config": {"deepstack_visual_indexes": [0, -(2**31)]}},
-        "[0, -2147483648]; only numbers below 2,147,483,648",
+        "[0, -2147483648]; only integers below 2,147,483,648",
     ),
     ({"quantization_config": {"bits": 4}}, "quantization_config is a key that is not understood; quantized weights"),
     ({"text_config": {"num_experts": 8}}, "text_config.num_experts is a key that is not understood; remove it if"),
