@@ -77,6 +77,7 @@ def adapters_of(run: RunConfig) -> dict[str, torch.Tensor]:
     return load_file(run.output_dir / ADAPTER_EXPORT / ADAPTER_WEIGHTS)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", tiered(LAYOUTS, ("alone",)))
 def test_saved_on_tp2_and_resumed(name, saved):
     shape, run, whole = saved

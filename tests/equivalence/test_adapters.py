@@ -21,7 +21,7 @@ from tests.equivalence.test_layouts import (
     own,
 )
 from tests.helpers.run_dir import make_bins, model_dir, write_job
-from tests.helpers.tiers import full, tiered
+from tests.helpers.tiers import full
 from tests.helpers.world import exported, run_world
 from trainer.contract.adapter import ROLES, AdapterConfig
 from trainer.contract.answer import read_heldout
@@ -110,11 +110,8 @@ def trained(tmp_path_factory):
     return run_layout
 
 
-# What is the adapters' own: divided inputs and outputs (DoRA's lengths too), images elsewhere, delta layers, experts.
-CORE = ("hybrid-cp2",)
-
-
-@pytest.mark.parametrize("name", tiered(LAYOUTS, CORE))
+@pytest.mark.full
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_trains_as_one_process_does(name, trained):
     _, _, shape, kind = LAYOUTS[name]
     (ours, adapters), (alone, expected) = trained(name, shape, kind), trained("alone", shape, kind)
@@ -124,7 +121,8 @@ def test_a_layout_trains_as_one_process_does(name, trained):
         torch.testing.assert_close(adapter, expected[key], rtol=0, atol=2e-6, msg=lambda text, k=key: f"{k}: {text}")
 
 
-@pytest.mark.parametrize("name", tiered(LAYOUTS, CORE))
+@pytest.mark.full
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_copies_of_an_adapter_stay_identical(name, trained):
     _, _, shape, kind = LAYOUTS[name]
     assert all(rank["drift"] == 0.0 for rank in trained(name, shape, kind)[0].world.ranks)

@@ -15,7 +15,7 @@ from tests.equivalence.test_layouts import CUT_VISION, KINDS, SEQ_LEN, SMOOTH, S
 from tests.helpers.features import FLOAT32, encoded, images_of, share_images
 from tests.helpers.run_dir import make_bins, model_dir, write_job
 from tests.helpers.single_rank import build_tiny, single_rank
-from tests.helpers.tiers import full, tiered
+from tests.helpers.tiers import full
 from tests.helpers.world import exported, run_world
 from trainer.contract.answer import read_heldout
 from trainer.contract.names import HELDOUT_BASE_JSONL, HELDOUT_JSONL
@@ -110,7 +110,8 @@ def test_one_process_trains_as_with_computed_features(shape, outcome):
     compare(outcome("alone", shape, is_cached=True), outcome("alone", shape, is_cached=False))
 
 
-@pytest.mark.parametrize("name", tiered(LAYOUTS, ("tp2-sp",)))
+@pytest.mark.full
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_trains_as_one_process_with_computed_features(name, outcome):
     shape = LAYOUTS[name][2]
     cached = outcome(name, shape, is_cached=True)
@@ -157,6 +158,7 @@ def test_behind_the_encoder_everything_is_the_same_to_the_bit(shape, job, featur
             torch.testing.assert_close(read.read(number).features, computed.cpu(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.full
 def test_no_rank_reads_a_pixel_and_no_flops_of_vision_are_counted(outcome):
     world, computed = (outcome(name, "first", is_cached=name != "alone").world for name in ("tp2-sp", "alone"))
     assert not any(rank["pixels"] for rank in world.ranks)

@@ -128,6 +128,7 @@ def undisturbed(tmp_path_factory) -> RunConfig:
     return run
 
 
+@pytest.mark.full
 def test_files_of_a_training_are_their_owners_alone(undisturbed):
     """The trainer sets its own umask: on a cluster it has no flow as its parent."""
     of_the_test = ("run.json", "log.txt", "*.status")

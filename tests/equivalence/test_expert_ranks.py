@@ -92,6 +92,7 @@ def write_stacked(directory: Path) -> Path:
     return directory
 
 
+@pytest.mark.full
 def test_stacked_matrices_are_read_and_written_by_ranks_that_divide_the_experts(tmp_path, saved):
     run = changed(job(tmp_path, "stacked", EP2, SHAPE), hf_dir=write_stacked(tmp_path / "hf"))
     world = run_world(run, 2, save=True)

@@ -151,6 +151,7 @@ def test_it_is_the_training_beside_the_rounded_weights(shape, kind, tmp_path):
         assert ours == pytest.approx(whole, rel=0.01)
 
 
+@pytest.mark.full
 def test_it_resumes_and_is_exported_with_the_weights_that_were_given(tmp_path):
     """Checkpoints hold no base; adapters are merged into the weights of `hf_dir`, not into the rounded ones."""
     run = job(tmp_path, "run", "first", "lora", save_interval=3)

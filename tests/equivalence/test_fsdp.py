@@ -113,6 +113,7 @@ def copy_with_checkpoint(run: RunConfig, name: str, step: int, parallel: Paralle
     return copy
 
 
+@pytest.mark.full
 def test_two_ranks_equal_one_process(two_ranks, one_process):
     assert_same_training(two_ranks, one_process)
 
@@ -198,6 +199,7 @@ def test_the_exported_weights_are_the_same(two_ranks, one_process):
         assert float((tensor - theirs[name]).abs().max()) < 5e-3 * moved, name
 
 
+@pytest.mark.full
 def test_resumed_is_bit_equal(two_ranks):
     run = copy_with_checkpoint(two_ranks, "resumed", 2)
     run_world(run, 2)

@@ -219,10 +219,7 @@ ELSEWHERE = [name for name, (layout, _, _) in LAYOUTS.items() if "vision" in lay
 HERE = [name for name in LAYOUTS if name not in ELSEWHERE]
 # Every axis and every family once, as pairs; on two ranks, because processor seconds grow with the ranks. Adapters,
 # frozen parts, cached features and images elsewhere have theirs in the files of their names, on other axes.
-CORE = (
-    *("dp2", "pp2", "text-tp2-sp", "hybrid-tp2-sp-full", "hybrid-pp2-vpp2-uneven"),
-    *("experts-ep2-tp2-sp", "mtp-cp2"),
-)
+CORE = (*("dp2", "pp2", "text-tp2-sp", "hybrid-tp2-sp-full", "experts-ep2-tp2-sp", "mtp-cp2"),)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -60,7 +60,7 @@ def saved(root) -> tuple[RunConfig, World]:
     return run, run_world(run, 2, save=True)
 
 
-@pytest.mark.parametrize("name", tiered(LAYOUTS, ("tp2", "own-1+2-pp2")))
+@pytest.mark.parametrize("name", tiered(LAYOUTS, ("tp2",)))
 def test_saved_on_tp2_and_resumed(name, root, saved):
     layout, processes = LAYOUTS[name]
     assert_resumes(saved, job(root, f"resumed-{name}", layout), processes, exact=name == "tp2")
@@ -138,7 +138,8 @@ PIPELINES = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "before", "after"), tiered(PIPELINES, [PIPELINES[2]]))
+@pytest.mark.full
+@pytest.mark.parametrize(("shape", "before", "after"), PIPELINES)
 def test_pipelines_of_other_pieces_go_on(shape, before, after, tmp_path):
     run = job(tmp_path, "saved", before, shape)
     whole = run_world(run, before["pp"], save=True)

@@ -105,6 +105,7 @@ def test_dealt_images_wait_for_few_micro_batches(tmp_path):
     assert (first["open"], second["open"]) == (0, 4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("pp", [2, full(4)])
 def test_no_message_of_a_dealt_image_waits_for_its_own_rank(pp, tmp_path):
     """Two ranks that wait for their devices would wait for each other for ever."""

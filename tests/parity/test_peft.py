@@ -38,7 +38,7 @@ EVERYWHERE = {
 RANKS = {"experts-listed": 8, "experts-shared": 8}  # of the others 4
 
 
-CORE = (("first", "lora"), ("hybrid-first", "dora"))
+CORE = (("first", "lora"),)
 
 
 @pytest.mark.parametrize(

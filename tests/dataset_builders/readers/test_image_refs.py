@@ -170,6 +170,7 @@ def test_image_root_must_be_a_directory_inside(source):
             check_image_root(source, wrong)
 
 
+@pytest.mark.full
 def test_objects_of_a_store_and_paths_beside_a_stored_file(tmp_path, source):
     with moto_server():
         stored = location(f"s3://{BUCKET}/data/set")

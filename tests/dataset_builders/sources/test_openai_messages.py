@@ -500,6 +500,7 @@ def test_patterns_name_every_file_that_is_read(tmp_path):
     assert get_builder("openai_messages").options is OpenAIOptions
 
 
+@pytest.mark.full
 def test_the_same_from_an_object_store(tmp_path):
     rows = [ask({"type": "image", "image": "pics/1.png"}, text("?")), *numbered(3), ask(SECOND)]
     files = {"a.jsonl": lines(rows), "b/x.json": json.dumps(rows).encode(), "pics/1.png": ONE, "b/pics/1.png": TWO}

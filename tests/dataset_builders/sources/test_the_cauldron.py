@@ -194,6 +194,7 @@ def test_one_file_is_a_source(tmp_path):
     assert [item.images for item in found] == [(png(2),), (png(3),)]
 
 
+@pytest.mark.full
 def test_a_source_in_a_store_gives_the_same_and_is_read_by_ranges(tmp_path, monkeypatch):
     monkeypatch.setenv("ATHANOR_CACHE_DIR", str(tmp_path / "cache"))
     here = write_source(tmp_path / "raw", {"a": plain_rows(40), "b": plain_rows(3, 50)}, file_rows=30, group_rows=10)

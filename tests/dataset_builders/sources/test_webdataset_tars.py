@@ -370,6 +370,7 @@ def test_options_say_where_the_text_is(options):
         WebDatasetOptions(**options)
 
 
+@pytest.mark.full
 def test_the_same_from_an_object_store(tmp_path, monkeypatch):
     monkeypatch.setattr(tar_files, "_PART_ROWS", 3)
     data = tar(captions(8))

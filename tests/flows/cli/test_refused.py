@@ -68,7 +68,7 @@ def _write_merge_size(hf_dir: Path) -> None:
 
 @pytest.mark.parametrize(
     ("spoil", "words"),
-    [(_write_template, "the chat template writes 200,000,000 characters"), (_write_merge_size, "merge_size is 0")],
+    [full(_write_template, "the chat template writes 200,000,000 characters"), (_write_merge_size, "merge_size is 0")],
 )
 def test_a_model_that_cannot_be_asked_is_refused_before_any_stage(spoil, words, tmp_path):
     hf_dir = Path(shutil.copytree(tiny_hf_dir(), tmp_path / "model"))

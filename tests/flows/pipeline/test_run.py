@@ -170,6 +170,7 @@ def pushed(monkeypatch) -> list[tuple[Path, str, bool]]:
     return calls
 
 
+@pytest.mark.full
 def test_a_model_whose_scores_do_not_hold_is_not_registered_and_not_pushed(finished, pushed, capsys):
     client, name = connect(finished), "athanor-embedded"
     before = len(client.search_model_versions(f"name='{name}'"))

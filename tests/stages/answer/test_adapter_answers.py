@@ -18,6 +18,7 @@ from stages.inputs.adapter_directory import adapter_input, read_adapter_dir
 from stages.inputs.hf_directory import model_input
 from tests.helpers.adapter_files import merge_adapter, write_adapter
 from tests.helpers.evaluation import answered, mixed_samples, picture, samples_artifact, talkative_hf_dir
+from tests.helpers.tiers import full
 from tests.helpers.tiny_hybrid_model import talkative_hybrid_dir
 from tests.helpers.tiny_model import tiny_hf_dir
 
@@ -37,7 +38,7 @@ def logits(model: transformers.PreTrainedModel) -> torch.Tensor:
         return model(input_ids=torch.arange(5, 45)[None]).logits
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("kind", [full("lora"), "dora"])
 @pytest.mark.parametrize("family", MODELS)
 def test_answers_are_the_merged_models_token_by_token(family, kind, tmp_path):
     base = MODELS[family]()

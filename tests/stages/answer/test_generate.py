@@ -25,6 +25,7 @@ from stages.answer.transformers_engine import Generator
 from stages.inputs.ends import add_end, end_ids
 from stages.inputs.hf_directory import read_json
 from tests.helpers.evaluation import conversation, mixed_samples, picture, talkative_hf_dir
+from tests.helpers.tiers import full
 from tests.helpers.tiny_hybrid_model import hybrid_hf_dir
 
 pytestmark = pytest.mark.promise(
@@ -183,7 +184,7 @@ def test_the_ends_of_a_directory_are_those_that_transformers_reads(tmp_path, giv
     assert after.pad_token_id == theirs.pad_token_id and after.bos_token_id == theirs.bos_token_id
 
 
-@pytest.mark.parametrize("eos", ["5", [5, None], True, {"id": 5}, [[5]], -1])
+@pytest.mark.parametrize("eos", ["5", [5, None], full(True), full({"id": 5}), full([[5]]), full(-1)])
 def test_an_end_that_is_no_token_is_refused_before_training(tmp_path, eos):
     directory = _with_end_ids(tmp_path, eos)
     for check in (check_model_of, Generator):

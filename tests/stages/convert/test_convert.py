@@ -507,6 +507,7 @@ print("killed", killed)
 """
 
 
+@pytest.mark.full
 @pytest.mark.promise(
     "The data stages write the same bytes from one process, several, or a Dask cluster, in any order of "
     "completion, and after kill -9."

@@ -142,7 +142,7 @@ _FOR_TEXT_ALONE = {
 }
 
 
-@pytest.mark.parametrize("name", _FOR_TEXT_ALONE)
+@pytest.mark.parametrize("name", tiered(_FOR_TEXT_ALONE, ["joins"]))
 def test_a_text_models_template_is_not_tried_with_an_image(name, tmp_path):
     text = f"{{% for m in messages %}}{{{{ {_FOR_TEXT_ALONE[name]} }}}}{{% endfor %}}"
     text += "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"

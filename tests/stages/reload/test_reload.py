@@ -112,7 +112,7 @@ def test_a_merged_export_and_its_adapter_pass(kind, tmp_path, in_this_process):
     }
 
 
-@pytest.mark.parametrize("shape", [full("first"), full("hybrid-first"), full("experts-listed"), "experts-shared"])
+@pytest.mark.parametrize("shape", [full("first"), full("hybrid-first"), full("experts-listed"), full("experts-shared")])
 def test_what_the_trainer_exports_passes(shape, tmp_path, in_this_process):
     """Merged weights and the adapter, also of experts, as the trainer writes them."""
     targets = ROLES if "experts" in shape else PLACES[shape]

@@ -25,6 +25,7 @@ from stages.train.run_trainer import MetricsFollower, StageStopped, TrainerFaile
 from stages.train.stage import make_run_config, read_metrics
 from tests.helpers.fake_trainer import metrics_row
 from tests.helpers.run_dir import changed
+from tests.helpers.tiers import full
 from tests.helpers.tiny_model import tiny_hf_dir
 from trainer.contract.answer import write_checkpoint_record
 from trainer.contract.names import EXIT_INPUT, METRICS_JSONL
@@ -208,7 +209,7 @@ def test_checkpoints_survive_into_the_next_try(inputs, tmp_path, monkeypatch):
     assert (_run(inputs, tmp_path).artifact.dir / "checkpoints" / "step-000002").is_dir()
 
 
-@pytest.mark.parametrize("is_noticed_late", [False, True])
+@pytest.mark.parametrize("is_noticed_late", [full(False), True])
 def test_a_finished_training_whose_checkpoint_is_damaged_goes_on(
     inputs, tmp_path, caplog, monkeypatch, is_noticed_late
 ):
@@ -237,8 +238,8 @@ def test_a_finished_training_whose_checkpoint_is_damaged_goes_on(
 @pytest.mark.parametrize(
     ("record", "told"),
     [
-        ({"step": 2}, r"step-000004 is damaged \(it is the checkpoint of step 2\)"),
-        ({"step": 6}, r"step-000004 is damaged \(it is the checkpoint of step 6\)"),
+        full({"step": 2}, r"step-000004 is damaged \(it is the checkpoint of step 2\)"),
+        full({"step": 6}, r"step-000004 is damaged \(it is the checkpoint of step 6\)"),
         ({"fingerprint": "e" * 16}, "step-000004 is a checkpoint of another training"),
     ],
 )
@@ -330,8 +331,14 @@ def test_an_export_loads_and_says_the_pixels_it_was_trained_with(inputs, tmp_pat
 
 @pytest.mark.parametrize(
     ("eos", "expected"),
-    [(5, [5, 2]), ([5, 7], [5, 7, 2]), ([2, 5], [2, 5]), (None, [2]), (2, 2), (..., [9, 2])],
-    ids=["an id", "a list", "there already", "none", "that id", "of config.json"],
+    [
+        pytest.param(5, [5, 2], id="an id"),
+        full([5, 7], [5, 7, 2], id="a list"),
+        full([2, 5], [2, 5], id="there already"),
+        full(None, [2], id="none"),
+        full(2, 2, id="that id"),
+        pytest.param(..., [9, 2], id="of config.json"),
+    ],
 )
 def test_an_export_ends_where_the_trained_turns_do(inputs, tmp_path, eos, expected):
     """A base model may end at another token than the turns of its chat template."""

@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from dataset_builders.errors import InputError
 from tests.helpers.run_dir import write_job
 from tests.helpers.single_rank import single_rank
+from tests.helpers.tiers import full
 from trainer.checkpoint import save_and_load as checkpoint
 from trainer.checkpoint.directory import list_checkpoints
 from trainer.checkpoint.reader import CheckpointNotTrusted, CommonState, MetadataReader, _MetadataUnpickler, load_plain
@@ -152,7 +153,8 @@ def test_a_state_of_another_size_is_damaged(copied, change):
 
 
 @pytest.mark.parametrize(
-    "name", ["__0_0.distcp", ".metadata", "common.pt", "metadata.json", "__0_0.distcp.xxh3", "athanor.json"]
+    "name",
+    ["__0_0.distcp", *map(full, (".metadata", "common.pt", "metadata.json", "__0_0.distcp.xxh3", "athanor.json"))],
 )
 def test_one_flipped_bit_anywhere_is_refused_in_one_line(saved, tmp_path, name):
     copy = Path(shutil.copytree(saved[1], tmp_path / saved[1].name))

@@ -60,6 +60,7 @@ def read_all(job: RunConfig, features: Path, part: RankSlice = WHOLE) -> int:
     return sum(len(reader.read(number).features) for number in range(len(reader.bins)))
 
 
+@pytest.mark.full
 def test_the_ranks_that_share_images_read_each_once(job):
     whole = read_all(job, job.features_dir)
     shares = [RankSlice(vision_ranks=3, vision_rank=n, vision_shares=3, vision_share=n) for n in range(3)]

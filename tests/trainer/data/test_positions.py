@@ -9,6 +9,7 @@ from transformers.vision_utils import get_vision_interpolation_indices_and_weigh
 
 from dataset_builders.contracts.tokenized import TokenizedSample
 from tests.helpers.hardware import requires_gpus
+from tests.helpers.tiers import full
 from trainer.data.micro_batch import Geometry, make_micro_batch
 from trainer.data.mrope import mrope_positions
 from trainer.data.patch_grid import patch_coordinates
@@ -136,7 +137,7 @@ def check_patches(device: str, side: int, merge: int) -> None:
     assert weights.dtype == torch.float32 and (weights - their_weights).abs().max() <= 2**-23
 
 
-@pytest.mark.parametrize(("side", "merge"), [(48, 2), (16, 2), (27, 3), (3, 1)])
+@pytest.mark.parametrize(("side", "merge"), [(16, 2), full(48, 2), full(27, 3), full(3, 1)])
 def test_patch_positions_taps_and_weights_are_transformers(side, merge):
     check_patches("cpu", side, merge)
 

@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from tests.helpers.run_dir import changed, make_bins, metrics_of, write_job
 from tests.helpers.single_rank import single_rank
+from tests.helpers.tiers import full
 from trainer.checkpoint.directory import list_checkpoints
 from trainer.contract.run import RunConfig
 from trainer.data.order import bins_for_step
@@ -115,7 +116,7 @@ def test_a_line_is_written_after_the_next_launch_and_has_the_same_numbers(tmp_pa
     assert "".join(f"{kind[0]}{number}" for kind, number in order) == "l1l2w1l3w2w3l4w4l5l6w5w6"
 
 
-@pytest.mark.parametrize(("save_interval", "launched"), [(3, 3), (1000, 4)])
+@pytest.mark.parametrize(("save_interval", "launched"), [(3, 3), full(1000, 4)])
 def test_a_gradient_that_is_not_finite_is_seen_before_its_step_is_saved(save_interval, launched, tmp_path, monkeypatch):
     updates, update = [], step.clip_and_update
 
