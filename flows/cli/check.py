@@ -8,7 +8,6 @@ import shutil
 from pathlib import Path
 
 from dataset_builders.errors import InputError
-from flows.deployments.channels import addresses, wanted_kinds
 from flows.deployments.grid import expand, parse_grid
 from flows.pipeline.graph import check_model, check_start_adapter
 from flows.pipeline.recipe import Recipe, load_recipe
@@ -78,10 +77,9 @@ def _check_model_dir(model: str, adapter: Path | None) -> None:
 
 
 def check_service(args: argparse.Namespace) -> None:
-    """Raise InputError if the host, a limit or a notification's variable of `up` is wrong."""
+    """Raise InputError if the host or a limit of `up` is wrong."""
     check_host(args.host)
     parse_limits(args.limits)
-    addresses(), wanted_kinds()  # the worker, which makes the automations, would be started again and again
 
 
 def check_benched_model(args: argparse.Namespace) -> None:

@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from prefect import flow
+from prefect.events import emit_event
 from prefect.runtime import flow_run
 from prefect.states import Failed, State
 
 from dataset_builders.errors import InputError
 from dataset_builders.storage.store import StorePath
-from flows.deployments.notify import tell_champion
 from flows.deployments.request import Overrides, RecipeName, resolve_request, service_root
 from flows.pipeline.flow import evaluate, prepare_data, publish_results, run_nodes, tracked, vlm_sft
 from flows.pipeline.graph import EVALUATE, PREPARE_DATA, pipeline_nodes, place_of, plan_stages
@@ -80,6 +80,18 @@ def evaluate_request(recipe: RecipeName = DEFAULT_RECIPE, overrides: Overrides =
         overrides: settings that differ from the recipe. Leave a field empty to keep the recipe's value.
     """
     return run_request(_evaluate, recipe, overrides)
+
+
+def tell_champion(name: str, verdict: str, url: str | None) -> None:
+    """Send Prefect the event athanor.champion, from which an automation can start, if the verdict says so.
+
+    Args:
+        verdict: the decision on the model, see `flows.tracking.registry.decide`.
+        url: address of the run's page in MLflow.
+    """
+    if verdict.endswith(": champion"):
+        payload = {"model": name, "message": verdict, "url": url or ""}
+        emit_event("athanor.champion", resource={"prefect.resource.id": f"athanor.model.{name}"}, payload=payload)
 
 
 def _run_whole(recipe: Recipe, root: StorePath) -> dict[str, Any]:

@@ -34,11 +34,11 @@ from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound, PrefectHTTPS
 from dataset_builders.errors import InputError
 from dataset_builders.storage.store import StorePath, absolute, location
 from flows.deployments.flows import evaluate_request, prepare_data_request, vlm_sft_request
-from flows.deployments.notify import TAG
 from flows.deployments.sweep import sweep_request
 from flows.libraries.prefect_private import parameter_schema
 from flows.prefect_server.service_record import DEFAULT_ROOT, POOL
 
+TAG = "athanor"  # of every deployment, and so of its flow runs
 NIGHTLY = "vlm-sft-nightly"
 NIGHTLY_CRON = "0 2 * * *"
 JOB_TEMPLATE = {

@@ -1,4 +1,4 @@
-"""`python -m flows.service.provision`: register deployments, create limits and notifications, settle dead runs.
+"""`python -m flows.service.provision`: register deployments, create limits, settle dead runs.
 
 A worker does all of this before it takes flow runs. After a crash of Prefect's server, the service only settles runs.
 """
@@ -9,7 +9,6 @@ import sys
 from dataset_builders.errors import InputError
 from dataset_builders.storage.row_objects import named_stores
 from dataset_builders.storage.store import side_dir
-from flows.deployments.notify import set_notifications
 from flows.deployments.offers import register
 from flows.deployments.request import service_root
 from flows.prefect_server.private_root import make_private_root
@@ -42,8 +41,6 @@ def main(argv: list[str] | None = None) -> int:
         if not args.reconcile_only:
             names = register(root, args.pool, max_runs=args.max_runs)
             create_limits(parse_limits(args.limits))
-            if kinds := set_notifications():
-                summary.append(f"notifications: {', '.join(kinds)}")
             summary.append(", ".join(name.rpartition("/")[2] for name in names))
         if num_settled := reconcile(root):
             summary.append(f"{num_settled} flow runs that were cut off are settled")

@@ -4,7 +4,7 @@
     job/                        job.json and the log, while the stage runs
 
 The loaders run in a process of their own, which imports nothing of athanor: transformers on the directory alone, PEFT
-with the adapter on its base, MLflow's pyfunc, and vLLM and SGLang where they are installed. Their answers are compared
+with the adapter on its base, MLflow's pyfunc, and vLLM where it is installed. Their answers are compared
 with those of `answer`, token by token. Headers and small files are compared with the model that the training started
 from, since greedy answers do not show a lost draft layer or another dtype.
 
@@ -43,7 +43,7 @@ from trainer.model.registry import read_model
 
 VERSION = 2  # 2: bytes of carried tensors
 JOB_DIR, ROWS = "job", "loaders.json"
-SERVERS = ("vllm", "sglang")  # checked only where they are installed and load the directory
+SERVERS = ("vllm",)  # checked only where it is installed and loads the directory
 
 
 def reload(

@@ -9,7 +9,6 @@ It is run by its path and imports nothing from athanor.
 """
 
 import base64
-import contextlib
 import gc
 import importlib
 import json
@@ -158,36 +157,6 @@ class Vllm:
         return _compare_by_logprobs(best.token_ids, logprobs, question, self._ends)
 
 
-class Sglang:
-    """SGLang's `Engine` on the directory (interface of 0.5.23). Tested only against a module with this interface."""
-
-    def __init__(self, job: dict[str, Any]) -> None:
-        sglang = importlib.import_module("sglang")
-        self._engine = sglang.Engine(model_path=job["hf_dir"], trust_remote_code=False)
-        self._tokenizer = transformers.AutoTokenizer.from_pretrained(job["hf_dir"])
-        self.folder = Path(job["questions"])
-        self._ends = set(job["ends"])
-
-    def answer(self, question: dict[str, Any], limit: int, patch_format: dict[str, Any]) -> dict[str, Any]:
-        """Return how the answer to one question differs from ours; the margin is of log probabilities."""
-        text = self._tokenizer.apply_chat_template(
-            _messages(question), add_generation_prompt=True, tokenize=False, enable_thinking=False
-        )
-        out = self._engine.generate(
-            prompt=text,
-            sampling_params={"temperature": 0.0, "max_new_tokens": limit, "stop_token_ids": sorted(self._ends)},
-            image_data=[str(self.folder / name) for name in question["images"]] or None,
-            return_logprob=True,
-            top_logprobs_num=TOP,
-        )
-        logprobs = [{token: value for value, token, _ in place} for place in out["meta_info"]["output_top_logprobs"]]
-        return _compare_by_logprobs(out["output_ids"], logprobs, question, self._ends)
-
-    def close(self) -> None:
-        """End SGLang's processes."""
-        self._engine.shutdown()
-
-
 def _compare_by_logprobs(
     ids: list[int], logprobs: list[dict[int, float]], question: dict[str, Any], ends: set[int]
 ) -> dict[str, Any]:
@@ -208,7 +177,6 @@ LOADERS: dict[str, Any] = {
     "peft": Adapter,
     "mlflow": Pyfunc,
     "vllm": Vllm,
-    "sglang": Sglang,
 }
 
 
@@ -254,11 +222,9 @@ def main() -> None:
 def _ask(name: str, job: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
     start, rows, error = time.perf_counter(), [], ""
     try:
-        with contextlib.ExitStack() as stack:
-            loader = LOADERS[name](job)
-            stack.callback(getattr(loader, "close", lambda: None))
-            for question in asked["questions"]:
-                rows.append(loader.answer(question, asked["limit"], asked["patch_format"]))
+        loader = LOADERS[name](job)
+        for question in asked["questions"]:
+            rows.append(loader.answer(question, asked["limit"], asked["patch_format"]))
     except Exception as failure:  # any library may refuse the directory, in its own way
         error = " ".join(f"{type(failure).__name__}: {failure}".split())[:400]
     dtype = "bfloat16" if torch.cuda.is_available() else "float32"

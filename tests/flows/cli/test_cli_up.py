@@ -179,18 +179,3 @@ def test_plan_takes_a_launcher(capsys):
     with pytest.raises(SystemExit):
         parse(["up", "--max-runs", "0"])
     capsys.readouterr()
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "words"),
-    [
-        ("ATHANOR_NOTIFY_WEBHOOK", "ftp://host", "is not of the form http(s)://host/..."),
-        ("ATHANOR_NOTIFY", "sometimes", "'sometimes' is not known; one of failed, late, refused, champion"),
-    ],
-)
-def test_a_wrong_notification_is_refused_before_anything_starts(variable, value, words, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv(variable, value)
-    assert main(["up", "--root", str(tmp_path)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert variable in line and words in line
-    assert not service_dir(tmp_path).exists()

@@ -1,4 +1,4 @@
-"""The loaders of vLLM and SGLang, against modules with their interfaces: they themselves were never run."""
+"""The loader of vLLM, against a module with its interface."""
 
 import json
 import sys
@@ -6,36 +6,11 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from stages.reload import stranger
-from stages.reload.stranger import Sglang, Vllm
+from stages.reload.stranger import Vllm
 from tests.helpers.evaluation import picture
-from tests.helpers.tiny_model import tiny_hf_dir
 
 END = 9
 EXPECTED = ([5, 6, -1], [5, 7, -1], [5, 8], [5])
-
-
-@pytest.fixture
-def asked_of_sglang(monkeypatch) -> list[dict]:
-    """Replace SGLang by a module that answers 5, 6 and the end, and record what it is asked."""
-    calls: list[dict] = []
-
-    class Engine:
-        def __init__(self, **settings):
-            calls.append(settings)
-
-        def generate(self, **request):
-            calls.append(request)
-            places = [[(-0.25, token, None), (-2.0, 7, None)] for token in (5, 6, END)]
-            return {"text": "", "output_ids": [5, 6, END], "meta_info": {"output_top_logprobs": places}}
-
-        def shutdown(self):
-            calls.append({})
-
-    module = ModuleType("sglang")
-    module.Engine = Engine
-    monkeypatch.setitem(sys.modules, "sglang", module)
-    return calls
 
 
 @pytest.fixture
@@ -65,20 +40,6 @@ def check_rows(rows: list[dict]) -> None:
     assert [row["position"] for row in rows] == [None, 1, 1, 1]
     assert rows[1] | {"margin": 1.75} == rows[1] and rows[1]["theirs"] == 6 and rows[1]["ours"] == 7
     assert all("margin" not in row for row in (rows[0], *rows[2:]))
-
-
-def test_sglang_gets_the_prompt_of_the_template_and_is_ended(asked_of_sglang, tmp_path):
-    (tmp_path / "0.png").write_bytes(picture(1))
-    question = {"question": "<image>Which?", "system": "Be brief.", "images": ["0.png"]}
-    job = {"hf_dir": str(tiny_hf_dir()), "questions": str(tmp_path), "ends": [END]}
-    check_rows([Sglang(job).answer({**question, "ids": ids}, 4, {}) for ids in EXPECTED])
-    settings, request = asked_of_sglang[:2]
-    assert settings == {"model_path": str(tiny_hf_dir()), "trust_remote_code": False}
-    assert "Be brief." in request["prompt"] and request["prompt"].count("<|image_pad|>") == 1
-    assert request["image_data"] == [str(tmp_path / "0.png")]
-    assert request["sampling_params"] == {"temperature": 0.0, "max_new_tokens": 4, "stop_token_ids": [END]}
-    asked = {"questions": [], "limit": 4, "patch_format": {}}
-    assert stranger._ask("sglang", job, asked)["error"] == "" and asked_of_sglang[-1] == {}
 
 
 def test_vllm_is_asked_by_chat_and_its_first_other_token_has_a_margin(asked, tmp_path):
