@@ -1,7 +1,7 @@
 """A sweep: several runs of one recipe with a grid of overrides, one after the other, and a table of all runs.
 
 Every run is a whole `vlm-sft` with an MLflow run of its own. The first run makes the stages that several runs share,
-and the later runs reuse them. Runs that train only adapters over the same base are trained by one process (sharing.py).
+and the later runs reuse them.
 """
 
 import time
@@ -19,7 +19,6 @@ from dataset_builders.storage.store import StorePath, location
 from flows.deployments.flows import refusal
 from flows.deployments.grid import expand, parse_grid
 from flows.deployments.request import Grid, Overrides, RecipeName, resolve_request, service_root
-from flows.deployments.sharing import Sharing, share_bases
 from flows.pipeline.flow import vlm_sft
 from flows.pipeline.prefect_pages import publish_sweep
 from flows.pipeline.progress import display
@@ -77,23 +76,16 @@ def make_variants(recipes: Sequence[tuple[dict[str, object], Recipe]]) -> list[V
     return variants
 
 
-def sharing_of(variants: Sequence[Variant]) -> Sharing:
-    """Return which variants share a base."""
-    return share_bases([variant.recipe.config for variant in variants], [variant.name for variant in variants])
-
-
 def run_variants(variants: Sequence[Variant], root: StorePath) -> list[Outcome]:
     """Run the variants one after the other. A failed run does not stop the later ones; SIGTERM and Ctrl-C do."""
-    logger, outcomes, sharing = get_run_logger(), [], sharing_of(variants)
-    logger.info("%s", sharing.line)
+    logger, outcomes = get_run_logger(), []
     for number, variant in enumerate(variants, 1):
         label, start = f"run {number} of {len(variants)}: {variant.name}", time.monotonic()
         logger.info("%s starts", label)
         display().started(label)
         recipe = variant.recipe
         try:
-            beside = sharing.later.get(number - 1, [])
-            result = vlm_sft(recipe.config, str(root), recipe.name, recipe.differs, beside)
+            result = vlm_sft(recipe.config, str(root), recipe.name, recipe.differs)
             outcomes.append(Outcome(variant, result))
         except Exception as error:
             outcomes.append(Outcome(variant, error=first_line(error)))

@@ -4,18 +4,15 @@ Each flow is a loop over its nodes of the graph. The deployed flows have the sam
 """
 
 import contextlib
-import dataclasses
 import importlib
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from prefect import Task, flow
 from prefect.futures import wait
 from prefect.runtime import flow_run
-from pydantic import BaseModel
 
 from dataset_builders.errors import InputError
 from dataset_builders.storage.store import local_dir, location
@@ -48,7 +45,6 @@ from stages.encode.chat import ChatEncoder
 from stages.launchers.job import check_launcher
 from stages.release.hub import check_push
 from trainer.contract.names import HF_EXPORT
-from trainer.contract.run import TrainConfig
 
 Runs = dict[str, StageRun]
 _log = logging.getLogger("athanor.pipeline")
@@ -63,7 +59,6 @@ def run_nodes(
     tracking_run: str | None,
     flow_name: str,
     places: dict[str, ArtifactRef],
-    companions: Mapping[str, Sequence[BaseModel]] = MappingProxyType({}),
 ) -> Runs:
     """Run the stages of a flow that have no place yet, one after the other, and beside them the stages that may run at
     the same time, also those of later flows. If a stage ends with an error, the stages beside it are stopped.
@@ -71,7 +66,6 @@ def run_nodes(
     Args:
         flow_name: a name in `NODES`.
         places: name of a node, or of an external input -> its place. The place of each new artifact is added.
-        companions: name of a node -> its `Node.companions`.
     """
     nodes = [node for node in pipeline_nodes(config, [flow_name]) if node.name not in places]
     names = {node.name for node in nodes}
@@ -81,7 +75,6 @@ def run_nodes(
 
     def work(node: Node) -> tuple[Task, tuple[Any, ...]]:
         inputs = {role: places[source] for role, source in node.inputs.items()}
-        node = dataclasses.replace(node, companions=tuple(companions.get(node.name, ())))
         return stage_task.with_options(name=node.name), (config, root, tracking_run, node, inputs)
 
     def keep(name: str, run: StageRun) -> None:
@@ -165,7 +158,6 @@ def vlm_sft(
     root: str,
     recipe: str = "",
     differs: Mapping[str, Any] | None = None,
-    trained_beside: Sequence[TrainConfig] = (),
 ) -> dict[str, Any]:
     """Make a scored, registered model from raw rows.
 
@@ -173,7 +165,6 @@ def vlm_sft(
         root: directory or URL below which all files are stored.
         recipe: name of the recipe, for the MLflow run's name and tags.
         differs: fields that differ from the recipe; they become part of the run's name.
-        trained_beside: trainings of later runs of a sweep, which this run's trainer may do too, over the same base.
 
     Returns:
         plain values for a closing table: stages, hf_dir, scores with their intervals, the model's registered name and
@@ -190,7 +181,7 @@ def vlm_sft(
         check_heldout({name: run["dir"] for name, run in runs.items()}, config)
         mlflow_url = tracker.url(_LINK_SECONDS if has_server() else 0)  # for people who watch the training
         publish_mlflow(mlflow_url)
-        runs |= run_nodes(config, root, tracker.key, TRAIN, places, {"train": trained_beside})
+        runs |= run_nodes(config, root, tracker.key, TRAIN, places)
         evaluation_runs, refusals = evaluate(config, root, places, tracker.key)
         runs = in_order(config, runs | evaluation_runs)
         stats = publish_results(runs, root)

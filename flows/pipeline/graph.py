@@ -72,7 +72,6 @@ class Node:
         inputs: role of an input -> name of the node or external input that is read in this role.
         beside: name of a node that may run at the same time, which begins when this one's inputs are there; empty: this
             node runs alone.
-        companions: identity configs of the same node in other runs with the same inputs, whose work its job may do too.
     """
 
     name: str
@@ -81,7 +80,6 @@ class Node:
     inputs: Mapping[str, str]
     needs: Needs = Needs.NOTHING
     beside: str = ""
-    companions: tuple[BaseModel, ...] = ()
 
     def load(self) -> Stage:
         """Return the stage. This imports its libraries."""

@@ -96,10 +96,10 @@ def shown(is_terminal: bool) -> Iterator[Display]:
         _display = Display()
 
 
-def show_rows(stage: str, rows: Sequence[MetricsRow], num_steps: int, which: str = "") -> str:
-    """Show the newest metrics of a training on the display, and return their text, which begins with `which`."""
+def show_rows(stage: str, rows: Sequence[MetricsRow], num_steps: int) -> str:
+    """Show the newest metrics of a training on the display, and return their text."""
     row = rows[-1]
     heldout = next((f"  held-out {r.heldout_loss:.4f}" for r in reversed(rows) if r.heldout_loss is not None), "")
-    text = f"{which}loss {row.loss:.4f}{heldout}  {row.tokens_per_second:,.0f} tokens/s"
+    text = f"loss {row.loss:.4f}{heldout}  {row.tokens_per_second:,.0f} tokens/s"
     display().progressed(stage, row.step, num_steps, text)
     return text

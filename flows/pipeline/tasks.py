@@ -13,7 +13,7 @@ import dataclasses
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypedDict
 
 from prefect import get_run_logger, task
@@ -32,9 +32,9 @@ from flows.resources.run_record import record_run
 from flows.tracking.config import refusals
 from flows.tracking.record import with_benchmarks
 from flows.tracking.tracker import Tracker
-from stages.artifacts.artifact import Artifact, Companion, Input, StageResult, artifact_dir, stage_identity
+from stages.artifacts.artifact import Artifact, Input, StageResult, artifact_dir, stage_identity
 from stages.artifacts.quarantine import reason_words
-from stages.artifacts.run_stage import companions_of, run_stage, scratch_dir
+from stages.artifacts.run_stage import run_stage, scratch_dir
 from stages.artifacts.workers import StageResources
 from stages.release.hub import push_to_hub
 from stages.scoring.names import OVERALL, SAME_ANSWERS, flat_scores
@@ -154,32 +154,15 @@ def _resources(
             num_bins = inputs["bins"].manifest.stats["num_bins"]["train"]
             train = config.train.for_bins(num_bins)
             resources = dataclasses.replace(resources, on_rows=_listener(node.name, train.num_steps))
-            others = companions_of(node.load(), node.companions, inputs, tracker.root)
-            resources = dataclasses.replace(resources, companions=_followed(node.name, others, num_bins))
         yield resources
 
 
-def _followed(name: str, companions: Sequence[Companion], num_bins: int) -> tuple[Companion, ...]:
-    """Return the companions with listeners to their metrics, but those with wrong settings: their own runs say so."""
-    followed = []
-    for number, each in enumerate(companions, 2):
-        with contextlib.suppress(InputError):
-            which = f"run {number} of {len(companions) + 1}: "
-            listener = _listener(name, each.config.for_bins(num_bins).num_steps, which)
-            followed.append(dataclasses.replace(each, on_rows=listener))
-    return tuple(followed)
-
-
-def _listener(name: str, num_steps: int, which: str = "") -> Callable[[list[MetricsRow]], None]:
-    """Return a listener that passes rows to the display, and the newest row to the Prefect log every _LOG_SECONDS.
-
-    Args:
-        which: words before the figures, for example "run 2 of 3: ".
-    """
+def _listener(name: str, num_steps: int) -> Callable[[list[MetricsRow]], None]:
+    """Return a listener that passes rows to the display, and the newest row to the Prefect log every _LOG_SECONDS."""
     logger, is_due = get_run_logger(), _every(_LOG_SECONDS)
 
     def on_rows(rows: list[MetricsRow]) -> None:
-        text = show_rows(name, rows, num_steps, which)
+        text = show_rows(name, rows, num_steps)
         if is_due():
             logger.info("%s: step %s of %s: %s", name, f"{rows[-1].step:,}", f"{num_steps:,}", text)
 

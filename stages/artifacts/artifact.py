@@ -15,7 +15,6 @@ from pydantic import BaseModel
 from dataset_builders.contracts.fingerprint import fingerprint
 from dataset_builders.contracts.manifest import MANIFEST, FileEntry, Manifest, Parent, ShardEntry, load_manifest
 from dataset_builders.storage.store import StorePath
-from trainer.contract.answer import MetricsRow
 from trainer.contract.names import PROFILE
 
 _SHOWN_JSON = (MANIFEST, "report.json")
@@ -98,23 +97,6 @@ class Stage:
     digested: tuple[str, ...] = ()
     check: Check | None = None
     preview: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Companion:
-    """Another artifact of a running stage, from the same inputs, which the stage's job may work on too.
-
-    Attributes:
-        config: its identity config.
-        work: the scratch directory in which it is made.
-        final: the directory that it has when it is made.
-        on_rows: called with every new line of its metrics.jsonl while another artifact's job works on it.
-    """
-
-    config: Any
-    work: Path
-    final: StorePath
-    on_rows: Callable[[list[MetricsRow]], None] = lambda rows: None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,6 @@ from dataset_builders.storage.files import read_object, write_json, write_text
 from dataset_builders.storage.store import StorePath, is_local, make_dir, modified, remove_tree, side_dir, upload_dir
 from stages.artifacts.artifact import (
     Artifact,
-    Companion,
     Input,
     Stage,
     StageOutput,
@@ -221,33 +220,6 @@ def _manifest(stage: Stage, identity: Mapping[str, Any], inputs: Mapping[str, In
     )
 
 
-def companions_of(
-    stage: Stage, configs: Iterable[BaseModel], inputs: Mapping[str, Input], root: StorePath
-) -> tuple[Companion, ...]:
-    """Return the artifacts of a stage that works on a disk, for other configs and the same inputs."""
-    identities = [(config, stage_identity(stage, config, inputs)) for config in configs]
-    return tuple(
-        Companion(config, scratch_dir(root, stage, identity), artifact_dir(root, stage, identity))
-        for config, identity in identities
-    )
-
-
-@contextlib.contextmanager
-def held_companions(companions: Iterable[Companion]) -> Iterator[list[Companion]]:
-    """Hold the scratch directories of the artifacts that are not made and that no process is making. It waits for none,
-    because a process that waits for a lock while it holds others could wait for ever."""
-    with contextlib.ExitStack() as stack:
-        held = []
-        for each in companions:
-            with contextlib.suppress(filelock.Timeout):
-                stack.enter_context(_locked(each.work, each.work, waits=False))
-                if not (each.final / MANIFEST).is_file():
-                    make_dir(each.work)
-                    _remove_unfinished(each.work)
-                    held.append(each)
-        yield held
-
-
 def _remove_unfinished(work: Path) -> None:
     """Remove the files that a killed run was writing."""
     for unfinished in work.rglob("*.tmp"):
@@ -255,14 +227,12 @@ def _remove_unfinished(work: Path) -> None:
 
 
 @contextlib.contextmanager
-def _locked(work: StorePath, name: Path, *, waits: bool = True) -> Iterator[None]:
-    """Hold the lock of a scratch directory. If the lock is taken, log its owner and wait, or raise filelock.Timeout."""
+def _locked(work: StorePath, name: Path) -> Iterator[None]:
+    """Hold the lock of a scratch directory. If the lock is taken, log its owner and wait."""
     owner, lock = name.with_name(name.name + ".owner.json"), filelock.FileLock(name.with_name(name.name + ".lock"))
     try:
         lock.acquire(timeout=0)
     except filelock.Timeout:
-        if not waits:
-            raise
         who = {}
         with contextlib.suppress(InputError):  # the owner may be writing it, or was killed while it wrote it
             who = read_object(owner, "")

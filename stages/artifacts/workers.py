@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from dataset_builders.errors import InputError
-from stages.artifacts.artifact import Companion
 from stages.launchers.config import ClusterConfig
 from trainer.contract.answer import MetricsRow
 from trainer.contract.run import TrainerExecution
@@ -47,7 +46,6 @@ class StageResources:
         on_progress: called from time to time with (finished, total), in units of the stage; `finished` never decreases.
         on_rows: called with every new line of a training's metrics.jsonl, in order of steps.
         on_line: called with every line of a job's log.
-        companions: other trainings that a job may do beside its own, over the same base.
     """
 
     num_workers: int = 1
@@ -57,7 +55,6 @@ class StageResources:
     on_progress: Callable[[int, int], None] | None = None
     on_rows: Callable[[list[MetricsRow]], None] = lambda rows: None
     on_line: Callable[[str], None] = lambda line: None
-    companions: tuple[Companion, ...] = ()
 
     def report(self, finished: int, total: int) -> None:
         if self.on_progress is not None:

@@ -46,14 +46,12 @@ class Job:
         log_path: log with the output of rank 0 and of torchrun; the other ranks' logs are in the same directory
             (rank_logs).
         on_line: called with every line of the log.
-        members: names of other jobs whose work this job does too; only for the torchrun launcher.
     """
 
     name: str
     arguments: tuple[str, ...]
     log_path: Path
     on_line: Callable[[str], None] = lambda line: None
-    members: tuple[str, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)

@@ -8,18 +8,15 @@ import time
 import psutil
 
 JOB_VARIABLE = "ATHANOR_JOB"  # environment variable of all processes of a job: the job's name
-MEMBERS_VARIABLE = "ATHANOR_JOB_MEMBERS"  # the names of other jobs whose work this job does too, one a line
 LEFTOVER_SECONDS = 3.0  # for torchrun and the workers' helpers to end, after the workers have ended
 
 
 def processes_of(name: str) -> list[psutil.Process]:
-    """Return every process of a job, except this one; also of a job that does this job's work beside its own."""
+    """Return every process of a job, except this one."""
     processes = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            environment = process.environ()
-            names = (environment.get(JOB_VARIABLE), *environment.get(MEMBERS_VARIABLE, "").splitlines())
-            if name in names and process.pid != os.getpid():
+            if process.environ().get(JOB_VARIABLE) == name and process.pid != os.getpid():
                 processes.append(process)
     return processes
 

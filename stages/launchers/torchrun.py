@@ -10,7 +10,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import psutil
@@ -18,7 +18,7 @@ import psutil
 from dataset_builders.storage.files import GrowingFile
 from stages.launchers.config import ClusterConfig
 from stages.launchers.job import Handle, Job, rank_environment, timed_out
-from stages.launchers.processes import LEFTOVER_SECONDS, MEMBERS_VARIABLE, end_processes, processes_of
+from stages.launchers.processes import LEFTOVER_SECONDS, end_processes, processes_of
 from stages.launchers.rank_logs import as_rank, remove_rank_logs
 
 _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
@@ -55,8 +55,7 @@ class TorchrunLauncher:
 
     def submit(self, job: Job) -> TorchrunHandle:
         """Start the job. All its output goes to the log file, which is truncated first."""
-        for name in (job.name, *job.members):
-            end_processes(processes_of(name), self.cluster.stop_grace_seconds)
+        end_processes(processes_of(job.name), self.cluster.stop_grace_seconds)
         command = self.command(job)
         job.log_path.parent.mkdir(parents=True, exist_ok=True)
         remove_rank_logs(job.log_path)
@@ -67,7 +66,7 @@ class TorchrunLauncher:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=self._environment(job.name, job.members),
+                env=self._environment(job.name),
                 start_new_session=True,
             )
         deadline = time.monotonic() + self.cluster.timeout_seconds
@@ -97,11 +96,10 @@ class TorchrunLauncher:
         with contextlib.suppress(subprocess.TimeoutExpired):
             handle.process.wait(10)
 
-    def _environment(self, name: str, members: Sequence[str] = ()) -> Mapping[str, str]:
+    def _environment(self, name: str) -> Mapping[str, str]:
         threads = self.cluster.num_threads or max(1, (os.cpu_count() or 1) // self.cluster.processes)
         defaults = {"OMP_NUM_THREADS": str(threads), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
         own = {**defaults, **os.environ, **rank_environment(self.cluster, name)}
-        own[MEMBERS_VARIABLE] = "\n".join(members)
         if self.cluster.processes > 1:
             return own
         # If the flow itself runs in a job of several processes, that job's variables must not reach this process.

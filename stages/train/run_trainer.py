@@ -2,7 +2,7 @@
 
 import logging
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from dataset_builders.errors import DamagedFile, InputError
@@ -11,8 +11,8 @@ from stages.artifacts.workers import StageResources
 from stages.launchers.job import EXIT_DEADLINE, Job, JobFailed, make_launcher, run_job
 from stages.launchers.processes import end_processes, processes_of
 from trainer.contract.answer import KEPT_ASIDE, MetricsRow, TrainResult, check_checkpoint, parse_metrics
-from trainer.contract.names import METRICS_JSONL, RESULT_JSON, RUN_JSON, TOGETHER_JSON, TRAINER_LOG
-from trainer.contract.run import EncodeRun, RunConfig, SharedBaseRun
+from trainer.contract.names import METRICS_JSONL, RESULT_JSON, RUN_JSON, TRAINER_LOG
+from trainer.contract.run import EncodeRun, RunConfig
 
 log = logging.getLogger("athanor.train")
 
@@ -48,18 +48,11 @@ class MetricsFollower:
             log.warning("a listener to the training's metrics failed; training goes on", exc_info=True)
 
 
-def run_trainer(
-    run: RunConfig | EncodeRun,
-    resources: StageResources,
-    name: str,
-    others: Sequence[tuple[RunConfig, Callable[[list[MetricsRow]], None]]] = (),
-) -> TrainResult:
+def run_trainer(run: RunConfig | EncodeRun, resources: StageResources, name: str) -> TrainResult:
     """Launch the trainer with a run.json in the run's output directory; return its result.
 
     Args:
         name: name of the job in messages.
-        others: runs that the same job trains after this one over the same base, each with a listener to its metrics.
-            How they end is in their own result.json. A run that has finished, or has failed so before, is left out.
 
     Raises:
         StageStopped: the trainer was stopped from outside, and saved.
@@ -70,52 +63,31 @@ def run_trainer(
     directory = run.output_dir
     follower = MetricsFollower(directory / METRICS_JSONL, resources.on_rows)
     if (earlier := _finished_before(run)) is not None:
-        log.info("%s: it is trained already, by a job for several runs or by one that nobody waited for", name)
-        end_processes(processes_of(str(directory)), resources.cluster.stop_grace_seconds)  # it may train other runs
+        log.info("%s: it is trained already, by a job that nobody waited for", name)
+        end_processes(processes_of(str(directory)), resources.cluster.stop_grace_seconds)
         follower.poll()
         return earlier
-    others = [(other, on_rows) for other, on_rows in others if not _ended_before(other)]
-    job = trainer_job(directory, _telling(resources.on_line), [other.output_dir for other, _ in others])
-    followers = [follower, *(MetricsFollower(other.output_dir / METRICS_JSONL, on_rows) for other, on_rows in others)]
-    runs = [run, *(other for other, _ in others)]
-    for each in runs:
-        (each.output_dir / RESULT_JSON).unlink(missing_ok=True)
-        write_text(each.output_dir / RUN_JSON, _run_json(each))
-    if others:
-        together = SharedBaseRun(runs=tuple(each.output_dir / RUN_JSON for each in runs))
-        write_text(directory / TOGETHER_JSON, together.model_dump_json(indent=1) + "\n")
-    seconds = resources.cluster.timeout_seconds * len(followers)
-    launcher = make_launcher(resources.cluster.model_copy(update={"timeout_seconds": seconds}))
+    (directory / RESULT_JSON).unlink(missing_ok=True)
+    write_text(directory / RUN_JSON, _run_json(run))
+    job = trainer_job(directory, _telling(resources.on_line))
+    launcher = make_launcher(resources.cluster)
     log.info("%s: %s", name, launcher.plan(job))
     try:
-        run_job(launcher, job, lambda: [each.poll() for each in followers])
+        run_job(launcher, job, follower.poll)
     except JobFailed as error:
         result = _read_result(directory)
-        if others and result is not None and result.status == "finished":
-            log.warning("%s: the job ended in one of the %d other runs; they go on by themselves", name, len(others))
-            return result
         if result is None or result.status == "finished":
             raise
         _raise_for(result, error, name)
-    finally:
-        (directory / TOGETHER_JSON).unlink(missing_ok=True)
     result = _read_result(directory)
     if result is None or result.status != "finished":
         raise TrainerFailed(f"{name} ended without a finished {directory / RESULT_JSON}; log: {job.log_path}")
     return result
 
 
-def trainer_job(
-    output_dir: Path, on_line: Callable[[str], None] = lambda line: None, others: Sequence[Path] = ()
-) -> Job:
-    """Return the launcher's job for the trainer with the run.json of a run's output directory.
-
-    Args:
-        others: output directories of other runs that the job trains too.
-    """
-    arguments = ("-m", "trainer", str(output_dir / (TOGETHER_JSON if others else RUN_JSON)))
-    members = tuple(str(directory) for directory in others)
-    return Job(str(output_dir), arguments, output_dir / TRAINER_LOG, on_line, members)
+def trainer_job(output_dir: Path, on_line: Callable[[str], None] = lambda line: None) -> Job:
+    """Return the launcher's job for the trainer with the run.json of a run's output directory."""
+    return Job(str(output_dir), ("-m", "trainer", str(output_dir / RUN_JSON)), output_dir / TRAINER_LOG, on_line)
 
 
 def _telling(on_line: Callable[[str], None]) -> Callable[[str], None]:
@@ -133,23 +105,13 @@ def _run_json(run: RunConfig | EncodeRun) -> str:
     return run.model_dump_json(indent=1) + "\n"
 
 
-def _result_before(run: RunConfig | EncodeRun) -> TrainResult | None:
-    """Return the result for this very run.json of a training, from an earlier job; None if there is none."""
-    path = run.output_dir / RUN_JSON
-    is_same = path.is_file() and path.read_text(encoding="utf-8") == _run_json(run)
-    return _read_result(run.output_dir) if is_same and run.task == "train" else None
-
-
-def _ended_before(run: RunConfig) -> bool:
-    """Whether a run that an earlier job trained is finished, or has failed: it is then tried again by itself."""
-    result = _result_before(run)
-    return result is not None and (result.status == "failed" or _finished_before(run) is not None)
-
-
 def _finished_before(run: RunConfig | EncodeRun) -> TrainResult | None:
-    """Return the result for this very run.json, from a job for several runs or one that outlived the flow that waited
-    for it; None if there is none, or if its checkpoint is damaged."""
-    result = _result_before(run)
+    """Return the result for this very run.json, from a job that outlived the flow that waited for it; None if there is
+    none, or if its checkpoint is damaged."""
+    path = run.output_dir / RUN_JSON
+    if run.task != "train" or not path.is_file() or path.read_text(encoding="utf-8") != _run_json(run):
+        return None
+    result = _read_result(run.output_dir)
     if result is None or result.status != "finished":
         return None
     try:

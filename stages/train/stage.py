@@ -5,9 +5,6 @@
     logs/trainer.log  logs/rank-0001.log ...   job.sbatch  slurm.json  slurm-end   the last three only for a SLURM job
     profile/rank-0.json.gz  profile/rank-0.md   if steps are traced
 
-The trainer may train the companions of a run too, over the same base, each in its own scratch directory. Their runs
-find their trainings finished there, or finish them.
-
 A rerun in the same scratch directory starts the trainer again, which resumes from its newest checkpoint. A finished
 training whose newest checkpoint is damaged is rerun in the same way.
 """
@@ -20,7 +17,6 @@ from dataset_builders.contracts.manifest import load_manifest
 from dataset_builders.errors import InputError
 from dataset_builders.storage.store import absolute, local_dir
 from stages.artifacts.artifact import Artifact, Input, Stage, StageOutput, stage_identity
-from stages.artifacts.run_stage import held_companions
 from stages.artifacts.workers import StageResources
 from stages.inputs.hf_directory import hf_dir_of
 from stages.train.report import write_train_report
@@ -70,9 +66,7 @@ def train(config: TrainConfig, inputs: Mapping[str, Input], work_dir: Path, reso
     _check_encoder(inputs)
     run = make_run_config(config, inputs, work_dir, resources)
     check_run(run, resources.cluster.processes)
-    with held_companions(resources.companions) as companions:
-        others = [(make_run_config(each.config, inputs, each.work, resources), each.on_rows) for each in companions]
-        result = run_trainer(run, resources, STAGE.name, others)
+    result = run_trainer(run, resources, STAGE.name)
     rows = read_metrics(work_dir)
     stats = {
         "steps": result.step,

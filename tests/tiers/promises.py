@@ -31,8 +31,7 @@ SECTIONS = {
     "Adapters": (
         *("equivalence/test_adapter", "equivalence/test_float8_base", "parity/test_peft", "e2e/test_second_task"),
         *("trainer/checkpoint/test_adapter", "trainer/checkpoint/test_expert", "trainer/layers/test_float8_base"),
-        *("trainer/loop/test_shared_base", "trainer/model/test_targets", "stages/answer/test_adapter"),
-        *("e2e/test_shared_sweep", "flows/deployments/test_sharing", "stages/train/test_companions"),
+        *("trainer/model/test_targets", "stages/answer/test_adapter"),
     ),
     "Checkpoints and failures": (
         *("equivalence/test_checkpoints", "equivalence/test_expert_ranks", "equivalence/test_killed"),
@@ -62,7 +61,7 @@ What is not shown:
   not be reached.
 - compose.yaml never ran in Docker; only the image of `Dockerfile.data` was built, by hand.
 - On Python 3.12 only the trainer ran.
-- `athanor serve` and `rate`, the check of exports and runs that share a base were not run on a GPU.
+- `athanor serve` and `rate` and the check of exports were not run on a GPU.
 - Refused: float8 products in Qwen3.5; adapters and pipelines with multi-token prediction.
 """
 _CARD = re.compile(r"^Card: (.+?)\. Commit: (.+?)\. Weights: ", re.MULTILINE)

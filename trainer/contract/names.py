@@ -1,7 +1,6 @@
 """Names of the files that a run reads and writes, and its exit codes."""
 
 RUN_JSON = "run.json"
-TOGETHER_JSON = "together.json"  # a SharedBaseRun, while its job runs
 RESULT_JSON = "result.json"
 METRICS_JSONL = "metrics.jsonl"
 TRAINER_LOG = "logs/trainer.log"

@@ -297,25 +297,17 @@ class EncodeRun(StrictModel):
     num_threads: int = Field(default=0, ge=0, description="CPU threads per process; 0: the cores are shared evenly")
 
 
-class SharedBaseRun(StrictModel):
-    """The run of a job that trains several runs over one loaded base, one after the other."""
-
-    format_version: Literal[2] = 2
-    task: Literal["train_together"] = "train_together"
-    runs: tuple[Path, ...] = Field(min_length=2, description="the run.json of each; absolute paths")
-
-
 class _Task(BaseModel):
     """The field of a run.json that tells which kind of job it describes."""
 
     task: str = ""
 
 
-def parse_run(text: str) -> RunConfig | EncodeRun | SharedBaseRun:
+def parse_run(text: str) -> RunConfig | EncodeRun:
     """Parse the job of a run.json.
 
     Raises:
         ValidationError: the text is not a valid run.json.
     """
-    kinds = {"encode": EncodeRun, "train_together": SharedBaseRun}
-    return kinds.get(_Task.model_validate_json(text).task, RunConfig).model_validate_json(text)
+    kind = EncodeRun if _Task.model_validate_json(text).task == "encode" else RunConfig
+    return kind.model_validate_json(text)

@@ -1,15 +1,12 @@
-"""One job of the trainer, from run.json to result.json; or several trainings of adapters over one base."""
+"""One job of the trainer, from run.json to result.json."""
 
-import contextlib
-import gc
 import logging
 import platform
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from pydantic import ValidationError
@@ -17,10 +14,9 @@ from pydantic import ValidationError
 from dataset_builders.errors import InputError, one_line
 from dataset_builders.storage.files import write_json
 from trainer.contract.answer import TrainResult
-from trainer.contract.names import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED, RESULT_JSON, TRAINER_LOG
-from trainer.contract.run import EncodeRun, RunConfig, SharedBaseRun, parse_run
+from trainer.contract.names import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED, RESULT_JSON
+from trainer.contract.run import EncodeRun, RunConfig, parse_run
 from trainer.plan.checks import check_run
-from trainer.plan.sharing import check_sharing
 
 # megatron-core warns at import about everything that a machine without CUDA lacks; the module sets handle that.
 warnings.filterwarnings("ignore", module=r"megatron\..*")
@@ -32,14 +28,12 @@ if not torch.cuda.is_available():
 from trainer.image_features.encode import encode  # noqa: E402
 from trainer.loop.export import export  # noqa: E402
 from trainer.loop.interval import NotFinite  # noqa: E402
-from trainer.loop.set_up import load_base, set_up_vision_rank  # noqa: E402
+from trainer.loop.set_up import set_up_vision_rank  # noqa: E402
 from trainer.loop.train import train  # noqa: E402
-from trainer.parallel.mesh import place_in_world, rank_mesh, seed_rank, set_threads  # noqa: E402
+from trainer.parallel.mesh import place_in_world, rank_mesh, set_threads  # noqa: E402
 from trainer.parallel.runtime import prepare_runtime  # noqa: E402
 
 log = logging.getLogger("athanor.trainer")
-T = TypeVar("T")
-_FORMAT = {"format": "%(asctime)s %(message)s", "datefmt": "%H:%M:%S"}
 
 
 def run_job(run: RunConfig | EncodeRun) -> TrainResult:
@@ -59,78 +53,13 @@ def run_job(run: RunConfig | EncodeRun) -> TrainResult:
     return _result_of(work)
 
 
-def run_together(runs: Sequence[RunConfig]) -> list[TrainResult]:
-    """Train the adapters of several runs in the process group, one run after the other, over a base that is loaded
-    once. Write each result when its run ends.
-
-    A run whose gradient is not finite does not end the others. Any other failure does, because other ranks may not have
-    had it, and so does SIGTERM.
-
-    Returns:
-        a result for each run that has begun.
-    """
-    rank, _, world = place_in_world()
-    results: list[TrainResult] = []
-
-    def end(result: TrainResult) -> None:
-        if len(results) < len(runs):
-            report(runs[len(results)], result, rank)
-            results.append(result)
-
-    def work() -> None:
-        check_sharing(runs)
-        fresh = torch.get_rng_state()  # a process of its own begins with it
-        first = runs[0]
-        with rank_mesh(first.execution.parallel, first.train.seed, lambda line: end(_lost(line))) as mesh:
-            base = load_base(first, mesh)
-            for run in runs:
-                log.info("run %d of %d over this base: %s", len(results) + 1, len(runs), run.output_dir)
-                torch.set_rng_state(fresh)
-                seed_rank(run.train.seed)
-                with _own_log(run) if run is not first and rank == 0 else contextlib.nullcontext():
-                    check_run(run, world)
-                    end(_finite(lambda run=run: train(run, mesh, base)))
-                gc.collect()  # the modules and the optimizer of the run refer to each other
-                if torch.cuda.is_available():
-                    torch.cuda.empty_cache()
-                    torch.cuda.reset_peak_memory_stats()
-                if mesh.any(base.stop.has_come)[0]:
-                    break
-
-    failure = _result_of(work)
-    if failure is not None:
-        end(failure)
-    return results
-
-
-@contextlib.contextmanager
-def _own_log(run: RunConfig) -> Iterator[None]:
-    """Write the trainer's messages also to the log of a run whose process has another run's log."""
-    path = run.output_dir / TRAINER_LOG
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(path, mode="w", encoding="utf-8")
-    handler.setFormatter(logging.Formatter(_FORMAT["format"], _FORMAT["datefmt"]))
-    logging.getLogger().addHandler(handler)
-    try:
-        yield
-    finally:
-        logging.getLogger().removeHandler(handler)
-        handler.close()
-
-
-def _finite(work: Callable[[], T]) -> T | TrainResult:
-    """Return what the work returns. If a gradient is not finite, which all ranks see at the same step, return that."""
+def _result_of(work: Callable[[], TrainResult]) -> TrainResult:
+    """Return what the work of a job returns; a failure becomes a result with its reason."""
+    rank = place_in_world()[0]
     try:
         return work()
     except NotFinite as error:
         return TrainResult(status="failed", step=error.step, message=str(error), keys=error.keys)
-
-
-def _result_of(work: Callable[[], T]) -> T | TrainResult:
-    """Return what the work of a job returns; a failure becomes a result with its reason."""
-    rank = place_in_world()[0]
-    try:
-        return _finite(work)
     except InputError as error:
         return _failed(str(error), is_input_error=True)
     except torch.OutOfMemoryError as error:
@@ -166,25 +95,20 @@ def report(run: RunConfig | EncodeRun, result: TrainResult, rank: int) -> None:
 
 
 def run_file(path: Path) -> int:
-    """Run the job of a run.json and return the exit code of the process. Of several runs it is that of the first
-    which has not finished."""
+    """Run the job of a run.json and return the exit code of the process."""
     try:
-        runs = [parse_run(path.read_text())]
-        if isinstance(runs[0], SharedBaseRun):
-            runs = [parse_run((path := member).read_text()) for member in runs[0].runs]
+        run = parse_run(path.read_text())
     except ValidationError as error:
         first = error.errors()[0]
         print(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}", file=sys.stderr)
         return EXIT_INPUT
     rank = place_in_world()[0]
-    logging.basicConfig(level=logging.WARNING, **_FORMAT)
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     log.setLevel(logging.INFO if rank == 0 else logging.WARNING)
-    set_threads(runs[0].num_threads)
+    set_threads(run.num_threads)
     prepare_runtime()
-    if len(runs) > 1:
-        return next((code for result in run_together(runs) if (code := exit_code(result))), 0)
-    result = run_job(runs[0])
-    report(runs[0], result, rank)
+    result = run_job(run)
+    report(run, result, rank)
     return exit_code(result)
 
 

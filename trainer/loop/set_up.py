@@ -26,7 +26,6 @@ from trainer.data.reader import BinReader
 from trainer.layers.decoder import decoder_config
 from trainer.layers.lora.convert import add_adapters
 from trainer.layers.lora.float8_base import base_packer
-from trainer.layers.lora.shared_base import take_base
 from trainer.layers.lora.trained import train_whole, trained_rules
 from trainer.layers.module_set import check_float8, mark_tensor_parallel
 from trainer.layers.modules.choice import choose_modules, host_of
@@ -60,18 +59,6 @@ class StopRequest:
 
     def __call__(self, *_: object) -> None:
         self.has_come = True
-
-
-@dataclass(frozen=True, slots=True)
-class SharedBase:
-    """The weights over which several runs train their adapters, one after the other, and their request to stop.
-
-    Attributes:
-        chunks: chunks with the weights, which no run trains. Each run has modules of its own that hold these weights.
-    """
-
-    chunks: Sequence[torch.nn.Module]
-    stop: StopRequest = field(default_factory=StopRequest)
 
 
 @dataclass(slots=True)
@@ -117,13 +104,11 @@ def build_chunks(
     dtype: torch.dtype,
     *,
     is_empty: bool = False,
-    base: SharedBase | None = None,
 ) -> list[torch.nn.Module]:
     """Build the chunks of the model that this rank holds, with the weights of `run.hf_dir`, on its device.
 
     Args:
         is_empty: build the chunks without memory; `share_model` then divides and fills them.
-        base: holds these weights already; the chunks share its memory.
     """
     build, rules, parallel = load(family.model), family.weight_rules(shape), run.execution.parallel
     check_precision(run.train.precision, run.execution.modules, host_of(mesh.device))
@@ -133,7 +118,7 @@ def build_chunks(
     chunks, has_float8 = [], run.train.has_float8_base
     if has_float8:
         return_freed_matrices()
-    with parameters_on_meta() if has_float8 or is_empty or base else contextlib.nullcontext():
+    with parameters_on_meta() if has_float8 or is_empty else contextlib.nullcontext():
         for stage in stages:
             config = decoder_config(shape.language, parallel, dtype, pieces)
             chunks.append(build(shape, parallel, config, modules, mesh, run.seq_len, stage))
@@ -143,12 +128,7 @@ def build_chunks(
     if is_empty:
         log.info("weights: %s (each rank its share, %s)", run.hf_dir, dtype)
         return chunks
-    if base:
-        for chunk, held in zip(chunks, base.chunks, strict=True):
-            take_base(chunk, held)
-        log.info("weights: %s (loaded before)", run.hf_dir)
-    else:
-        _load_weights(chunks, run, family, rules, mesh)
+    _load_weights(chunks, run, family, rules, mesh)
     if run.train.precision == "float8":
         check_float8(run)
         for chunk in chunks:
@@ -173,12 +153,6 @@ def _load_weights(
     log.info("weights: %s (%d parameters' tensors on this rank, %s)", run.hf_dir, count, weights_dtype(run))
 
 
-def load_base(run: RunConfig, mesh: Mesh) -> SharedBase:
-    """Load the weights of `run.hf_dir` for several runs."""
-    family, shape = read_model(run.hf_dir, run.train)
-    return SharedBase(build_chunks(run, family, shape, mesh, weights_dtype(run)))
-
-
 def give_adapters(
     models: Sequence[torch.nn.Module], run: RunConfig, rules: Sequence[Rule], start: Path | None = None
 ) -> None:
@@ -199,16 +173,12 @@ def give_adapters(
         load_peft_directory(models, start, trained_rules(rules, config))
 
 
-def set_up(run: RunConfig, mesh: Mesh, base: SharedBase | None = None) -> Trainer:
-    """Build the state before the first step, resumed from the newest checkpoint of this run if there is one.
-
-    Args:
-        base: the loaded weights, if several runs share them; None: they are loaded.
-    """
+def set_up(run: RunConfig, mesh: Mesh) -> Trainer:
+    """Build the state before the first step, resumed from the newest checkpoint of this run if there is one."""
     family, shape = read_model(run.hf_dir, run.train)
     parallel = run.execution.parallel
     is_divided = parallel.sharding == "fsdp"
-    models = build_chunks(run, family, shape, mesh, weights_dtype(run), is_empty=is_divided, base=base)
+    models = build_chunks(run, family, shape, mesh, weights_dtype(run), is_empty=is_divided)
     part = mesh.slice_of_bin(parallel, has_vision=shape.vision is not None)
     features = None if run.features_dir is None else FeatureReader(run.features_dir, shape.feature_width)
     readers = [
@@ -234,8 +204,6 @@ def set_up(run: RunConfig, mesh: Mesh, base: SharedBase | None = None) -> Traine
     order = training_order(run, shape, readers[0], mesh.dp_rank, mesh.dp)
     cost = training_cost(shape, family, run.train)
     trainer = Trainer(run, mesh, family, chunks, optimizer, order, readers[1], cost)
-    if base:
-        trainer.stop = base.stop
     _resume(trainer)
     trainer.tell_encoders(Message.BEGIN, trainer.step)
     _log_arithmetic(trainer)

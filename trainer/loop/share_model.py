@@ -83,14 +83,3 @@ def _data_parallel(models: list[MegatronModule]) -> list[DistributedDataParallel
             # A rank alone has the sum of its gradients and all weights; collectives with itself cost the host 1 ms.
             groups[:] = [group for group in groups if group.intra_distributed_optimizer_instance_size > 1]
     return wrapped
-
-
-def release(chunks: list[Chunk]) -> None:
-    """Let the memory of data-parallel chunks and of their optimizer be freed once nobody uses them.
-
-    The optimizer's views of the parameters lead to autograd's nodes, and the hooks of these nodes lead back to the
-    chunk. Python's collector does not see through the nodes: a chunk that leads to its optimizer would stay for good.
-    """
-    for chunk in chunks:
-        chunk.module.config.grad_scale_func = None
-        chunk.grad_accs.clear()

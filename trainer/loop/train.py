@@ -17,8 +17,7 @@ from trainer.loop.garbage import collect_after, collected_by_steps
 from trainer.loop.heldout import heldout_loss
 from trainer.loop.interval import Interval, NotFinite, is_heldout_step, is_logged
 from trainer.loop.metrics import MetricsWriter
-from trainer.loop.set_up import SharedBase, Trainer, set_up
-from trainer.loop.share_model import release
+from trainer.loop.set_up import Trainer, set_up
 from trainer.loop.step_trace import StepTrace
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.vision.exchange import Message
@@ -49,22 +48,15 @@ def _graphs(trainer: Trainer) -> Iterator[None]:
         model.release_graphs()
 
 
-def train(run: RunConfig, mesh: Mesh, base: SharedBase | None = None) -> TrainResult:
+def train(run: RunConfig, mesh: Mesh) -> TrainResult:
     """Train to `num_steps` or until SIGTERM, save a checkpoint in both cases, and return the result.
-
-    Args:
-        base: see `set_up`.
 
     Raises:
         NotFinite: the gradient norm is not a finite number.
     """
-    trainer = set_up(run, mesh, base)
-    try:
-        with _graphs(trainer):
-            result = _train(trainer)
-    finally:
-        if base:
-            release(trainer.chunks)
+    trainer = set_up(run, mesh)
+    with _graphs(trainer):
+        result = _train(trainer)
     trainer.tell_encoders(Message.END, int(result.status == "stopped"))
     return result
 

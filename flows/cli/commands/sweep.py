@@ -5,7 +5,7 @@ import sys
 
 from flows.cli.closing import service_command
 from flows.cli.text_table import print_table
-from flows.deployments.sweep import check_grid, sharing_of, sweep
+from flows.deployments.sweep import check_grid, sweep
 from flows.pipeline.progress import shown
 from flows.prefect_server.temporary import start_prefect
 from trainer.contract.names import EXIT_FAILED
@@ -17,7 +17,6 @@ def sweep_command(args: argparse.Namespace) -> int:
     print(f"{len(variants)} runs of recipe {variants[0].recipe.name}:")
     for variant in variants:
         print(f"  {variant.name}")
-    print(f"{sharing_of(variants).line}.")
     is_terminal = sys.stdout.isatty()
     with shown(is_terminal):
         start_prefect()
