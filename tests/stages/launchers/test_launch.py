@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import textwrap
 import threading
 import time
@@ -71,14 +70,6 @@ def test_the_job_sees_the_environment_that_the_launcher_writes(tmp_path):
     code = f"import os; print([os.environ.get(n) for n in {names}])"
     run_job(_plain(num_threads=3), _job(tmp_path, code, on_line=seen.append))
     assert seen == [f"['true', '1', '{os.environ.get('OMP_NUM_THREADS', '3')}']"]
-
-
-def test_a_job_is_found_by_the_names_of_the_other_jobs_whose_work_it_does(tmp_path):
-    own, other = str(tmp_path / "own"), str(tmp_path / "other")
-    with subprocess.Popen(["sleep", "60"], env=_plain()._environment(own, (other,))) as process:
-        found = [[each.pid for each in processes_of(name)] for name in (own, other, f"{other}s")]
-        process.kill()
-    assert found == [[process.pid], [process.pid], []]
 
 
 def test_processes_share_the_cores(monkeypatch):
