@@ -5,14 +5,12 @@ import unittest
 import pytest
 
 from tests.museum.fault import fault_seen
-from tests.museum.table import FOLDER, TABLE, read_exhibits, render
+from tests.museum.table import TABLE, read_exhibits, render
 
 
 def test_the_page_is_that_of_the_tests():
     exhibits = read_exhibits()
     assert TABLE.read_text() == render(exhibits), "run `python -m tests.museum.table`"
-    changelog = (FOLDER.parents[1] / "CHANGELOG.md").read_text()
-    assert f"museum of {len(exhibits)} silent bugs" in changelog
 
 
 def test_every_exhibit_tells_its_fault_where_it_was_reported_and_shows_it():

@@ -1,0 +1,58 @@
+"""What is read of Prefect's database file is what Prefect's client is told by a server."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from prefect import flow, get_run_logger, task
+
+from flows.prefect_server.served_runs import served_runs
+from flows.prefect_server.stored_runs import stored_runs
+from tests.helpers.patience import at_most
+
+
+@pytest.fixture
+def database() -> Path:
+    return Path(os.environ["PREFECT_HOME"]) / "prefect.db"
+
+
+def test_the_file_says_what_the_client_says(database):
+    seen = []
+
+    @task
+    def looks():
+        get_run_logger().info("waiting for a slot")
+
+    @task(name="reads")
+    def reads():
+        looks()
+        with served_runs() as served, stored_runs(database) as stored:
+            (run,) = (run for run in stored.newest(5) if run.name == "goes-on")
+            deadline = time.monotonic() + at_most(20)  # Prefect tells its server of a task's state a little later
+            while not stored.running_tasks(run.id) and time.monotonic() < deadline:
+                time.sleep(0.1)
+            seen.append((stored.running_tasks(run.id), served.running_tasks(run.id)))
+            seen.append((run.state_type, run.is_due))
+
+    @flow(name="goes-on", flow_run_name="goes-on")
+    def goes_on():
+        reads()
+
+    @flow(name="ends", flow_run_name="ends")
+    def ends():
+        raise ValueError("no more")
+
+    goes_on()
+    with pytest.raises(ValueError, match="no more"):
+        ends()
+    (stored_names, served_names), state = seen
+    assert stored_names == served_names and len(stored_names) == 1 and stored_names[0].startswith("reads")
+    assert state == ("RUNNING", True)
+    with served_runs() as served, stored_runs(database) as stored:
+        ours, theirs = stored.newest(2), served.newest(2)
+        assert [run.name for run in ours] == ["ends", "goes-on"]
+        assert ours == theirs
+        assert "no more" in ours[0].message
+        logs = [store.newest_logs(ours[1].id, 9) for store in (stored, served)]
+        assert logs[0] == logs[1]
