@@ -47,7 +47,7 @@ IMPORTERS = {
     "webdataset": ("dataset_builders.contracts.shard_io",),
     "PIL": (
         *("dataset_builders.pictures.images", "dataset_builders.pictures.jpeg", "dataset_builders.pictures.pixels"),
-        *("dataset_builders.pictures.slip", "stages.encode.images", "stages.contamination.second_look"),
+        *("stages.encode.images", "stages.contamination.second_look"),
         *("stages.release.flavor.mlflow_model", "stages.reload.stranger"),  # run where there is no athanor
     ),
     "simplejpeg": ("dataset_builders.pictures.jpeg",),

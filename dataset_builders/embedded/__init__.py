@@ -1,4 +1,4 @@
-"""Generators of raw rows that need no download: scanned digits and drawn receipts.
+"""Raw rows that installed packages hold: scanned digits and the data set easy-VQA.
 
-In: a seed and counts. Out: rows in the schema of a published dataset. Read first: `digits.py`.
+In: a seed and counts, or a split. Out: rows in the schema of a published dataset. Read first: `digits.py`.
 """

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dataset_builders.errors import InputError
 from flows.deployments.grid import expand, parse_grid
-from flows.pipeline.graph import check_model, check_start_adapter
+from flows.pipeline.graph import check_data, check_model, check_start_adapter
 from flows.pipeline.recipe import Recipe, load_recipe
 from flows.prefect_server.access import check_host
 from flows.prefect_server.ports import is_free
@@ -32,8 +32,10 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
 
 
 def check_recipe(args: argparse.Namespace) -> None:
-    """Raise InputError if the recipe, its model's directory or its start adapter is wrong."""
+    """Raise InputError if the recipe, its model's directory or its start adapter is wrong, or the package of its data
+    is missing."""
     config = recipe_of(args).config
+    check_data(config)
     check_model(config)
     check_start_adapter(config)
 

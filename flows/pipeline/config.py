@@ -16,7 +16,7 @@ from stages.convert.config import RAW, ConvertConfig, MixedConvertConfig, Source
 from stages.encode_images.config import EncodeImagesConfig
 from stages.evaluate.config import CompareConfig, EvaluateConfig
 from stages.export.config import ExportConfig
-from stages.inputs.config import EmbeddedDataConfig, EmbeddedModelConfig, EmbeddedReceiptsConfig
+from stages.inputs.config import EmbeddedDataConfig, EmbeddedEasyVqaConfig, EmbeddedModelConfig
 from stages.plan_bins.config import PlanBinsConfig
 from stages.reload.config import ReloadConfig
 from stages.scoring.names import SAME_ANSWERS
@@ -26,12 +26,12 @@ from trainer.model.shape import ModelShape
 from trainer.plan.layout import FieldNames, check_layout
 
 EMBEDDED = "embedded"
-RECEIPTS = "receipts"
+EASY_VQA = "easy_vqa"
 SOURCE = "source"
 SOURCES = "sources"
 
 
-EMBEDDED_RECIPES = ("embedded", "adapter", "receipts")  # names of the recipes whose data a stage makes
+EMBEDDED_RECIPES = ("embedded", "adapter", "easy-vqa")  # names of the recipes whose data a stage makes
 
 
 def _kind(value: object) -> str:
@@ -39,9 +39,9 @@ def _kind(value: object) -> str:
 
 
 def _data_kind(value: object) -> str:
-    # Only drawn receipts have a kind, so a wrong kind is reported as theirs.
+    # Only easy-VQA has a kind, so a wrong kind is reported as its own.
     has_kind = "kind" in value if isinstance(value, dict) else hasattr(value, "kind")
-    return RECEIPTS if has_kind else _kind(value)
+    return EASY_VQA if has_kind else _kind(value)
 
 
 class DataSource(SourceReading):
@@ -68,7 +68,7 @@ class DataSource(SourceReading):
 
 Data = Annotated[
     Annotated[EmbeddedDataConfig, Tag(EMBEDDED)]
-    | Annotated[EmbeddedReceiptsConfig, Tag(RECEIPTS)]
+    | Annotated[EmbeddedEasyVqaConfig, Tag(EASY_VQA)]
     | Annotated[str, Tag(SOURCE), Field(min_length=1)]
     | Annotated[tuple[DataSource, ...], Tag(SOURCES), Field(min_length=1)],
     Discriminator(_data_kind),
@@ -91,8 +91,8 @@ class PipelineConfig(StrictModel):
         "data, the name of the data is used instead",
     )
     data: Data = Field(
-        description="settings of the embedded digits, or with kind=receipts of drawn receipts; or a directory, a file, "
-        "a URL or a hub name; or a list of sources, each with name, source, builder, subsets, options and share"
+        description="settings of the embedded digits, or kind=easy_vqa for the data set easy-VQA; or a directory, a "
+        "file, a URL or a hub name; or a list of sources, each with name, source, builder, subsets, options and share"
     )
     model: Model = Field(description="settings of an embedded model; or an HF directory or hub name")
     start_adapter: str | None = Field(
@@ -278,7 +278,7 @@ class PipelineConfig(StrictModel):
     def mlflow_name(self) -> str:
         """The name of the MLflow experiment and of the registered model. It is made from the recipe's name, or from the
         last part of the data's name if a recipe of EMBEDDED_RECIPES reads other data."""
-        if isinstance(self.data, EmbeddedDataConfig | EmbeddedReceiptsConfig) or self.name not in EMBEDDED_RECIPES:
+        if isinstance(self.data, EmbeddedDataConfig | EmbeddedEasyVqaConfig) or self.name not in EMBEDDED_RECIPES:
             return f"athanor-{self.name}"
         if isinstance(self.data, tuple):
             return f"athanor-{'-'.join(each.name.lower() for each in self.data)}"

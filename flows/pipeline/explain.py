@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pydantic import BaseModel, ValidationError
 
 from dataset_builders.errors import plain_message, shown, without_middle
-from flows.pipeline.config import EMBEDDED, RECEIPTS, SOURCE, SOURCES
+from flows.pipeline.config import EASY_VQA, EMBEDDED, SOURCE, SOURCES
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
@@ -16,7 +16,7 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
     # An unknown key is the likely cause of a missing one, so it comes first.
     first = min(details, key=lambda d: d["type"] != "extra_forbidden")
     # The location holds the tag of a union's member, either second, as in ("data", "embedded", "seed"), or in brackets.
-    tags = (EMBEDDED, RECEIPTS, SOURCE, SOURCES)
+    tags = (EMBEDDED, EASY_VQA, SOURCE, SOURCES)
     untagged = [part for i, part in enumerate(first["loc"]) if i != 1 or part not in tags]
     path = [part for part in map(str, untagged) if not part.startswith("(")]
     dotted, more = without_middle(".".join(path), 200), f" (and {len(details) - 1} more)" if len(details) > 1 else ""

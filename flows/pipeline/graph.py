@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from dataset_builders.contracts.manifest import MANIFEST
 from dataset_builders.contracts.strict import StrictModel
+from dataset_builders.embedded.easy_vqa import check_installed
 from dataset_builders.errors import InputError
 from dataset_builders.storage.store import StorePath, location, side_dir
 from flows.pipeline.config import PipelineConfig
@@ -25,7 +26,7 @@ from stages.encode.images import load_image_config
 from stages.encode.template import check_template
 from stages.encode_images.config import EncodeImagesConfig, EncodingConfig
 from stages.inputs.adapter_directory import adapter_input
-from stages.inputs.config import EmbeddedReceiptsConfig
+from stages.inputs.config import EmbeddedEasyVqaConfig
 from stages.inputs.ends import end_ids
 from stages.inputs.hf_directory import (
     check_hf_dir,
@@ -99,8 +100,8 @@ def data_nodes(config: PipelineConfig) -> Iterator[Node]:
     """Yield the nodes of the data stages: raw rows -> sample shards -> tokenized shards -> bins."""
     workers, raw = Needs.WORKERS, {role: role for role in config.sources} or {RAW: "embedded_data"}
     if isinstance(config.data, BaseModel):
-        is_drawn = isinstance(config.data, EmbeddedReceiptsConfig)
-        stage = "stages.inputs.receipts:STAGE" if is_drawn else "stages.inputs.digits:STAGE"
+        is_easy_vqa = isinstance(config.data, EmbeddedEasyVqaConfig)
+        stage = "stages.inputs.easy_vqa:STAGE" if is_easy_vqa else "stages.inputs.digits:STAGE"
         yield Node("embedded_data", stage, config.data, {}, workers)
     yield Node("convert", "stages.convert.stage:STAGE", config.convert_config, raw, workers)
     samples = {"samples": "convert"}
@@ -194,6 +195,16 @@ def release_config(config: PipelineConfig) -> ReleaseConfig:
         datasets=data,
         recipe=config.identity(),
     )
+
+
+def check_data(config: PipelineConfig) -> None:
+    """Check that the package is installed from which a stage will make the raw rows.
+
+    Raises:
+        InputError: it is not installed, or in another version.
+    """
+    if isinstance(config.data, EmbeddedEasyVqaConfig):
+        check_installed(config.data.version)
 
 
 def check_model(config: PipelineConfig) -> Path | None:
@@ -301,8 +312,9 @@ def open_inputs(config: PipelineConfig, root: StorePath) -> dict[str, Input]:
         "adapter".
 
     Raises:
-        InputError: a directory or hub name is missing, is of an unknown kind, or does not fit the layout.
+        InputError: a directory, a hub name or a package is missing, is of an unknown kind, or does not fit the layout.
     """
+    check_data(config)
     externals: dict[str, Input] = {}
     for role, reading in config.convert_config.readings.items() if config.sources else ():
         memo = side_dir(root) / RAW_DIGESTS

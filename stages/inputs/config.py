@@ -28,16 +28,13 @@ class EmbeddedDataConfig(StrictModel):
     num_words: int = Field(default=0, ge=0, le=10**6, description="rows that ask for the digit as a word, at most")
 
 
-class EmbeddedReceiptsConfig(StrictModel):
-    """Identity of the drawn receipts: their numbers and their seed."""
+class EmbeddedEasyVqaConfig(StrictModel):
+    """Identity of the data set easy-VQA: the version of the package that holds it."""
 
-    kind: Literal["receipts"] = Field(description="receipts: drawn receipts in place of the digits")
-    seed: int = Field(ge=0, le=2**32 - 1, description="seed of the random choices in the data")
-    num_train: int = Field(ge=1, le=10**7, description="receipts in the split train")
-    num_strips: int = Field(
-        ge=0, le=10**7, description="single lines and single fields of other receipts in the split train, as images"
+    kind: Literal["easy_vqa"] = Field(description="easy_vqa: the data set easy-VQA in place of the digits")
+    version: str = Field(
+        default="1.0", min_length=1, max_length=20, description="version of the package easy-vqa that must be installed"
     )
-    num_heldout: int = Field(ge=1, le=10**6, description="receipts in the split validation")
 
 
 class _CommonSizes(StrictModel):

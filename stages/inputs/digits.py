@@ -37,21 +37,22 @@ def _run(config: EmbeddedDataConfig, inputs: Mapping[str, object], work: Path, r
     for subset, row in iter_digit_rows(config.seed, counts):
         subsets.setdefault(subset, []).append(row)
     for subset, rows in subsets.items():
-        _write_subset(work / subset, rows)
-    _write_report(work, subsets)
+        write_subset(work / subset, rows, "train")
+    write_rows_report(work, "Handwritten digits as raw rows", subsets)
     return StageOutput(stats={"rows": {subset: len(rows) for subset, rows in subsets.items()}})
 
 
-def _write_subset(directory: Path, rows: list[Row]) -> None:
+def write_subset(directory: Path, rows: list[Row], split: str) -> None:
+    """Write the rows of a subset into files that are named after their split."""
     directory.mkdir(parents=True, exist_ok=True)
     starts = range(0, len(rows), _FILE_ROWS)
     for i, start in enumerate(starts):
         table = pa.Table.from_pylist(rows[start : start + _FILE_ROWS], schema=ROW_SCHEMA)
-        with atomic_path(directory / f"train-{i:05d}-of-{len(starts):05d}.parquet") as tmp:
+        with atomic_path(directory / f"{split}-{i:05d}-of-{len(starts):05d}.parquet") as tmp:
             pq.write_table(table, tmp, row_group_size=_GROUP_ROWS, compression="zstd")
 
 
-def _write_report(work: Path, subsets: Mapping[str, list[Row]]) -> None:
+def write_rows_report(work: Path, title: str, subsets: Mapping[str, list[Row]]) -> None:
     """Write the report: counts, some images with their questions and answers, the most frequent answers."""
     counts = [
         [name, len(rows), sum(len(r["texts"]) for r in rows), len({i["bytes"] for r in rows for i in r["images"]})]
@@ -69,7 +70,7 @@ def _write_report(work: Path, subsets: Mapping[str, list[Row]]) -> None:
         Pictures("Raw rows", pictures),
         Table("Most frequent answers", ["answer", "times"], sorted(answers.items(), key=lambda a: (-a[1], a[0]))[:20]),
     ]
-    write_report(work, title="Handwritten digits as raw rows", summary=summary, sections=sections)
+    write_report(work, title=title, summary=summary, sections=sections)
 
 
 def _picture(row: Row) -> tuple[bytes, str]:

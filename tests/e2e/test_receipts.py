@@ -35,10 +35,7 @@ from tests.helpers.drawn.write import SUITE_YAML
 from tests.helpers.raw_rows import CORD_SCHEMA, cord_row, png, write_parquet
 from tests.stages.scoring.metrics.cord_cases import CORD_JSON, RECEIPTS
 
-pytestmark = pytest.mark.promise(
-    "A receipt goes from raw row to nTED, as JSON and as tags, with an exact inverse; drawn receipts have "
-    "CORD-V2's schema."
-)
+pytestmark = pytest.mark.promise("A receipt goes from raw row to nTED, as JSON and as tags, with an exact inverse.")
 
 NUM_DRAWN = 40
 SPLIT_SEEDS = {"train": 0, "validation": 1000, "test": 2000}  # digests of the images, which are all different

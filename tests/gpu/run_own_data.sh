@@ -1,19 +1,15 @@
 #!/bin/bash
-# A user's own data and GPU, as short tables: `init` with --gpu-memory 24 and its recipe unchanged, the recipe lora_80gb,
-# and the recipe receipts beside transformers on the same bins.
+# A user's own data and GPU, as short tables: `init` with --gpu-memory 24 and its recipe unchanged, and the recipe
+# lora_80gb.
 #
 #   PYTHONPATH=... bash tests/gpu/run_own_data.sh DIRECTORY PART...
 #
-# DIRECTORY gets models, data, roots and logs: 60 GB. Parts: 24gb, 80gb, receipts, peer (which waits for the bins of
-# receipts), score (which waits for both trainings). SET changes settings of receipts, separated by spaces; LIMIT is the
-# longest time of a run in seconds, and of the peer's training.
+# DIRECTORY gets models, data, roots and logs: 60 GB. Parts: 24gb, 80gb. LIMIT is the longest time of a run in seconds.
 set -uo pipefail
 
 readonly directory=$1
 shift
 mkdir -p "$directory"
-declare -a receipts=()
-for setting in ${SET:-}; do receipts+=(--set "$setting"); done
 
 athanor() { python3 -m flows.cli.main "$@"; }
 
@@ -61,17 +57,6 @@ for part in "$@"; do
       planned_run 80gb lora_80gb --set "model=$directory/8b" --set "data=$directory/data" --set 'convert.subsets=[]' \
         --set train.num_steps=6 --set train.optim.warmup_steps=2 --set evaluate.max_samples_per_subset=4 \
         --set evaluate.max_new_tokens=8 --set 'execution.registry.gates={}'
-      ;;
-    receipts) planned_run receipts receipts "${receipts[@]}" ;;
-    peer)
-      until ls "$directory"/receipts-root/artifacts/plan_bins/*/manifest.json >/dev/null 2>&1; do sleep 1; done
-      python3 -W ignore -m tests.bench.bench_receipts --root "$directory/receipts-root" --out "$directory/peer" --train \
-        --max-seconds "${LIMIT:-560}" "${receipts[@]}" >"$directory/peer.txt" 2>&1
-      tail -n 2 "$directory/peer.txt"
-      ;;
-    score)
-      python3 -W ignore -m tests.bench.bench_receipts --root "$directory/receipts-root" --out "$directory/peer" --score \
-        2>&1 | tee "$directory/score.txt" | grep -E '^\||Error'
       ;;
   esac
 done

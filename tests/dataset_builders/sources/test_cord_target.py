@@ -8,10 +8,7 @@ from transformers import DonutProcessor
 
 from dataset_builders.sources.cord_target import MAX_DEPTH, InnerTag, NoTagForm, from_json, from_tags, to_json, to_tags
 
-pytestmark = pytest.mark.promise(
-    "A receipt goes from raw row to nTED, as JSON and as tags, with an exact inverse; drawn receipts have "
-    "CORD-V2's schema."
-)
+pytestmark = pytest.mark.promise("A receipt goes from raw row to nTED, as JSON and as tags, with an exact inverse.")
 
 MENU = {
     "menu": [

@@ -172,7 +172,8 @@ def test_what_only_the_whole_shows_is_one_line(overrides, words):
 def test_a_recipe_is_a_name_and_never_a_path(tmp_path):
     mine = tmp_path / "mine.yaml"
     mine.write_text("name: x")
-    assert f"recipe={str(mine)!r} is not known; one of adapter, cauldron, embedded" in error({}, recipe=str(mine))
+    known = "one of adapter, cauldron, easy_vqa, embedded"
+    assert f"recipe={str(mine)!r} is not known; {known}" in error({}, recipe=str(mine))
 
 
 def test_the_root_is_the_workers(monkeypatch, tmp_path):

@@ -96,7 +96,7 @@ def test_the_default_is_the_embedded_one():
     ("override", "words"),
     [
         ("train.optim.lr_=1", "unknown key train.optim.lr_; did you mean train.optim.lr?"),
-        ("data={kind: receipt}", "data.kind='receipt' should be 'receipts'"),
+        ("data={kind: easyvqa}", "data.kind='easyvqa' should be 'easy_vqa'"),
         ("train.optm.lr=1", "unknown key train.optm; did you mean train.optim?"),
         ("lr=1e-5", "unknown key lr; `lr` belongs to `train.optim` or `train.vision`"),
         ("model.hiden_size=64", "unknown key model.hiden_size; did you mean model.hidden_size?"),

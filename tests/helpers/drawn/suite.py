@@ -1,8 +1,8 @@
 """The drawn suite: six small sets in the formats of chartqa, docvqa, ai2d, textcaps, textvqa and CORD-V2.
 
 Each set is for one metric: relaxed accuracy, ANLS, multiple choice, captions, VQA accuracy over ten annotators, trees
-of a receipt. A picture shows the facts that its questions ask about as printed lines, above bars of random colours; a
-receipt is the one of the recipe `receipts`. A row depends only on the seed, its set and its number.
+of a receipt. A picture shows the facts that its questions ask about as printed lines, above bars of random colours. A
+row depends only on the seed, its set and its number.
 
 The wording is that of the_cauldron: a short question ends with a line that asks for a short answer; an answer begins
 with a capital and ends with a full stop, also a number: "14.". So a metric has to cope with it.
@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from dataset_builders.embedded.receipts import CordRow, receipt_row
-from dataset_builders.sources.cord_target import to_json
+from dataset_builders.sources.cord_target import Tree, to_json
 from dataset_builders.sources.cord_v2 import PROMPTS, SPLITS, SourceSplit
 
 Row = dict[str, list[dict[str, object]]]
+CordRow = dict[str, object]
 # A question, the answer that is trained on, and all right answers if there is more than one, with repeats.
 Asked = tuple[str, str, Sequence[str]]
 Drawn = tuple[list[str], list[Asked], str]  # printed lines, questions, the set's name in the_cauldron
@@ -148,6 +148,29 @@ def annotated(rng: np.random.Generator) -> Drawn:
     return [f"{word} ({colour})", f"{count} trees"], [(shortly(question, rng), sentence(learnt), answers)], "TextVQA"
 
 
+def slip(rng: np.random.Generator) -> tuple[list[str], dict[str, Tree]]:
+    """Return the lines of a receipt, and its parse in CORD's form: a menu of one item is the item and not a list."""
+    menu, lines, total = [], [str(rng.choice(WORDS))], 0
+    for name in rng.permutation(GOODS)[: rng.integers(1, 5)].tolist():
+        count, price = int(rng.integers(1, 13)), 500 * int(rng.integers(4, 150))
+        item: dict[str, Tree] = {"nm": name, "cnt": str(count), "price": f"{count * price:,}"}
+        lines.append(f"{count} x {name}   {item['price']}")
+        total += count * price
+        if rng.random() < 0.3:
+            item["sub"] = {"nm": "Delivery", "price": "5,000"}
+            lines.append("Delivery   5,000")
+            total += 5000
+        menu.append(item)
+    parse: dict[str, Tree] = {"menu": menu if len(menu) > 1 else menu[0], "total": {"total_price": f"{total:,}"}}
+    return [*lines, f"Total   {total:,}"], parse
+
+
+def receipt(rng: np.random.Generator) -> Drawn:
+    """Return a receipt, and the question for its parse."""
+    lines, parse = slip(rng)
+    return lines, [(PROMPTS["json"], to_json(parse), ())], "CORD-v2"
+
+
 def shortly(question: str, rng: np.random.Generator) -> str:
     return f"{question}\n{rng.choice(SHORTLY)}"
 
@@ -164,8 +187,9 @@ _SETS: dict[str, Callable[[np.random.Generator], Drawn]] = {
     "ai2d": diagram,
     "textcaps": captioned,
     "textvqa": annotated,
+    "cord_v2": receipt,
 }
-SUBSETS = (*_SETS, "cord_v2")
+SUBSETS = tuple(_SETS)
 _CORD_SHARES = {"train": 0.8, "validation": 0.1}  # as in CORD-V2; the test split is the rest
 
 
@@ -177,14 +201,9 @@ def iter_suite_rows(seed: int, counts: Mapping[str, int]) -> Iterator[tuple[str,
     """
     for stream, subset in enumerate(SUBSETS):
         for number in range(counts.get(subset, 0)):
-            if subset == "cord_v2":
-                cord = receipt_row(seed, "train", number)
-                parse = json.loads(str(cord["ground_truth"]))["gt_parse"]
-                image, asked, source = cord["image"], [(PROMPTS["json"], to_json(parse), ())], "CORD-v2"
-            else:
-                rng = np.random.default_rng([seed, stream, number])
-                lines, asked, source = _SETS[subset](rng)
-                image = {"bytes": draw(lines, rng), "path": None}
+            rng = np.random.default_rng([seed, stream, number])
+            lines, asked, source = _SETS[subset](rng)
+            image = {"bytes": draw(lines, rng), "path": None}
             texts = [
                 {"user": question, "assistant": answer, "source": source, "references": list(references) or None}
                 for question, answer, references in asked
@@ -198,4 +217,8 @@ def iter_cord_splits(seed: int, count: int) -> Iterator[tuple[SourceSplit, CordR
     for split in SPLITS:
         share = min(left, round(count * _CORD_SHARES[split])) if split in _CORD_SHARES else left
         left -= share
-        yield from ((split, receipt_row(seed, split, number)) for number in range(share))
+        for number in range(share):
+            rng = np.random.default_rng([seed, len(_SETS), SPLITS.index(split), number])
+            lines, parse = slip(rng)
+            truth = json.dumps({"gt_parse": parse, "meta": {}})
+            yield split, {"image": {"bytes": draw(lines, rng), "path": None}, "ground_truth": truth}

@@ -61,10 +61,10 @@ PEAKS = {
     "8b lora 6144": Peak(56.3, "qwen3_vl_8b", 6144, adapter=LORA),
     "2b 6144": Peak(78.7, "qwen3_vl_2b", 6144),
     "2b vision frozen": Peak(51.6, "qwen3_vl_2b", train=FROZEN),
-    # own_data_h100_2026-11-25.md, receipts_h100_2026-11-26.md; two bins of 16,384 of the receipts are 20% off
+    # own_data_h100_2026-11-25.md; 100m in two bins of 16,384 is 20% off
     "4b lora": Peak(13.35, "qwen3_vl_4b", layout=AGAIN, adapter=LORA),
     "8b lora of its recipe": Peak(56.32, "qwen3_vl_8b", 6144, adapter=LORA),
-    "receipts": Peak(31.2, "qwen3_vl_100m", 32_768),
+    "100m of random weights": Peak(31.2, "qwen3_vl_100m", 32_768),
     # two_gpus_h200_2026-11-26.md; a pipeline's ranks had 14 layers each
     "2b dp2": Peak(75.6, "qwen3_vl_2b", dp=2),
     "2b pp2": Peak(107.4, "qwen3_vl_2b", layout={"pp": 2}),

@@ -50,7 +50,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "deepstack_indexes": (0, 1),
         "rope_theta": 10_000.0,
     },
-    # Starts from nothing in the recipe `receipts`. The vocabulary is that of one small language.
+    # Starts from nothing in the recipe `easy_vqa`. The vocabulary is that of one small language.
     "qwen3_vl_100m": {
         "vocab_size": 2048,
         "hidden_size": 768,
