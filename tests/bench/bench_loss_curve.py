@@ -80,14 +80,8 @@ def load_transformers(hf_dir: Path) -> torch.nn.Module:
     return model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def train_transformers(
-    model: torch.nn.Module, reader: BinReader, config: TrainConfig, micro_batch: int = PEER_SAMPLES
-) -> Iterator[float]:
-    """Train on the bins in the trainer's own order, and yield the loss of each step.
-
-    Args:
-        micro_batch: number of samples that are padded to the longest of them.
-    """
+def train_transformers(model: torch.nn.Module, reader: BinReader, config: TrainConfig) -> Iterator[float]:
+    """Train on the bins in the trainer's own order, and yield the loss of each step."""
     optim = config.optim
     weights, rest = ([p for p in model.parameters() if (p.ndim > 1) is is_weight] for is_weight in (True, False))
     groups = [{"params": weights, "weight_decay": optim.weight_decay}, {"params": rest, "weight_decay": 0.0}]
@@ -105,15 +99,15 @@ def train_transformers(
             batch = ahead.popleft().result()
             if step + READERS < config.num_steps:
                 ahead.append(pool.submit(samples, step + READERS))
-            yield _step(model, adam, batch, optim.clip_grad_norm, micro_batch, reader.patch_format)
+            yield _step(model, adam, batch, optim.clip_grad_norm, reader.patch_format)
 
 
-def _step(model, adam, samples, clip: float, micro_batch: int, pixels: PatchFormat) -> float:
+def _step(model, adam, samples, clip: float, pixels: PatchFormat) -> float:
     count = sum(int(sample.loss_mask[1:].sum()) for sample in samples)
     total = torch.zeros((), device=model.device)
     by_length = sorted(samples, key=lambda sample: len(sample.input_ids))
-    for first in range(0, len(by_length), micro_batch):
-        batch = collate(by_length[first : first + micro_batch], model.config.image_token_id, torch.float32, pixels)
+    for first in range(0, len(by_length), PEER_SAMPLES):
+        batch = collate(by_length[first : first + PEER_SAMPLES], model.config.image_token_id, torch.float32, pixels)
         inputs = {name: value.to(model.device) for name, value in batch.inputs.items()}
         labels = inputs.pop("labels")[:, 1:]
         learnt = labels != IGNORE_INDEX
