@@ -28,13 +28,10 @@ def check_installed(version: str) -> None:
         InputError: it is not installed, or in another version.
     """
     found = installed_version(PACKAGE)
-    install = "pip install -e '.[easy-vqa]'"
-    if not found:
-        raise InputError(f"data.kind=easy_vqa reads the package {PACKAGE}, which is not installed: {install}")
     if found != version:
+        state = f"{found} is installed" if found else "it is not installed"
         raise InputError(
-            f"data.version={version} of the package {PACKAGE}, and {found} is installed: {install}, or set "
-            f"data.version={found}"
+            f"data.kind=easy_vqa reads the package {PACKAGE} {version}, and {state}: pip install -e '.[easy-vqa]'"
         )
 
 
