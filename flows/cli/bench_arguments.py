@@ -1,4 +1,4 @@
-"""The arguments of `athanor bench` and `athanor rate`."""
+"""The arguments of `athanor bench`."""
 
 import argparse
 from pathlib import Path
@@ -21,17 +21,6 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
         "--python", type=Path, metavar="FILE", help="Python that has lmms-eval (default: an environment in the root)"
     )
     parser.add_argument("--model-args", metavar="K=V,...", help="further settings of lmms-eval's model qwen3_vl")
-
-
-def add_rate(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `athanor rate`."""
-    parser.add_argument("model", help="variant with random weights such as qwen3_vl_2b, or a model directory or name")
-    add_set(parser, "the measured training, such as parallel.tp=2")
-    parser.add_argument("--gpus", type=positive, metavar="N", help="trainer processes (default: every GPU, or 1)")
-    parser.add_argument("--steps", type=positive, metavar="N", help="steps that count (default: 10)")
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="card in Markdown; JSON is beside it (default: rates/ in the root)"
-    )
 
 
 def add_set(parser: argparse.ArgumentParser, subject: str) -> None:

@@ -26,7 +26,7 @@ from pydantic import ValidationError
 
 from dataset_builders.errors import LONGEST_LINE, InputError, first_line, printable, shown, without_middle
 from dataset_builders.storage.store import absolute, check_reachable, location, side_dir
-from flows.cli.bench_arguments import add_bench, add_rate, add_set, positive
+from flows.cli.bench_arguments import add_bench, add_set, positive
 from flows.cli.bytecode import keep_bytecode
 from flows.prefect_server.home import check_prefect_database, prefect_home
 from flows.prefect_server.private_root import make_private_root, remove_unused_root
@@ -44,7 +44,6 @@ COMMANDS: dict[str, str] = {
     "preview": "flows.cli.commands.preview:preview_command",
     "sweep": "flows.cli.commands.sweep:sweep_command",
     "bench": "flows.bench.bench:bench_command",
-    "rate": "flows.bench.rate:rate_command",
     "up": "flows.cli.commands.up:up_command",
     "sync": "flows.cli.commands.sync:sync_command",
     "status": "flows.cli.commands.status:status_command",
@@ -64,7 +63,7 @@ CHECKS: dict[str, str] = {
 
 STARTING = dict.fromkeys(("run", "sweep"), "flows.prefect_server.temporary:start_early")
 
-WRITE = ("init", "preview", "run", "serve", "sweep", "bench", "rate", "up")  # commands that create the root
+WRITE = ("init", "preview", "run", "serve", "sweep", "bench", "up")  # commands that create the root
 
 SERVED = ("run", "sweep", "bench", "sync", "status")  # commands that talk to the servers of a running `athanor up`
 
@@ -195,7 +194,6 @@ def make_parser() -> argparse.ArgumentParser:
         "--grid", metavar="A.B=[V1,V2]", action="append", default=[], help="a setting and its values to try; repeatable"
     )
     add_bench(commands.add_parser("bench", help="ask lmms-eval's tasks of a model, before and after training"))
-    add_rate(commands.add_parser("rate", help="measure the training speed of a model on this machine"))
     up = commands.add_parser("up", help="start Prefect, MLflow and a worker on this machine, until Ctrl-C")
     _add_up(up)
     commands.add_parser("sync", help="send to MLflow what earlier runs could not send")

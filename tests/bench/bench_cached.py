@@ -22,7 +22,7 @@ from stages.encode_images.config import EncodingConfig
 from stages.encode_images.stage import STAGE
 from tests.bench.host import apart
 from tests.bench.mix import MODELS, write_data, write_model_and_look
-from tests.bench.trainer_job import Execution, bench_train_config, train_steps
+from tests.bench.trainer_job import Execution, endless_training, train_steps
 from trainer.contract.answer import MetricsRow
 from trainer.contract.run import PartConfig
 
@@ -54,7 +54,7 @@ def report(root: Path, args: argparse.Namespace) -> str:
     host = apart(write_model_and_look, root / "hf", args.model)
     mix = apart(partial(write_data, model=args.model), root / "data", args.bins, args.seq_len)
     frozen = {"vision": PartConfig(frozen=True), "merger": PartConfig(frozen=True)}
-    train = bench_train_config(args.global_batch, args.precision).model_copy(update=frozen)
+    train = endless_training(args.global_batch, args.precision).model_copy(update=frozen)
     execution = Execution(gpus=args.gpus)
     computed = train_steps(root, train, args.seq_len, WARMUP + args.steps, execution)
     features, seconds = encode(root, args.precision)

@@ -39,7 +39,7 @@ from stages.answer.greedy_decoder import EncodedImages, GreedyDecoder, PaddedPro
 from stages.answer.parts import ahead
 from stages.answer.plan import cut_groups
 from tests.bench.host import describe
-from tests.bench.mix import CONTROL_TOKENS, MODELS, draw_kind, image_token, is_tiny, write_model
+from tests.bench.mix import CONTROL_TOKENS, MODELS, draw_kind, draw_small, image_token, is_tiny, write_model
 from tests.helpers.reference import PIXELS
 
 PIXEL_CONFIG = PixelConfig(min_pixels=32 * 32, max_pixels=1 << 24, patch_format=PIXELS)
@@ -92,11 +92,11 @@ def dtype_of(model: str) -> torch.dtype:
 def draw_questions(model: str, count: int, answer: float, sigma: float, most: int) -> list[Question]:
     """Draw a set of questions, which is the same for the same arguments."""
     rng, image_id = np.random.default_rng(0), image_token(model)
-    small = {"image_tokens": 24, "text": (8, 40)} if is_tiny(model) else {}
+    draw = draw_small if is_tiny(model) else draw_kind
     text = (1, image_id - len(CONTROL_TOKENS)) if is_tiny(model) else (1000, 150000)
     questions = []
     for number in range(count):
-        kind = draw_kind(rng, **small)
+        kind = draw(rng)
         ids = rng.integers(*text, kind.text)
         places = np.linspace(1, kind.text - 1, len(kind.grids)).astype(int)
         ids = np.insert(ids, places, image_id).astype(np.int32)

@@ -26,11 +26,11 @@ from pathlib import Path
 
 import torch
 
-from stages.rate.large_model import write_large_model
 from tests.bench.host import apart, describe
 from tests.bench.memory import memory
 from tests.bench.mix import MAX_PATCHES_PER_TOKEN, config_of, image_token, random_model, write_data
-from tests.bench.trainer_job import Execution, TrainerEnded, await_steps, bench_train_config, start, write_run
+from tests.bench.trainer_job import Execution, TrainerEnded, await_steps, endless_training, start, write_run
+from tests.helpers.large_model import write_large_model
 from trainer.contract.adapter import AdapterConfig
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import TrainConfig
@@ -60,7 +60,7 @@ class Case:
 
     @property
     def train(self) -> TrainConfig:
-        return bench_train_config(GLOBAL_BATCH, self.precision, adapter=self.adapter)
+        return endless_training(GLOBAL_BATCH, self.precision, adapter=self.adapter)
 
     def planned(self) -> dict[str, int]:
         """Return the estimate of `athanor plan`, in bytes."""

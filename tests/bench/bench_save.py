@@ -25,7 +25,7 @@ import psutil
 
 from tests.bench.host import apart, describe
 from tests.bench.mix import MODELS, is_tiny, write_data, write_model
-from tests.bench.trainer_job import LOG, NEVER, Execution, bench_train_config, start, why, write_run
+from tests.bench.trainer_job import LOG, NEVER, Execution, endless_training, start, why, write_run
 from trainer.contract.answer import MetricsRow, read_metrics
 from trainer.contract.run import CheckpointConfig
 
@@ -62,7 +62,7 @@ def train(root: Path, args: argparse.Namespace, *, interval: int, asynchronous: 
     """Train the steps on the data in the directory."""
     seq_len = seq_len_of(args.model)
     precision = "float32" if is_tiny(args.model) else "bfloat16"
-    config = bench_train_config(args.gpus, precision).model_copy(update={"num_steps": args.steps})
+    config = endless_training(args.gpus, precision).model_copy(update={"num_steps": args.steps})
     checkpoint = CheckpointConfig(save_interval=interval, keep_last=1, asynchronous=asynchronous)
     out = write_run(root, config, seq_len, Execution(gpus=args.gpus, checkpoint=checkpoint))
     job, memory = start(out, args.gpus), []

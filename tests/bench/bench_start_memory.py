@@ -17,8 +17,8 @@ from unittest.mock import patch
 
 import torch
 
-from stages.rate.large_model import write_large_model
 from tests.bench.memory import memory
+from tests.helpers.large_model import write_large_model
 from tests.helpers.run_dir import changed, make_bins, write_job
 from tests.helpers.tiny_text_model import text_config
 from trainer.contract.parallel import ParallelConfig

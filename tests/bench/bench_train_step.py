@@ -38,15 +38,8 @@ from unittest.mock import patch
 import torch
 
 from dataset_builders.contracts.bins import read_bins
-from stages.rate.drawn import pad_multiple_of
 from tests.bench.host import Host, apart
-from tests.bench.mix import (
-    MAX_PATCHES_PER_TOKEN,
-    MODELS,
-    draw_kind,
-    write_data,
-    write_model,
-)
+from tests.bench.mix import MODELS, pad_multiple_of, write_data, write_model
 from tests.bench.peer import PeerPlan, measure_peer
 from tests.bench.trace_parts import read_parts
 from tests.bench.train_report import Measured, column_of_layout, report
@@ -54,7 +47,7 @@ from tests.bench.trainer_job import (
     Execution,
     TrainerEnded,
     await_steps,
-    bench_train_config,
+    endless_training,
     start,
     train_steps,
     why,
@@ -66,9 +59,6 @@ from trainer.data.flops import training_cost
 from trainer.data.order import bins_for_step
 from trainer.model.registry import read_model
 from trainer.model.targets import adapted_layers
-
-# Names that other benchmarks import from here.
-__all__ = ["MAX_PATCHES_PER_TOKEN", "draw_kind", "train_steps", "write_data", "write_model"]
 
 WARM_BINS = 8  # steps before bins with new shapes
 POLL_SECONDS = 0.1
@@ -110,7 +100,7 @@ class Bench:
         share = args.global_batch * gpus // args.gpus
         execution = Execution(gpus=gpus, parallel=parallel, loader_workers=args.loader_workers)
         execution = execution.model_copy(update={"cuda_graphs": cuda_graphs, "modules": modules})
-        train = bench_train_config(share, args.precision, args.moments, args.adapter)
+        train = endless_training(share, args.precision, args.moments, args.adapter)
         out = write_run(self.root, train, args.seq_len, execution)
         counted = args.warmup + args.steps
         ranks = sorted({0, gpus - 1 if parallel.pp > 1 else 0}) if args.trace_steps else []
@@ -135,7 +125,7 @@ class Bench:
         bins warm up."""
         args = self.args
         num_bins = len(read_bins(self.root / "data", "train"))
-        train = bench_train_config(1, args.precision, args.moments, args.adapter)
+        train = endless_training(1, args.precision, args.moments, args.adapter)
         execution = Execution(loader_workers=args.loader_workers)
         rows = train_steps(self.root, train, args.seq_len, 2 * num_bins, execution)
         first, again = {}, {}
@@ -187,7 +177,7 @@ def run_bench(root: Path, args: argparse.Namespace, command: str) -> Measured:
         time.sleep(POLL_SECONDS)
     host = apart(Host.here)
     family, shape = read_model(root / "hf")
-    cost = training_cost(shape, family, bench_train_config(1, args.precision, args.moments, args.adapter))
+    cost = training_cost(shape, family, endless_training(1, args.precision, args.moments, args.adapter))
     bench = Bench(root, args, Measured(host=host, command=command, model=args.model, mix=mix, cost=cost))
     for gpus, parallel in [] if args.no_ours else layouts:
         for modules, cuda_graphs in itertools.product(args.modules, [True, False] if args.eager else [True]):

@@ -1,42 +1,66 @@
-"""The model and data of the training benches: random weights of published sizes and drawn bins, as `athanor rate`."""
+"""The model and data of the training benches: random weights of published sizes, and bins of drawn samples.
 
+The samples are drawn like a mix of vision-language data: image tokens are log-normal around 500, one tenth of the
+samples is text only, one tenth has several images; a few dozen to a few hundred text tokens, three tenths of which
+carry loss. Tiny models, which are for a CPU, get images of some 24 tokens.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import transformers
 
-import stages.rate.random_model as ours
+from dataset_builders.contracts.manifest import Manifest
+from dataset_builders.contracts.shard_io import ShardWriter
+from dataset_builders.contracts.tokenized import PatchFormat, PixelConfig, PixelStore, TokenizedSample
+from dataset_builders.pictures.pixel_codecs import encode_sample
 from stages.inputs.config import EmbeddedModelConfig
-from stages.rate.drawn import (
-    MAX_PATCHES_PER_TOKEN,
-    PAD_MULTIPLE,
-    Ids,
-    Kind,
-    Mix,
-    draw_kind,
-    drawing,
-    write_drawn_bins,
-)
-from stages.rate.random_model import CONTROL_TOKENS, VARIANTS, is_tiny
+from stages.inputs.transformers_progress import no_progress_bar
+from stages.plan_bins.pack import pack
 from tests.bench.host import Host
-
-# Names that the benches import from here.
-__all__ = ["CONTROL_TOKENS", "MAX_PATCHES_PER_TOKEN", "PAD_MULTIPLE", "Mix", "draw_kind", "is_tiny"]
+from tests.helpers.bins import Kind, make_sample, write_plan
+from tests.helpers.large_model import write_large_model
+from trainer.contract.parallel import ParallelConfig
+from trainer.data.micro_batch import Geometry
+from trainer.model.late_import import load
+from trainer.model.registry import FAMILIES, get_family
+from trainer.model.shape import Work
 
 # Qwen3-VL's encoder, sized as in another project's vision-heavy test, with Qwen3-0.6B; see `draw_heavy`.
 HEAVY = "vision_heavy"
 _HEAVY_SIZES = {"num_layers": 28, "hidden_size": 1024, "intermediate_size": 3072, "num_heads": 16, "num_kv_heads": 8}
 _HEAVY_SIZES |= {"vision_depth": 45, "vision_hidden_size": 1536, "vision_intermediate_size": 8960}
 _HEAVY_SIZES |= {"vision_num_heads": 16, "deepstack_indexes": ()}
-MODELS = [*VARIANTS, HEAVY]
+MODELS = [*(name for model_type in FAMILIES for name in get_family(model_type).variants), HEAVY]
+CONTROL_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|im_end|>", "<|endoftext|>")
 VOCABULARY = range(1000, 150000)
+MAX_PATCHES_PER_TOKEN = 4
+PAD_MULTIPLE = 4
+PIXELS = PatchFormat(
+    patch_size=16, temporal_patch_size=2, merge_size=2, image_mean=(0.5, 0.5, 0.5), image_std=(0.5, 0.5, 0.5)
+)
+_FINGERPRINT = "b" * 16
+
+
+# --- the model ---
+
+
+def is_tiny(name: str) -> bool:
+    """Whether a variant is meant for a CPU."""
+    return name.endswith("_tiny")
 
 
 def random_model(name: str) -> EmbeddedModelConfig:
-    """Return a variant by its name, or `HEAVY`; "NAME:4" has four decoder layers."""
+    """Return the sizes of a variant or of `HEAVY`; "NAME:4" has only four decoder layers."""
     if name == HEAVY:
         return EmbeddedModelConfig(seed=0, variant="qwen3_vl_2b", **_HEAVY_SIZES)
-    return ours.random_model(name)
+    variant, _, layers = name.partition(":")
+    model = EmbeddedModelConfig(seed=0, variant=variant)
+    return model.model_copy(update={"num_layers": int(layers)}) if layers else model
 
 
 def image_token(name: str) -> int:
@@ -45,13 +69,21 @@ def image_token(name: str) -> int:
 
 
 def config_of(name: str) -> dict[str, Any]:
-    """Return config.json of a variant."""
-    return ours.config_of(random_model(name))
+    """Return config.json of a variant whose control tokens have the last ids."""
+    model = random_model(name)
+    ids = {token: model.vocab_size - 1 - place for place, token in enumerate(CONTROL_TOKENS)}
+    return model.hf_configs(ids)["config.json"]
 
 
 def write_model(directory: Path, name: str) -> None:
-    """Write a directory of random weights; see `write_random_model`."""
-    ours.write_random_model(directory, random_model(name))
+    """Write a directory of random weights without a tokenizer. A model in bfloat16 is never in memory as a whole."""
+    model, config = random_model(name), config_of(name)
+    if model.dtype == "bfloat16":
+        write_large_model(directory, config)
+        return
+    reference = load(get_family(config["model_type"]).reference)(transformers.AutoConfig.for_model(**config))
+    with no_progress_bar():
+        reference.to(getattr(torch, model.dtype)).save_pretrained(directory)
 
 
 def write_model_and_look(directory: Path, model: str) -> Host:
@@ -60,9 +92,60 @@ def write_model_and_look(directory: Path, model: str) -> Host:
     return Host.here()
 
 
+# --- the data ---
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """The sums over some samples. `work.loss_tokens` are the tokens that are predicted, never a sample's first."""
+
+    samples: int
+    images: int
+    work: Work
+
+    @classmethod
+    def of(cls, samples: Iterable[TokenizedSample]) -> "Mix":
+        """Return the sums, counted from the samples."""
+        count, images, work = 0, 0, np.zeros(5, np.int64)
+        for sample in samples:
+            patches = sample.image_grid_thw.astype(np.int64).prod(-1)
+            length = len(sample.input_ids)
+            work += [length, int(sample.loss_mask[1:].sum()), length**2, patches.sum(), (patches**2).sum()]
+            count, images = count + 1, images + len(patches)
+        return cls(count, images, Work(*work.tolist()))
+
+
+def draw_kind(rng: np.random.Generator, image_tokens: int = 500, text: tuple[int, int] = (40, 300)) -> Kind:
+    """Draw one sample of the mix.
+
+    Args:
+        image_tokens: median number of an image's tokens.
+        text: bounds of the number of text tokens.
+    """
+    which = rng.random()
+    images = 0 if which < 0.1 else int(rng.integers(2, 5)) if which < 0.2 else 1
+    grids = []
+    low, high = image_tokens * 16 / 500, image_tokens * 3000 / 500
+    for _ in range(images):
+        tokens = float(np.clip(rng.lognormal(np.log(image_tokens), 0.6), low, high)) / max(1, images - 1)
+        height = max(1, round(np.sqrt(tokens * rng.uniform(0.5, 2.0))))
+        grids.append((1, 2 * height, 2 * max(1, round(tokens / height))))
+    return Kind(int(rng.integers(*text)), tuple(grids), learnt=0.3)
+
+
+def draw_small(rng: np.random.Generator) -> Kind:
+    """Draw a sample of the mix for a tiny model."""
+    return draw_kind(rng, image_tokens=24, text=(8, 40))
+
+
 def draw_heavy(rng: np.random.Generator) -> Kind:
     """Draw a sample of the vision-heavy mix: eight images of 768 x 768 pixels."""
     return Kind(int(rng.integers(40, 300)), 8 * ((1, 48, 48),), learnt=0.3)
+
+
+def pad_multiple_of(*layouts: ParallelConfig) -> int:
+    """Return the number of tokens to a multiple of which samples are padded, so that each layout can read them."""
+    return max(PAD_MULTIPLE, *(2 * parallel.cp * parallel.tp for parallel in layouts))
 
 
 def write_data(
@@ -74,8 +157,63 @@ def write_data(
     model: str = "qwen3_vl_2b",
     pad_multiple: int = PAD_MULTIPLE,
 ) -> Mix:
-    """Write tokenized shards and full bins for a variant, and return the contents of the bins."""
-    ids = Ids(image_token(model))
-    vocabulary = range(1, ids.image_token_id - len(CONTROL_TOKENS)) if is_tiny(model) else vocabulary
-    draw = draw_heavy if model == HEAVY else drawing(ids, is_tiny(model))
-    return write_drawn_bins(directory, num_bins, seq_len, vocabulary, ids, draw, pad_multiple)
+    """Write tokenized shards and `num_bins` full bins of drawn samples, the same for the same arguments.
+
+    Samples that do not fill a bin are left out. In a dataset they would be one bin in many thousands, here one in
+    `num_bins`.
+
+    Args:
+        vocabulary: ids that text is drawn from, unless the model is tiny.
+        pad_multiple: each sample is padded to a multiple of this number of tokens, as the layout needs.
+
+    Returns:
+        the contents of the bins.
+    """
+    geometry = Geometry(image_token(model), PIXELS.merge_size, 3 * PIXELS.patch_size**2)
+    draw = draw_heavy if model == HEAVY else draw_small if is_tiny(model) else draw_kind
+    vocabulary = range(1, geometry.image_token_id - len(CONTROL_TOKENS)) if is_tiny(model) else vocabulary
+    rng = np.random.default_rng(0)
+    rows, mixes, total = [], [], 0
+    name = "train/shard-00000.tar"
+    with ShardWriter(directory, name) as writer:
+        while total < num_bins * seq_len:
+            key = f"mix/{len(rows):08d}"
+            sample = make_sample(draw(rng), geometry, vocabulary, len(rows), key)
+            if len(sample.input_ids) > seq_len:
+                continue
+            record = writer.write(key, encode_sample(sample, "u8", {}))
+            mixes.append(Mix.of([sample]))
+            total += len(sample.input_ids)
+            place = {"offset": record.offset, "size": record.size, "checksum": record.checksum}
+            rows.append({"key": key, "subset": "mix", "split": "train", "shard": name} | place | _counts(sample))
+        entry = writer.commit("train")
+    kept = _write_bins(directory, rows, num_bins, seq_len, pad_multiple)
+    pixels = PixelStore(codec="u8", config=PixelConfig(min_pixels=1, max_pixels=1 << 24, patch_format=PIXELS))
+    config, stats = {"pad_multiple": pad_multiple}, {"pixels": pixels.model_dump(mode="json")}
+    shards = {"parents": {}, "shards": [entry], "stats": stats}
+    Manifest(stage="tokenize", version=1, fingerprint=_FINGERPRINT, config=config, **shards).write(directory)
+    mixes = [mixes[i] for i in kept]
+    work = Work(*np.sum([mix.work for mix in mixes], axis=0).tolist())
+    return Mix(len(mixes), sum(mix.images for mix in mixes), work)
+
+
+def _counts(sample: TokenizedSample) -> dict[str, int]:
+    return {
+        "num_tokens": len(sample.input_ids),
+        "num_images": len(sample.image_grid_thw),
+        "num_loss_tokens": int(sample.loss_mask[1:].sum()),
+        "num_patches": len(sample.patches),
+    }
+
+
+def _write_bins(
+    directory: Path, rows: list[dict[str, object]], num_bins: int, seq_len: int, pad_multiple: int
+) -> list[int]:
+    """Write the plan of the `num_bins` fullest bins, and return the numbers of the rows in them, bin by bin."""
+    tokens, patches = (np.array([row[name] for row in rows]) for name in ("num_tokens", "num_patches"))
+    padded = -(-tokens // pad_multiple) * pad_multiple
+    bins = pack(padded, patches, seq_len, MAX_PATCHES_PER_TOKEN * seq_len)
+    fullest = np.sort(np.argsort(-np.bincount(bins, padded), kind="stable")[:num_bins])
+    kept = [i for i in np.argsort(bins, kind="stable").tolist() if bins[i] in fullest]
+    write_plan(directory, [rows[i] for i in kept], np.searchsorted(fullest, bins[kept]).tolist())
+    return kept

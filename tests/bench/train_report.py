@@ -4,7 +4,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from stages.rate.measure import rates_of
 from tests.bench.host import Host
 from tests.bench.mix import Mix
 from tests.bench.peer import PeerRow
@@ -46,22 +45,25 @@ class Measured:
 
 
 def column_of_layout(measured: Measured, name: str) -> Column:
-    """Return sums over the counted steps in wall-clock time, including the time between them. Parts are medians per
-    step."""
-    rows, rates = measured.rows[name][1:], rates_of(measured.rows[name], measured.gpus[name])
+    """Return sums over the counted steps in wall-clock time, including the time between them, without padding. Parts
+    are medians per step."""
+    before, *rows = measured.rows[name]
+    last, gpus = rows[-1], measured.gpus[name]
+    seconds = (last.time_ms - before.time_ms) / 1e3
+    rate, single = (last.tokens - before.tokens) / seconds / gpus, [row.tokens_per_second / gpus for row in rows]
     column = {
-        "useful tokens/s/GPU": rates.tokens,
-        "the same, slowest step": rates.slowest,
-        "the same, fastest step": rates.fastest,
-        "loss tokens/s/GPU": rates.loss_tokens,
-        **_arithmetic(measured, rates.tflops * 1e12),
-        "padding, %": 100 * rates.padding,
-        "useful tokens a step": rates.tokens_a_step,
-        "step, s": rates.step_seconds,
-        "wall clock a step, s": rates.wall_seconds,
-        "peak memory of rank 0, GB": rates.memory_gb,
-        "data wait with its copies, s": rates.data_seconds,
-        "data wait with its copies, % of the step": 100 * rates.data_share,
+        "useful tokens/s/GPU": rate,
+        "the same, slowest step": min(single),
+        "the same, fastest step": max(single),
+        "loss tokens/s/GPU": (last.loss_tokens - before.loss_tokens) / seconds / gpus,
+        **_arithmetic(measured, 1e12 * sum(_tflops(row) * row.step_seconds for row in rows) / seconds / gpus),
+        "padding, %": 100 * statistics.mean(row.padding_fraction for row in rows),
+        "useful tokens a step": (last.tokens - before.tokens) / len(rows),
+        "step, s": statistics.median(row.step_seconds for row in rows),
+        "wall clock a step, s": seconds / len(rows),
+        "peak memory of rank 0, GB": max(row.memory_gb for row in rows),
+        "data wait with its copies, s": statistics.median(row.data_seconds for row in rows),
+        "data wait with its copies, % of the step": 100 * sum(row.data_seconds for row in rows) / seconds,
     }
     # A layout whose images are encoded on other ranks reports no seconds of vision.
     parts = {
@@ -74,8 +76,12 @@ def column_of_layout(measured: Measured, name: str) -> Column:
         if None not in values:
             column[title] = statistics.median(values)
     if measured.best_peer:
-        column["times transformers"] = rates.tokens / measured.best_peer.tokens_per_second
+        column["times transformers"] = rate / measured.best_peer.tokens_per_second
     return column
+
+
+def _tflops(row: MetricsRow) -> float:
+    return sum(value or 0.0 for name, value in row.model_extra.items() if name.endswith("_tflops"))
 
 
 def column_of_peer(measured: Measured, row: PeerRow) -> Column:

@@ -14,15 +14,12 @@ from pathlib import Path
 
 import psutil
 
-from stages.rate.measure import NEVER, drawn_run
-from stages.rate.measure import endless_training as bench_train_config
+from trainer.contract.adapter import AdapterConfig
 from trainer.contract.answer import MetricsRow, TrainResult, read_metrics
 from trainer.contract.names import RESULT_JSON
-from trainer.contract.run import CheckpointConfig, TrainConfig, TrainerExecution
+from trainer.contract.run import CheckpointConfig, OptimConfig, RunConfig, TrainConfig, TrainerExecution
 
-# Names that the benches import from here.
-__all__ = ["NEVER", "bench_train_config"]
-
+NEVER = 10**6
 LOG = "trainer.log"
 WAIT_SECONDS = 0.5
 STUCK_SECONDS = 240  # without a step; starts of the largest models take about half of it
@@ -39,6 +36,21 @@ class Execution(TrainerExecution):
     checkpoint: CheckpointConfig = CheckpointConfig(save_interval=NEVER)
 
 
+def endless_training(
+    global_batch: int, precision: str = "bfloat16", moments: str = "float32", adapter: AdapterConfig | None = None
+) -> TrainConfig:
+    """Return a training that never ends and never measures its held-out loss."""
+    return TrainConfig(
+        seed=0,
+        num_steps=NEVER,
+        global_batch_size=global_batch,
+        precision=precision,
+        heldout_interval=NEVER,
+        optim=OptimConfig(lr=1e-5, min_lr_fraction=0.1, warmup_steps=2, weight_decay=0.1, moments=moments),
+        adapter=adapter,
+    )
+
+
 def write_run(
     root: Path, train: TrainConfig, seq_len: int, execution: Execution, features_dir: Path | None = None
 ) -> Path:
@@ -46,8 +58,18 @@ def write_run(
     out = root / "run"
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
-    settings = TrainerExecution(**execution.model_dump(exclude={"gpus"}))
-    run = drawn_run(root / "hf", root / "data", out, train, seq_len, settings, features_dir)
+    run = RunConfig(
+        task="train",
+        fingerprint="b" * 16,
+        hf_dir=root / "hf",
+        tokenized_dir=root / "data",
+        bins_dir=root / "data",
+        features_dir=features_dir,
+        output_dir=out,
+        seq_len=seq_len,
+        train=train,
+        execution=TrainerExecution(**execution.model_dump(exclude={"gpus"})),
+    )
     (out / "run.json").write_text(run.model_dump_json())
     return out
 

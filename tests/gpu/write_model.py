@@ -13,7 +13,7 @@ from pathlib import Path
 from dataset_builders.storage.files import write_json
 from stages.inputs.config import EmbeddedModelConfig
 from stages.inputs.tiny_model import make_tiny_hf_dir
-from stages.rate.large_model import write_large_model
+from tests.helpers.large_model import write_large_model
 from trainer.model.registry import get_variant
 
 TEXTS = ["What does the chart show?", "Which tree is taller?", "Answer with one word: red, green, blue or 1984."] * 20

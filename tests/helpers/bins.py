@@ -1,15 +1,25 @@
 """Small seeded tokenized samples of every kind, and plans of bins, for tests of the trainer."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 
-from dataset_builders.contracts.bins import Bin, BinSums
-from dataset_builders.contracts.tokenized import TokenizedSample
-from stages.rate.drawn import Kind, make_sample, write_plan
+from dataset_builders.contracts.bins import Bin, BinSums, write_bin_partition, write_bins
+from dataset_builders.contracts.sample import SPLITS
+from dataset_builders.contracts.tokenized import INDEX_SCHEMA, TokenizedSample
 from trainer.data.micro_batch import Geometry
 
-__all__ = ["Kind", "make_sample", "write_plan"]  # tests import them from here
+
+@dataclass(frozen=True)
+class Kind:
+    """The composition of a sample: text tokens before, between and after images of these grids (t, h, w in patches)."""
+
+    text: int
+    grids: tuple[tuple[int, int, int], ...] = ()
+    learnt: float = 0.4
 
 
 TEXT_ONLY = Kind(9)
@@ -17,6 +27,36 @@ ONE_IMAGE = Kind(11, ((1, 4, 6),))
 TWO_IMAGES = Kind(12, ((1, 2, 2), (1, 6, 4)))
 TALL_IMAGE = Kind(7, ((1, 10, 2),))  # shares a power of two with the others, and is shorter
 MIXED = [ONE_IMAGE, TEXT_ONLY, TWO_IMAGES, TALL_IMAGE]
+
+
+def make_sample(kind: Kind, geometry: Geometry, vocab: range, seed: int, key: str = "") -> TokenizedSample:
+    """Make a sample of random tokens and random pixels. Each image comes after at least one text token."""
+    rng = np.random.default_rng(seed)
+    pieces, rest = [], kind.text
+    for t, h, w in kind.grids:
+        before = max(1, rest // (len(kind.grids) + 1))
+        rest -= before
+        pieces.append(_text(rng, before, geometry, vocab))
+        pieces.append(np.full(t * h * w // geometry.spatial_merge_size**2, geometry.image_token_id))
+    pieces.append(_text(rng, max(2, rest) if kind.grids else rest, geometry, vocab))
+    input_ids = np.concatenate(pieces).astype(np.int32)
+    image_token = geometry.image_token_id
+    is_image = np.zeros(len(input_ids), bool) if image_token is None else input_ids == image_token
+    loss_mask = (rng.random(len(input_ids)) < kind.learnt) & ~is_image
+    loss_mask[-1] = kind.learnt > 0
+    grids = np.array(kind.grids, np.int32).reshape(-1, 3)
+    return TokenizedSample(
+        key=key or f"made/{seed:08d}",
+        input_ids=input_ids,
+        loss_mask=loss_mask.astype(np.uint8),
+        image_grid_thw=grids,
+        patches=rng.integers(0, 256, (int(grids.prod(-1).sum()), geometry.patch_bytes), dtype=np.uint8),
+    )
+
+
+def _text(rng: np.random.Generator, count: int, geometry: Geometry, vocab: range) -> np.ndarray:
+    drawn = rng.integers(vocab.start, vocab.stop, count)
+    return drawn if geometry.image_token_id is None else np.where(drawn == geometry.image_token_id, vocab.start, drawn)
 
 
 def make_samples(kinds: list[Kind], geometry: Geometry, vocab: range, seed: int = 0) -> list[TokenizedSample]:
@@ -46,3 +86,19 @@ class ListedPlan(list[Bin]):
 
     def sums(self, numbers: Sequence[int]) -> BinSums:
         return BinSums(*map(np.array, zip(*(sum_bin(self[number]) for number in numbers))))
+
+
+def write_plan(directory: Path, rows: Sequence[dict[str, object]], bins: Sequence[int]) -> None:
+    """Write a plan of one epoch and one partition.
+
+    Args:
+        rows: rows of the index, in (split, bin, position) order.
+        bins: the bin of each row, counted from 0 in each split.
+    """
+    parts = []
+    for split in SPLITS:
+        mine = [place for place, row in enumerate(rows) if row["split"] == split]
+        if mine:
+            table = pa.Table.from_pylist([rows[place] for place in mine], schema=INDEX_SCHEMA)
+            parts.append(write_bin_partition(directory, split, 0, 0, table, np.array([bins[i] for i in mine])))
+    write_bins(directory, parts)

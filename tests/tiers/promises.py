@@ -61,7 +61,7 @@ What is not shown:
   not be reached.
 - compose.yaml never ran in Docker; only the image of `Dockerfile.data` was built, by hand.
 - On Python 3.12 only the trainer ran.
-- `athanor serve` and `rate` and the check of exports were not run on a GPU.
+- `athanor serve` and the check of exports were not run on a GPU.
 - Refused: float8 products in Qwen3.5; adapters and pipelines with multi-token prediction.
 """
 _CARD = re.compile(r"^Card: (.+?)\. Commit: (.+?)\. Weights: ", re.MULTILINE)

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from tests.bench import peer
 from tests.bench.mix import write_data, write_model
 from tests.bench.peer import PeerPlan, collate, read_samples, shuffled
 from tests.bench.trace_parts import MARK, STEP_BEGINS, STEP_ENDS, kind_of, read_parts
+from tests.bench.train_report import Measured, column_of_layout
+from tests.helpers.fake_trainer import metrics_row
 from tests.helpers.reference import load_reference, reference_losses
 from trainer.data.geometry import geometry_of
 from trainer.data.micro_batch import make_micro_batch
@@ -117,6 +120,29 @@ def test_every_instant_of_a_traced_step_belongs_to_one_thing(tmp_path):
         *(("vision", "matrix products"), ("language", "attention")),
         *(("loss", "reductions"), ("optimizer", "optimizer's own")),
     }
+
+
+def test_the_figures_of_a_layout_are_sums_over_wall_clock_time():
+    rows = [metrics_row(step, time_ms=1000 * step, step_seconds=0.5, data_seconds=0.1) for step in (1, 2, 3)]
+    rows = [row.model_copy(update={"tokens_per_second": 150.0 + row.step}) for row in rows]
+    for row in rows:
+        row.model_extra.update(language_tflops=3.0, vision_tflops=1.0)
+    host = SimpleNamespace(product="bfloat16", peak=4e12, rate=2e12, sustained=1e12)
+    measured = Measured(host=host, command="", model="", mix=None, cost=None, gpus={"dp 2": 2}, rows={"dp 2": rows})
+    column = column_of_layout(measured, "dp 2")
+    wanted = {
+        "useful tokens/s/GPU": 50,
+        "the same, slowest step": 76,
+        "the same, fastest step": 76.5,
+        "loss tokens/s/GPU": 5,
+        "TFLOP/s/GPU, vision + language": 4 * 0.5 * 2 / 2 / 2,
+        "MFU, %": 25,
+        "useful tokens a step": 100,
+        "step, s": 0.5,
+        "wall clock a step, s": 1,
+        "data wait with its copies, % of the step": 10,
+    }
+    assert {name: column[name] for name in wanted} == pytest.approx(wanted)
 
 
 def test_kernels_are_known_by_their_names():

@@ -64,9 +64,7 @@ def test_a_root_that_cannot_be_written_is_one_line(root, command, capsys):
     assert line.startswith(f"athanor: --root {root} cannot be written (") and line.endswith("; choose another root")
 
 
-@pytest.mark.parametrize(
-    "words", [["up", "--limit", "gpus"], ["init", "/nowhere"], ["run", "/nowhere.yaml"], ["rate", "nothing"]]
-)
+@pytest.mark.parametrize("words", [["up", "--limit", "gpus"], ["init", "/nowhere"], ["run", "/nowhere.yaml"]])
 def test_a_refused_command_leaves_no_root(words, tmp_path):
     assert main([*words, "--root", str(tmp_path / "root")]) == 2 and not (tmp_path / "root").exists()
     (tmp_path / "root").mkdir()  # by its owner

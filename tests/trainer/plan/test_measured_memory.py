@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from stages.rate.drawn import MAX_PATCHES_PER_TOKEN
-from stages.rate.measure import endless_training
-from stages.rate.random_model import random_model
+from tests.bench.mix import MAX_PATCHES_PER_TOKEN, random_model
+from tests.bench.trainer_job import endless_training
 from trainer.contract.adapter import AdapterConfig
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import PartConfig
