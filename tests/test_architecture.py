@@ -79,7 +79,6 @@ CHILD_ENVIRONMENT_WRITERS = (
     "stages.launchers.torchrun",
     "stages.launchers.slurm.launcher",
     "flows.prefect_server.processes",
-    "flows.bench.asking",  # lmms-eval, a program of another environment
 )
 VAGUE = {"utils", "util", "base", "common", "helpers", "misc", "core", "types", "interfaces"}
 

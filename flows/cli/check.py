@@ -17,7 +17,6 @@ from flows.service.programs import parse_limits
 from stages.artifacts.intact import check_written
 from stages.inputs.adapter_directory import read_adapter_dir
 from stages.inputs.hf_directory import check_hf_dir, resolve_hf_dir
-from trainer.contract.names import HF_EXPORT
 
 
 def recipe_of(args: argparse.Namespace) -> Recipe:
@@ -82,11 +81,3 @@ def check_service(args: argparse.Namespace) -> None:
     """Raise InputError if the host or a limit of `up` is wrong."""
     check_host(args.host)
     parse_limits(args.limits)
-
-
-def check_benched_model(args: argparse.Namespace) -> None:
-    """Raise InputError if there is no model in the directory, or if a file of an artifact was changed."""
-    directory = resolve_hf_dir(args.model)
-    hf_dir = directory / HF_EXPORT if (directory / HF_EXPORT).is_dir() else directory
-    check_written(hf_dir)
-    check_hf_dir(hf_dir)

@@ -26,7 +26,6 @@ from pydantic import ValidationError
 
 from dataset_builders.errors import LONGEST_LINE, InputError, first_line, printable, shown, without_middle
 from dataset_builders.storage.store import absolute, check_reachable, location, side_dir
-from flows.cli.bench_arguments import add_bench, add_set, positive
 from flows.cli.bytecode import keep_bytecode
 from flows.prefect_server.home import check_prefect_database, prefect_home
 from flows.prefect_server.private_root import make_private_root, remove_unused_root
@@ -43,7 +42,6 @@ COMMANDS: dict[str, str] = {
     "serve": "flows.serve.command:serve_command",
     "preview": "flows.cli.commands.preview:preview_command",
     "sweep": "flows.cli.commands.sweep:sweep_command",
-    "bench": "flows.bench.bench:bench_command",
     "up": "flows.cli.commands.up:up_command",
     "sync": "flows.cli.commands.sync:sync_command",
     "status": "flows.cli.commands.status:status_command",
@@ -57,15 +55,14 @@ CHECKS: dict[str, str] = {
     "sweep": "flows.cli.check:check_points",
     "ask": "flows.cli.check:check_model_dir",
     "serve": "flows.cli.check:check_served",
-    "bench": "flows.cli.check:check_benched_model",
     "up": "flows.cli.check:check_service",
 }
 
 STARTING = dict.fromkeys(("run", "sweep"), "flows.prefect_server.temporary:start_early")
 
-WRITE = ("init", "preview", "run", "serve", "sweep", "bench", "up")  # commands that create the root
+WRITE = ("init", "preview", "run", "serve", "sweep", "up")  # commands that create the root
 
-SERVED = ("run", "sweep", "bench", "sync", "status")  # commands that talk to the servers of a running `athanor up`
+SERVED = ("run", "sweep", "sync", "status")  # commands that talk to the servers of a running `athanor up`
 
 
 _CLEANING_SECONDS = 5.0  # after a SIGTERM; a later one is obeyed, because a library may have swallowed the first
@@ -193,7 +190,6 @@ def make_parser() -> argparse.ArgumentParser:
     sweep.add_argument(
         "--grid", metavar="A.B=[V1,V2]", action="append", default=[], help="a setting and its values to try; repeatable"
     )
-    add_bench(commands.add_parser("bench", help="ask lmms-eval's tasks of a model, before and after training"))
     up = commands.add_parser("up", help="start Prefect, MLflow and a worker on this machine, until Ctrl-C")
     _add_up(up)
     commands.add_parser("sync", help="send to MLflow what earlier runs could not send")
@@ -213,7 +209,14 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "recipe", nargs="?", default="embedded", help="name of a recipe, or path of a YAML file (default: %(default)s)"
     )
-    add_set(parser, "the recipe")
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        metavar="A.B=VALUE",
+        action="append",
+        default=[],
+        help="change one setting of the recipe; repeatable",
+    )
 
 
 def _add_up(parser: argparse.ArgumentParser) -> None:
@@ -225,7 +228,7 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-runs",
-        type=positive,
+        type=_positive,
         default=2,
         metavar="N",
         help="number of flow runs that may run at the same time (default: %(default)s)",
@@ -252,7 +255,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default: %(default)s)"
     )
-    parser.add_argument("--port", type=positive, default=8000, help="port to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=_positive, default=8000, help="port to listen on (default: %(default)s)")
     parser.add_argument(
         "--votes", type=Path, metavar="FILE", help="file of the page's votes (default: votes.jsonl in the root)"
     )
@@ -263,7 +266,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         "--queue": (64, "further requests that wait, at most; others get status 429"),
     }
     for name, (default, text) in numbers.items():
-        parser.add_argument(name, type=positive, default=default, metavar="N", help=f"{text} (default: %(default)s)")
+        parser.add_argument(name, type=_positive, default=default, metavar="N", help=f"{text} (default: %(default)s)")
 
 
 def _add_preview(parser: argparse.ArgumentParser) -> None:
@@ -287,6 +290,13 @@ def _add_preview(parser: argparse.ArgumentParser) -> None:
         help="model directory or hub name whose tokenizer turns tokens into text; needed if the root has no record of "
         "the model",
     )
+
+
+def _positive(text: str) -> int:
+    """Return a whole number of 1 or more; another text is an error of the command line."""
+    if not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return int(text)
 
 
 def _load(name: str) -> Callable[[argparse.Namespace], int]:

@@ -30,7 +30,6 @@ from flows.resources.dask_pool import with_cluster
 from flows.resources.limits import slot_of, wait_for_server
 from flows.resources.run_record import record_run
 from flows.tracking.config import refusals
-from flows.tracking.record import with_benchmarks
 from flows.tracking.tracker import Tracker
 from stages.artifacts.artifact import Artifact, Input, StageResult, artifact_dir, stage_identity
 from stages.artifacts.quarantine import reason_words
@@ -203,8 +202,7 @@ def register_task(config: PipelineConfig, root: str, tracking_run: str | None, d
         scores = {**scores, OVERALL: {**scores[OVERALL], SAME_ANSWERS: reloaded[SAME_ANSWERS]}}
         why = {SAME_ANSWERS: reloaded["reason"]}
     gains = artifacts["compare"].manifest.stats["gains"] if "compare" in artifacts else None
-    measured = with_benchmarks(flat_scores(scores), gains, tracker.benchmarks())
-    failed_gates = refusals(registry.gates, *measured, why)
+    failed_gates = refusals(registry.gates, flat_scores(scores), gains, why)
     for reason in failed_gates:
         get_run_logger().warning("the model is not registered: %s", reason)
     name, hf_dir = config.mlflow_name, artifacts["release"].dir / HF_EXPORT

@@ -13,7 +13,6 @@ from pydantic import Field, field_validator, model_validator
 from dataset_builders.contracts.strict import StrictModel
 from stages.scoring.names import check_score
 
-BENCH = "bench"  # a score that `athanor bench` measures is named bench/TASK/METRIC
 ArtifactLevel = Literal["references", "small", "all"]
 
 
@@ -74,8 +73,8 @@ class RegistryConfig(StrictModel):
     )
     gates: dict[str, Gate] = Field(
         default={},
-        description="metric, metric/subset, or bench/TASK/METRIC -> its bounds; a model outside them is not "
-        "registered. same_answers is the share of answers that other programs give alike",
+        description="metric or metric/subset -> its bounds; a model outside them is not registered. "
+        "same_answers is the share of answers that other programs give alike",
     )
     push_to: str | None = Field(
         default=None,
@@ -94,10 +93,7 @@ class RegistryConfig(StrictModel):
     @classmethod
     def _scores_exist(cls, value: dict[str, Gate]) -> dict[str, Gate]:
         for name in value:
-            if not name.startswith(f"{BENCH}/"):
-                check_score(name)
-            elif name.count("/") < 2:
-                raise ValueError(f"{name!r} names no benchmark score; give {BENCH}/TASK/METRIC")
+            check_score(name)
         return value
 
 
@@ -128,7 +124,7 @@ def _on_score(name: str, gate: Gate, scores: Mapping[str, float]) -> list[str]:
         return []
     value = scores.get(name)
     if value is None:
-        return [_missing(name) or f"{name} was not measured; there are {', '.join(scores) or 'no scores'}"]
+        return [f"{name} was not measured; there are {', '.join(scores) or 'no scores'}"]
     if gate.min is not None and not value >= gate.min:
         return [f"{name} {value:.4f} is below {gate.min:g}"]
     if gate.max is not None and not value <= gate.max:
@@ -136,18 +132,9 @@ def _on_score(name: str, gate: Gate, scores: Mapping[str, float]) -> list[str]:
     return []
 
 
-def _missing(name: str) -> str:
-    """Return the line for a benchmark score that is not measured yet; "" for another score."""
-    kind, _, rest = name.partition("/")
-    if kind != BENCH or not rest:
-        return ""
-    task = rest.rpartition("/")[0] or rest
-    return f"{name} is not measured yet; `athanor bench MODEL --tasks {task}` measures it and then registers the model"
-
-
 def _on_gain(name: str, least: float, gains: Mapping[str, tuple[float, float]] | None) -> list[str]:
     if gains is None or name not in gains:
-        return [_missing(name) or f"{name} was not compared with the model before training"]
+        return [f"{name} was not compared with the model before training"]
     low, high = gains[name]
     if low > least:
         return []

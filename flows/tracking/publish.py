@@ -20,9 +20,8 @@ from mlflow.entities import Metric, Run
 from dataset_builders.contracts.fingerprint import fingerprint, flatten
 from dataset_builders.contracts.manifest import MANIFEST
 from dataset_builders.storage.files import GrowingFile
-from dataset_builders.storage.store import StorePath, local_copy, modified, side_dir
+from dataset_builders.storage.store import StorePath, local_copy, modified
 from flows.libraries.mlflow_private import VIEW_TAG, first_view
-from flows.tracking.config import BENCH
 from flows.tracking.files import REFERENCES, chosen_files, references, send_model, send_stage, sizes_of
 from flows.tracking.notes import NOTE_TAG, experiment_note, run_note
 from flows.tracking.record import (
@@ -155,8 +154,6 @@ class Publication:
         if (registration := self.record.registration) is not None:
             yield "the model", partial(self._model, registration)
             yield "scores", partial(self._scores, registration)
-        if self.record.benchmarks:
-            yield "benchmarks", self._benchmarks
         for name, entry in self.record.stages.items():
             yield f"files of {name}", partial(self._stage_files, name, entry)
         if registration is not None:
@@ -358,25 +355,6 @@ class Publication:
         log_answers(writer.client, writer.run_id, PREDICTIONS_TABLE, wrong_first(evaluation.dir, MAX_ANSWERS))
         writer.mark("scores", evaluation.manifest.fingerprint)
         self._count("score table")
-
-    def _benchmarks(self) -> None:
-        """Add the scores of `athanor bench`, each with its interval and its gain, and their page."""
-        writer, scores, moment = self._writer, self.record.benchmarks, self.record.changed_ms
-        flat = {name: score.model_dump(exclude={"questions", "higher_is_better"}) for name, score in scores.items()}
-        mark = fingerprint(flat)
-        if writer.is_marked("benchmarks", mark):
-            return
-        points = [
-            Metric(name if field == "value" else f"{name}/{field}", value, moment, 0)
-            for name, fields in flat.items()
-            for field, value in fields.items()
-            if value is not None
-        ]
-        writer.log_metrics(points)
-        if (place := self.record.bench_report) is not None:
-            writer.client.log_artifact(writer.run_id, str(find_place(side_dir(self.root), place)), BENCH)
-        writer.mark("benchmarks", mark)
-        self._count("benchmark", len(scores))
 
     def _live_rows(self) -> None:
         """Add the new lines of the running training's metrics.jsonl, and the new samples of its machine."""

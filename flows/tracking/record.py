@@ -13,7 +13,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,34 +99,6 @@ class Registration(_Part):
     refusals: list[str] = []
 
 
-class BenchScore(_Part):
-    """A score that `athanor bench` measured. Bounds of an interval are None where none can be computed.
-
-    Attributes:
-        value, low, high: the score of the trained model and its interval.
-        questions: number of questions whose single scores are known; 0 if lmms-eval gives only the whole score.
-        before: the score of the model before training; None if it was not asked.
-        gain, gain_low, gain_high: value minus `before`, in the metric's own units, and its interval.
-    """
-
-    value: float
-    low: float | None = None
-    high: float | None = None
-    questions: int = 0
-    higher_is_better: bool = True
-    before: float | None = None
-    gain: float | None = None
-    gain_low: float | None = None
-    gain_high: float | None = None
-
-    @property
-    def upward_gain(self) -> tuple[float, float] | None:
-        """The interval of the gain with a sign such that more is better; None if there is no interval."""
-        if self.gain_low is None or self.gain_high is None:
-            return None
-        return (self.gain_low, self.gain_high) if self.higher_is_better else (-self.gain_high, -self.gain_low)
-
-
 class MlflowState(_Part):
     """The answers of MLflow that are stored in the record.
 
@@ -161,8 +133,6 @@ class TrackedRun(_Part):
             milliseconds since 1970.
         live: path of the running training's metrics.jsonl, in the form of `place_in`.
         stages: name of the stage in the pipeline -> its artifact.
-        benchmarks: bench/TASK/METRIC -> a score that `athanor bench` measured.
-        bench_report: page of these scores, in the form of `place_in`.
         status, ended_ms: status and time at the end of the last try; None while it is running.
         revision: number of changes.
     """
@@ -177,8 +147,6 @@ class TrackedRun(_Part):
     live: str | None = None
     stages: dict[str, StageEntry] = {}
     registration: Registration | None = None
-    benchmarks: dict[str, BenchScore] = {}
-    bench_report: str | None = None
     status: str | None = None
     ended_ms: int | None = None
     revision: int = 0
@@ -201,17 +169,6 @@ class TrackedRun(_Part):
             self.status, self.ended_ms = status, ended_ms
             if status == REFUSED and not self._has_no_work():
                 self.status = "FAILED"
-
-
-def with_benchmarks(
-    scores: Mapping[str, float],
-    gains: Mapping[str, tuple[float, float]] | None,
-    benchmarks: Mapping[str, BenchScore],
-) -> tuple[dict[str, float], dict[str, tuple[float, float]] | None]:
-    """Return the scores and the gains that gates read (see `refusals`), together with those of benchmarks."""
-    changes = {name: gain for name, score in benchmarks.items() if (gain := score.upward_gain) is not None}
-    values = {name: score.value for name, score in benchmarks.items()}
-    return {**scores, **values}, {**(gains or {}), **changes} if gains is not None or changes else None
 
 
 def records_dir(root: StorePath) -> Path:

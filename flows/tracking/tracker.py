@@ -13,7 +13,6 @@ from pathlib import Path
 
 from dataset_builders.storage.store import StorePath, absolute
 from flows.tracking.record import (
-    BenchScore,
     MlflowState,
     Opening,
     Registration,
@@ -134,36 +133,6 @@ class Tracker:
             refusals=list(refusals),
         )
         self._change("register", lambda record: setattr(record, "registration", registration))
-
-    def benchmarks(self) -> dict[str, BenchScore]:
-        """Return the scores that `athanor bench` measured earlier; empty if the record cannot be read."""
-        try:
-            return load_record(self.root, self.key).benchmarks if self.key is not None else {}
-        except (OSError, ValueError):
-            return {}
-
-    def benchmarked(
-        self, scores: Mapping[str, BenchScore], report: Path, refusals: Callable[[TrackedRun], list[str]]
-    ) -> bool:
-        """Add benchmark scores to a finished run, and decide on its registration again.
-
-        Args:
-            report: page of the scores.
-            refusals: function of the record with the new scores -> one line per gate that failed.
-
-        Returns:
-            whether MLflow holds all of it; the rest is sent later.
-        """
-
-        def edit(record: TrackedRun) -> None:
-            record.benchmarks |= scores
-            record.bench_report = self._place(report)
-            if record.registration is not None:
-                record.registration.refusals = refusals(record)
-
-        if self._change("benchmarked", edit) is None:
-            return False
-        return sender_of(self.root).wait(self.key)
 
     def finish(self, status: str) -> None:
         """End the run with a status: FINISHED, FAILED, KILLED, or REFUSED for an error of the input. A run that was

@@ -39,7 +39,7 @@ SECTIONS = {
     ),
     "Evaluation, export and release": (
         *("stages/answer/", "stages/chat/", "stages/compare/", "stages/contamination/", "stages/evaluate/"),
-        *("stages/reload/", "stages/release/", "stages/scoring/", "flows/bench/", "flows/serve/"),
+        *("stages/reload/", "stages/release/", "stages/scoring/", "flows/serve/"),
         *("e2e/test_never_stops", "e2e/test_receipts"),
     ),
     "Service and infrastructure": ("flows/", "infra/", "service/", "stages/launchers/", "test_"),
@@ -57,7 +57,7 @@ What is not shown:
 
 - Measured weights are random, never published ones. No CI has a GPU.
 - Video is planned. Whole models of 30B and 35B with experts were trained on a GPU with adapters only.
-- Stand-ins took the place of vLLM, lmms-eval, the hub and Kubernetes. Real files of the_cauldron and CORD could
+- Stand-ins took the place of vLLM, the hub and Kubernetes. Real files of the_cauldron and CORD could
   not be reached.
 - compose.yaml never ran in Docker; only the image of `Dockerfile.data` was built, by hand.
 - On Python 3.12 only the trainer ran.

@@ -22,7 +22,7 @@ lmms-eval's `huggingface` model cannot load Qwen3-VL: it chooses the class witho
 import inspect
 import json
 import shlex
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,7 +40,8 @@ from stages.encode.images import load_image_config, patches_png
 from stages.evaluate.lmms_eval import functions as lmms_eval_functions
 
 LMMS_EVAL = "0.7.3"  # the version that this was tested with
-INSTALL = f"pip install lmms-eval=={LMMS_EVAL} decord"  # qwen3_vl imports decord, which lmms-eval does not require
+# qwen3_vl imports decord, which lmms-eval does not require; it patches filelock._api, which filelock 4.3 lacks.
+INSTALL = f"pip install lmms-eval=={LMMS_EVAL} decord 'filelock<4.3'"
 LMMS_EVAL_MODEL = "qwen3_vl"  # for Qwen3-VL and Qwen3.5, dense and with experts
 HELDOUT = "heldout.parquet"
 MIN_PIXELS = 4 * 32 * 32  # qwen_vl_utils 0.0.14 enlarges smaller images, to four tokens of 32 x 32
@@ -62,11 +63,15 @@ TASK_SCHEMA = pa.schema(
     ],
     metadata={"huggingface": json.dumps({"info": {"features": _FEATURES}})},
 )
+_COMMAND = (
+    f"python -m lmms_eval --model {LMMS_EVAL_MODEL} --model_args pretrained=HF_DIR --include_path {{directory}} "
+    "--tasks {name} --batch_size 1 --log_samples --output_path results"
+)
 _README = """# {name}
 
 {count} questions on held-out samples, to be asked of an exported model offline by
-[lmms-eval](https://github.com/EvolvingLMMs-Lab/lmms-eval) (`{install}`, in an environment of its own).
-`athanor bench` does it; by hand, with the model's directory for HF_DIR:
+[lmms-eval](https://github.com/EvolvingLMMs-Lab/lmms-eval), in an environment of its own (`{install}`).
+Give the directory of the trained model, and then that of the model before training, for HF_DIR:
 
 ```sh
 {command}
@@ -77,8 +82,8 @@ Without a GPU add `,device=cpu,device_map=cpu` to the value of `--model_args`.
 The pictures are scaled already as training scaled them, so that `--model qwen3_vl` leaves them alone{small}.
 lmms-eval adds a system prompt to every conversation; `utils.py` drops it, as the rows carry the right one. Do not give
 `--force_simple`: only the chat form of a model sees earlier turns. `dataset_kwargs.data_files` in the YAML file is an
-absolute path: edit it after moving the directory. Keep letters and digits like `A3B` out of the model's path:
-lmms-eval reads them as a mixture of experts.
+absolute path: edit it after moving the directory. lmms-eval loads a model as a mixture of experts if its path has
+letters and digits like `A3B`, and only then: make a link with a name that fits.
 """
 _SMALL = """,
 but for {count} questions with a picture of fewer than {pixels} pixels, which it enlarges: these cannot be compared"""
@@ -107,17 +112,12 @@ class WrittenTask:
     """A task that was written.
 
     Attributes:
-        keys: key of each row's sample, in the order of the parquet file.
+        num_questions: number of rows in the parquet file.
         num_small: number of questions with an image of fewer than MIN_PIXELS, which lmms-eval enlarges.
     """
 
-    keys: tuple[str, ...]
+    num_questions: int
     num_small: int
-
-    @property
-    def num_questions(self) -> int:
-        """The number of rows in the parquet file."""
-        return len(self.keys)
 
 
 def write_lmms_eval_task(directory: Path, hf_dir: Path, samples: Iterable[Sample], task: LmmsEvalTask) -> WrittenTask:
@@ -134,40 +134,27 @@ def write_lmms_eval_task(directory: Path, hf_dir: Path, samples: Iterable[Sample
         if metric not in METRICS:
             raise InputError(f"metrics.{subset}={metric} is not scored in lmms-eval; choose from {', '.join(METRICS)}")
     directory.mkdir(parents=True, exist_ok=True)
-    subsets, keys, small = set(), [], 0
+    subsets, questions, small = set(), 0, 0
     with atomic_path(directory / HELDOUT) as tmp, pq.ParquetWriter(tmp, TASK_SCHEMA) as writer:
         rows: list[dict[str, object]] = []
         for row, is_small in _rows(samples, task, read_system_prompt(hf_dir), load_image_config(hf_dir)):
             rows.append(row)
-            keys.append(str(row["key"]))
+            questions += 1
             small += is_small
             subsets.add((row["subset"], row["metric"]))
             if len(rows) == _FLUSH_ROWS:
                 writer.write_table(pa.Table.from_pylist(rows, TASK_SCHEMA))
                 rows = []
         writer.write_table(pa.Table.from_pylist(rows, TASK_SCHEMA))
-    if not keys:
+    if not questions:
         raise InputError(f"no held-out question for the lmms-eval task {task.name}; raise convert.heldout_fraction")
     write_text(directory / "utils.py", inspect.getsource(lmms_eval_functions))
     write_text(directory / f"{task.name}.yaml", _yaml(directory, task, sorted(subsets)))
-    command = shlex.join(["python", *lmms_eval_arguments("pretrained=HF_DIR", [task.name], "results", directory)])
+    command = _COMMAND.format(directory=shlex.quote(str(directory)), name=task.name)
     note = _SMALL.format(count=small, pixels=MIN_PIXELS) if small else ""
-    about = {"name": task.name, "count": len(keys), "install": INSTALL, "command": command, "small": note}
+    about = {"name": task.name, "count": questions, "install": INSTALL, "command": command, "small": note}
     write_text(directory / "README.md", _README.format(**about))
-    return WrittenTask(keys=tuple(keys), num_small=small)
-
-
-def lmms_eval_arguments(model_args: str, tasks: Sequence[str], out: str, include: Path | None = None) -> list[str]:
-    """Return the arguments of the Python that runs lmms-eval's tasks.
-
-    Args:
-        model_args: KEY=VALUE pairs with commas between them, for lmms-eval's model.
-        out: directory of its results.
-        include: directory of a task that is not part of lmms-eval.
-    """
-    command = ["-m", "lmms_eval", "--model", LMMS_EVAL_MODEL, "--model_args", model_args, "--tasks", ",".join(tasks)]
-    command += ["--batch_size", "1", "--log_samples", "--output_path", out]
-    return command + (["--include_path", str(include)] if include is not None else [])
+    return WrittenTask(num_questions=questions, num_small=small)
 
 
 def _rows(

@@ -33,7 +33,6 @@ HEAVY = {"torch", "prefect", "mlflow", "transformers", "tokenizers", "scipy", "m
         full(["plan", "easy_vqa", "--set", "data.version='0.9'"], "reads the package easy-vqa 0.9, and"),
         full(["up", "--host", "nowhere"], "--host nowhere is not an IP address"),
         full(["up", "--limit", "gpu"], "--limit gpu is not NAME=SLOTS"),
-        full(["bench", "/nowhere"], "model '/nowhere' is not a directory here"),
         full(["sweep", "--grid", "train.optim.lr=[7]"], "train.optim.lr=7 should be less than or equal to 1"),
         full(["ask", "/nowhere", "-", "Which digit?"], "model '/nowhere' is not a directory here"),
         full(

@@ -138,10 +138,6 @@ def test_an_unknown_key_names_the_nearest(override, words):
         ("plan_bins.seq_len=100000000000", "should be less than or equal to 16777216"),
         ("execution.registry.gates={exact_match: {min: .nan}}", "should be a finite number"),
         ("execution.registry.gates={stop_rat: {min: 1}}", "no score 'stop_rat'; did you mean 'stop_rate'?"),
-        (
-            "execution.registry.gates={bench/mme: {min: 1}}",
-            "'bench/mme' names no benchmark score; give bench/TASK/METRIC",
-        ),
         ("execution.registry.metric=exact_mach/digits", "no score 'exact_mach'; did you mean 'exact_match'?"),
         ("reload=null", "execution.registry.gates.same_answers needs the answers of other programs"),
     ],

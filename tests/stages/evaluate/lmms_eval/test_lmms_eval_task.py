@@ -4,30 +4,36 @@ import importlib.util
 import io
 import json
 import shlex
+import shutil
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
 from PIL import Image
 
+from dataset_builders.contracts.manifest import Manifest
 from dataset_builders.contracts.sample import Message, Sample
 from dataset_builders.errors import InputError
 from dataset_builders.pictures.pixels import encode_image
+from stages.artifacts.artifact import Artifact
 from stages.encode.chat import SYSTEM_PROMPT, ChatEncoder, load_tokenizer
 from stages.encode.images import load_image_config
 from stages.evaluate.lmms_eval import functions as lmms_eval_functions
-from stages.evaluate.lmms_eval.task import LmmsEvalTask, lmms_eval_arguments, write_lmms_eval_task
+from stages.evaluate.lmms_eval.__main__ import main
+from stages.evaluate.lmms_eval.task import LmmsEvalTask, write_lmms_eval_task
+from stages.evaluate.predictions import PREDICTIONS_SCHEMA
 from stages.scoring.metrics.exact_match import normalize
-from tests.helpers.evaluation import conversation, mixed_samples, picture
+from tests.helpers.evaluation import conversation, mixed_samples, picture, samples_artifact
 from tests.helpers.raw_rows import BAD_IMAGES, encode, jpeg_with_exif, orientation_exif, png
 from tests.helpers.raw_rows import picture as blocks
 from tests.helpers.tiny_model import tiny_hf_dir
 
 pytestmark = pytest.mark.promise(
-    "`athanor bench` gives lmms-eval, here a stand-in, our evaluation's questions; its scores reach the run's gates."
+    "The held-out questions are a task of lmms-eval with the prompts, pictures and scores of our own evaluation."
 )
 
 
@@ -221,8 +227,31 @@ def test_the_command_is_in_the_readme_and_a_shell_reads_it(tmp_path):
     write_lmms_eval_task(tmp_path / "a task", tiny_hf_dir(), mixed_samples(4), task())
     (line,) = (line for line in (tmp_path / "a task" / "README.md").read_text().splitlines() if "-m lmms_eval" in line)
     words = shlex.split(line)
-    assert (
-        words[:3] == ["python", "-m", "lmms_eval"]
-        and words[3:] == lmms_eval_arguments("pretrained=HF_DIR", ["heldout"], "results", tmp_path / "a task")[2:]
-    )
-    assert words[words.index("--model") + 1] == "qwen3_vl"
+    assert words[:7] == ["python", "-m", "lmms_eval", "--model", "qwen3_vl", "--model_args", "pretrained=HF_DIR"]
+    assert words[7:11] == ["--include_path", str(tmp_path / "a task"), "--tasks", "heldout"]
+
+
+def test_a_finished_run_gives_the_questions_that_its_evaluation_counts(tmp_path, capsys):
+    artifacts, samples = tmp_path / "root" / "artifacts", mixed_samples(3)
+    made = samples_artifact(artifacts / "convert" / ("c" * 16), samples)
+    about = zip(samples, ("cer", "anls", "anls"), (None, "same file", None))
+    answers = [{"key": s.key, "turn": 0, "subset": s.subset, "metric": m, "contaminated": c} for s, m, c in about]
+    evaluate, release = artifacts / "evaluate" / ("f" * 16), artifacts / "release" / ("a" * 16)
+    evaluate.mkdir(parents=True)
+    pq.write_table(pa.Table.from_pylist(answers, PREDICTIONS_SCHEMA), evaluate / "predictions.parquet")
+    settings = {"version": 1, "config": {"max_new_tokens": 7}}
+    Manifest(stage="evaluate", fingerprint="f" * 16, parents={}, **settings).write(evaluate)
+    shutil.copytree(tiny_hf_dir(), release / "hf")
+    parents = {"samples": made.parent(), "evaluate": Artifact.load(evaluate).parent()}
+    Manifest(stage="release", fingerprint="a" * 16, parents=parents, **settings).write(release)
+    for given in (release, release / "hf"):
+        assert main([str(given), str(tmp_path / "task")]) == 0
+    assert f"{tmp_path / 'task' / 'README.md'} has the command" in capsys.readouterr().out
+    asked = pq.read_table(tmp_path / "task" / "heldout.parquet").to_pylist()
+    # lmms-eval lacks cer, and the second sample's picture is in the training split.
+    wanted = [(samples[0].key, 0, "exact_match"), (samples[2].key, 0, "anls")]
+    assert [(row["key"], row["turn"], row["metric"]) for row in asked] == wanted
+    assert read_yaml(tmp_path / "task" / "heldout.yaml")["generation_kwargs"]["max_new_tokens"] == 7
+    assert main([str(evaluate), str(tmp_path / "task")]) == 2
+    line = f"athanor: {evaluate} is no artifact of the stage release; give the one that `athanor run` printed"
+    assert capsys.readouterr().err.splitlines() == [line]
