@@ -72,6 +72,7 @@ ENVIRONMENT_WRITERS = (
         "flows.prefect_server.temporary",
         "flows.tracking.store",
     ),
+    "flows.cli.commands.chat",  # where Gradio keeps uploaded images, and no analytics
     "stages.answer.worker",  # selects the GPU that vLLM may use
     "trainer.layers.modules.choice",  # where FlashAttention 4 keeps compiled kernels
 )

@@ -4,7 +4,7 @@ This module must not import Prefect, MLflow, torch or transformers; `tests/flows
 """
 
 import argparse
-import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 from dataset_builders.errors import InputError
@@ -51,18 +51,14 @@ def check_model_dir(args: argparse.Namespace) -> None:
     _check_model_dir(args.model, args.adapter)
 
 
-def check_served(args: argparse.Namespace) -> None:
-    """Raise InputError if a model of `serve` cannot answer, if the engine is not installed or takes no adapter, or if
-    the server could not listen."""
+def check_chat(args: argparse.Namespace) -> None:
+    """Raise InputError if a model of `chat` cannot answer, if Gradio is missing, or if the page's port is taken."""
+    if find_spec("gradio") is None:
+        raise InputError("chat needs the package gradio, which is not installed; pip install -e '.[chat]'")
     if len(args.models) > 2:
-        raise InputError(f"{len(args.models)} models are too many; `athanor serve` takes one or two")
-    check_host(args.host)
-    if not 0 < args.port < 2**16 or not is_free(args.host, args.port):
-        raise InputError(f"--port {args.port} of {args.host} cannot be listened on; give another port")
-    if args.engine == "vllm" and args.adapter is not None:
-        raise InputError("--engine vllm takes no unmerged adapter; serve the merged model, or leave out --engine")
-    if args.engine == "vllm" and not shutil.which("vllm"):
-        raise InputError("--engine vllm: no command `vllm` on PATH; install vLLM, or leave out --engine")
+        raise InputError(f"{len(args.models)} models are too many; `athanor chat` takes one or two")
+    if not 0 < args.port < 2**16 or not is_free("127.0.0.1", args.port):
+        raise InputError(f"--port {args.port} of 127.0.0.1 cannot be listened on; give another port")
     for model in args.models[:-1]:
         _check_model_dir(model, None)
     _check_model_dir(args.models[-1], args.adapter)

@@ -39,7 +39,7 @@ COMMANDS: dict[str, str] = {
     "plan": "flows.cli.commands.plan:plan_command",
     "doctor": "flows.cli.commands.doctor:doctor_command",
     "ask": "flows.cli.commands.ask:ask_command",
-    "serve": "flows.serve.command:serve_command",
+    "chat": "flows.cli.commands.chat:chat_command",
     "preview": "flows.cli.commands.preview:preview_command",
     "sweep": "flows.cli.commands.sweep:sweep_command",
     "up": "flows.cli.commands.up:up_command",
@@ -54,13 +54,13 @@ CHECKS: dict[str, str] = {
     "plan": "flows.cli.check:check_recipe",
     "sweep": "flows.cli.check:check_points",
     "ask": "flows.cli.check:check_model_dir",
-    "serve": "flows.cli.check:check_served",
+    "chat": "flows.cli.check:check_chat",
     "up": "flows.cli.check:check_service",
 }
 
 STARTING = dict.fromkeys(("run", "sweep"), "flows.prefect_server.temporary:start_early")
 
-WRITE = ("init", "preview", "run", "serve", "sweep", "up")  # commands that create the root
+WRITE = ("init", "preview", "run", "sweep", "up")  # commands that create the root
 
 SERVED = ("run", "sweep", "sync", "status")  # commands that talk to the servers of a running `athanor up`
 
@@ -181,8 +181,8 @@ def make_parser() -> argparse.ArgumentParser:
     ask.add_argument("picture", type=Path, help="image file; '-' for a question without an image")
     ask.add_argument("question", help="text of the question")
     ask.add_argument("--adapter", type=Path, metavar="DIR", help="PEFT directory of an adapter to use with the model")
-    serve = commands.add_parser("serve", help="serve one or two models: OpenAI's chat API, and a page to compare them")
-    _add_serve(serve)
+    chat = commands.add_parser("chat", help="open a page to ask one or two models about images")
+    _add_chat(chat)
     preview = commands.add_parser("preview", help="write one HTML page that shows an artifact")
     _add_preview(preview)
     sweep = commands.add_parser("sweep", help="run a recipe once for every combination of some settings")
@@ -243,30 +243,17 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_serve(parser: argparse.ArgumentParser) -> None:
+def _add_chat(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("models", nargs="+", metavar="MODEL", help="one or two model directories or hub names")
     parser.add_argument("--adapter", type=Path, metavar="DIR", help="PEFT directory of an adapter for the last model")
+    parser.add_argument("--port", type=_positive, default=7860, help="port of 127.0.0.1 (default: %(default)s)")
     parser.add_argument(
-        "--engine",
-        choices=("transformers", "vllm"),
-        default="transformers",
-        help="library that generates; vllm must be installed (default: %(default)s)",
+        "--max-tokens",
+        type=_positive,
+        default=256,
+        metavar="N",
+        help="maximal number of tokens of an answer (default: %(default)s)",
     )
-    parser.add_argument(
-        "--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default: %(default)s)"
-    )
-    parser.add_argument("--port", type=_positive, default=8000, help="port to listen on (default: %(default)s)")
-    parser.add_argument(
-        "--votes", type=Path, metavar="FILE", help="file of the page's votes (default: votes.jsonl in the root)"
-    )
-    numbers = {
-        "--max-tokens": (1024, "maximal number of tokens of an answer"),
-        "--context": (32768, "tokens of a prompt and its answer, at most; a long prompt delays all others"),
-        "--batch": (16, "answers of one model that are generated side by side, at most"),
-        "--queue": (64, "further requests that wait, at most; others get status 429"),
-    }
-    for name, (default, text) in numbers.items():
-        parser.add_argument(name, type=_positive, default=default, metavar="N", help=f"{text} (default: %(default)s)")
 
 
 def _add_preview(parser: argparse.ArgumentParser) -> None:

@@ -25,21 +25,24 @@ MLFLOW_USER = "MLFLOW_TRACKING_USERNAME"
 MLFLOW_PASSWORD = "MLFLOW_TRACKING_PASSWORD"
 NAMES_VARIABLE = "ATHANOR_HOST_NAMES"
 PASSWORD_FILE = "password"
-SERVE_PASSWORD_FILE = "serve-password"
-SERVE_KEY = "ATHANOR_SERVE_KEY"
 USER = "athanor"
 _EVERYWHERE = ("0.0.0.0", "::")
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
-    """The address on which servers listen.
+class Access:
+    """The address on which the servers listen, and the logins that they require.
 
     Attributes:
         host: address to bind.
+        prefect, mlflow: `user:password`.
+        password_path: file of the generated password; None if the environment has both logins.
     """
 
     host: str
+    prefect: str = field(repr=False)
+    mlflow: str = field(repr=False)
+    password_path: Path | None = None
 
     @property
     def name(self) -> str:
@@ -67,20 +70,6 @@ class Address:
         return sorted({_in_url(name).lower() for name in (*names, *further)})
 
 
-@dataclass(frozen=True, slots=True)
-class Access(Address):
-    """The address of the servers, and the logins that they require.
-
-    Attributes:
-        prefect, mlflow: `user:password`.
-        password_path: file of the generated password; None if the environment has both logins.
-    """
-
-    prefect: str = field(repr=False)
-    mlflow: str = field(repr=False)
-    password_path: Path | None = None
-
-
 def make_access(host: str, directory: Path, environment: Mapping[str, str] = os.environ) -> Access:
     """Return the access for a host and an environment. Make the password if there is none yet.
 
@@ -99,23 +88,6 @@ def make_access(host: str, directory: Path, environment: Mapping[str, str] = os.
     path = directory / PASSWORD_FILE
     login = _own_password(path)
     return Access(host, prefect or login, mlflow or login, path)
-
-
-def serve_login(directory: Path, environment: Mapping[str, str] = os.environ) -> tuple[str, Path | None]:
-    """Return the login of served models and the file that holds it; no file if ATHANOR_SERVE_KEY has the password.
-
-    The password is not the service's own, so that whoever may ask a model cannot start runs.
-
-    Raises:
-        InputError: the key has characters that a header cannot hold, or other users may read the password's file.
-    """
-    if key := environment.get(SERVE_KEY):
-        if not (key.isascii() and key.isprintable()) or key != key.strip():
-            raise InputError(f"{SERVE_KEY} must be printable ASCII without spaces at its ends; choose another key")
-        return f"{USER}:{key}", None
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / SERVE_PASSWORD_FILE
-    return _own_password(path), path
 
 
 def check_host(host: str) -> None:

@@ -4,8 +4,7 @@
   pointed at this machine (DNS rebinding).
 - Origin: a browser names the page that sends a request. Only the server's own pages are let in; pages of other ports of
   this machine are not.
-- Password: HTTP Basic authentication, for a server that has no password check of its own. An API for programs also
-  takes the password as a key (`Authorization: Bearer`).
+- Password: HTTP Basic authentication, for a server that has no password check of its own.
 
 The server's pages may connect only to the servers of this port, because Prefect's pages call a visitor counter whatever
 the settings are. The guard replaces the checks of Prefect and MLflow, which let in localhost's pages of any port, or
@@ -15,7 +14,7 @@ everybody.
 import base64
 import hmac
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -34,8 +33,6 @@ def guarded(
     login: str | None = None,
     closed: frozenset[str] = frozenset(),
     names: Sequence[str] | None = None,
-    takes_key: bool = False,
-    refuse: Callable[[str, int, dict[str, str] | None], Response] = PlainTextResponse,
 ) -> ASGIApp:
     """Return the server behind its guard.
 
@@ -43,23 +40,18 @@ def guarded(
         login: `user:password`; None if the server checks a password itself.
         closed: path segments; a path with one of them is answered with 404.
         names: the allowed host names; None: those of ATHANOR_HOST_NAMES. Without any, every request is refused.
-        takes_key: whether the password is taken as a key too.
-        refuse: makes the response of a refusal from its message, status and headers.
     """
     names = os.environ.get(NAMES_VARIABLE, "").split(",") if names is None else list(names)
-    taken = [("basic", base64.b64encode(login.encode()))] if login else []
-    if login and takes_key and (key := login.partition(":")[2]):
-        taken.append(("bearer", key.encode()))
-    return TrustedHostMiddleware(_Guard(app, frozenset(names), tuple(taken), closed, refuse), names, www_redirect=False)
+    expected = base64.b64encode(login.encode()) if login else None
+    return TrustedHostMiddleware(_Guard(app, frozenset(names), expected, closed), names, www_redirect=False)
 
 
 @dataclass(frozen=True, slots=True)
 class _Guard:
     app: ASGIApp
     names: frozenset[str]
-    taken: tuple[tuple[str, bytes], ...]  # scheme and value of each header that knows the password; (): all do
+    expected: bytes | None
     closed: frozenset[str]
-    refuse: Callable[[str, int, dict[str, str] | None], Response]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -78,13 +70,14 @@ class _Guard:
 
     def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
         if not all(self._is_own(origin, scope, headers) for origin in headers.getlist("origin")):
-            return self.refuse("refused: a page of another origin calls\n", 403, None)
-        if not self.taken or scope["path"] == HEALTH or self._knows_it(headers):
+            return PlainTextResponse("refused: a page of another origin calls\n", 403)
+        if self.expected is None or scope["path"] == HEALTH or self._knows_it(headers):
             is_closed = not self.closed.isdisjoint(scope["path"].split("/"))
-            return self.refuse("athanor keeps this closed\n", 404, None) if is_closed else None
+            return PlainTextResponse("athanor keeps this closed\n", 404) if is_closed else None
         how = {"WWW-Authenticate": 'Basic realm="athanor: user and password as its start printed", charset="UTF-8"'}
-        login = "user and password" + (" (or the password as API key)" if len(self.taken) > 1 else "")
-        return self.refuse(f"refused: {login}, as the server's start printed, are missing or wrong\n", 401, how)
+        return PlainTextResponse(
+            "refused: user and password, as the server's start printed, are missing or wrong\n", 401, how
+        )
 
     def _is_own(self, origin: str, scope: Scope, headers: Headers) -> bool:
         """Whether a page belongs to the server: its address is the called one, or another of the server's names."""
@@ -106,5 +99,4 @@ class _Guard:
 
     def _knows_it(self, headers: Headers) -> bool:
         scheme, _, given = headers.get("authorization", "").partition(" ")
-        value = given.strip().encode()
-        return any(scheme.lower() == taken and hmac.compare_digest(value, secret) for taken, secret in self.taken)
+        return scheme.lower() == "basic" and hmac.compare_digest(given.strip().encode(), self.expected)

@@ -1,11 +1,11 @@
-"""Batched decoding of many prompts, greedy unless a row draws: finished rows leave the batch, and new prompts enter it.
+"""Batched greedy decoding of many prompts: finished rows leave the batch, and new prompts enter it.
 
 A row is a prompt and the tokens generated after it. Rows of different lengths share one cache. Each row is padded on
 the left, its padding is masked, and its positions are its own, so that a row does not depend on the other rows. In
 bfloat16 it may depend on them by rounding, because the number of rows changes the order of summation.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -55,20 +55,16 @@ class Row:
         limit: the maximal number of tokens, including the end-of-turn token.
         ids: the tokens so far, without the end-of-turn token.
         stopped: whether an end-of-turn token was generated.
-        dropped: whether nobody waits for more of the answer.
-        draw: chooses a token from its logits, (V,); None: the greedy choice.
     """
 
     number: int
     limit: int
     ids: list[int] = field(default_factory=list)
     stopped: bool = False
-    dropped: bool = False
-    draw: Callable[[torch.Tensor], int] | None = None
 
     @property
     def ended(self) -> bool:
-        return self.stopped or self.dropped or len(self.ids) >= self.limit
+        return self.stopped or len(self.ids) >= self.limit
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -162,13 +158,13 @@ class GreedyDecoder:
     def decode(self, groups: Iterable[PaddedPrompts], limits: PoolLimits) -> Iterator[Row]:
         """Yield every row of every group as soon as it has ended. Groups enter by lengths only, never by time."""
         coming = iter(groups)
-        waiting, pool = next(coming, None), Pool(self)
+        waiting, pool = next(coming, None), _Pool(self)
         while waiting is not None or pool.rows:
             while waiting is not None and pool.has_room(waiting, limits):
                 yield from pool.take_out()
                 pool.admit(waiting)
                 waiting = next(coming, None)
-            if pool.is_sparse:
+            if sum(not row.ended for row in pool.rows) <= _SPARSE * len(pool.rows):
                 yield from pool.take_out()
             elif pool.rows:
                 pool.step()
@@ -189,12 +185,11 @@ class GreedyDecoder:
         logits = self._forward(inputs, cache)
         if not logits.isfinite().all():
             raise InputError(f"{self.model.name_or_path}: the model's output is not finite; export or copy it again")
-        return self._choose(prompts.rows, logits)
+        return logits.argmax(-1)
 
     @torch.inference_mode()
     def go_on(
         self,
-        rows: Sequence[Row],
         tokens: torch.Tensor,
         attended: torch.Tensor,
         positions: torch.Tensor,
@@ -209,7 +204,7 @@ class GreedyDecoder:
         """
         places = positions[None, :, None].expand(3, -1, 1) if self._has_axes else positions[:, None]
         inputs = {"input_ids": tokens[:, None], "attention_mask": attended, "position_ids": places}
-        return self._choose(rows, self._forward(inputs, cache))
+        return self._forward(inputs, cache).argmax(-1)
 
     def pixel_values(self, patches: torch.Tensor) -> torch.Tensor:
         """Return (P, C) float32 on the patches' device, equal bit for bit to
@@ -229,16 +224,8 @@ class GreedyDecoder:
         out = self.model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return out.logits[:, -1]
 
-    def _choose(self, rows: Sequence[Row], logits: torch.Tensor) -> torch.Tensor:
-        """Return (B,) int64, the token that each row chooses from logits (B, V)."""
-        tokens = logits.argmax(-1)
-        for place, row in enumerate(rows):
-            if row.draw is not None and not row.ended:
-                tokens[place] = row.draw(logits[place])
-        return tokens
 
-
-class Pool:
+class _Pool:
     """The rows of the current batch, and their cache.
 
     Attributes:
@@ -252,11 +239,6 @@ class Pool:
         self._tokens = self._positions = torch.empty(0)  # (B,): newest token of each row, and its position
         self._attended = torch.empty(0)  # (B, L) int64: attention mask of the cache's columns
 
-    @property
-    def is_sparse(self) -> bool:
-        """Whether so many rows have ended that it pays to remove them. A pool without rows is sparse."""
-        return sum(not row.ended for row in self.rows) <= _SPARSE * len(self.rows)
-
     def has_room(self, coming: PaddedPrompts, limits: PoolLimits) -> bool:
         """Whether these prompts fit after the ended rows are removed."""
         working = [row for row in self.rows if not row.ended]
@@ -267,38 +249,25 @@ class Pool:
         return together <= limits.rows and together * width <= limits.tokens
 
     def admit(self, coming: PaddedPrompts) -> None:
-        """Read new prompts and append them to the current rows. Prompts that cannot be read leave the pool as it is."""
-        new = Pool(self._decoder)
-        new._read(coming)
-        self.join(new)
-
-    def _read(self, coming: PaddedPrompts) -> None:
-        """Read the prompts of a pool without rows."""
-        self._cache = transformers.DynamicCache(config=self._decoder.model.config.get_text_config())
-        self._tokens = self._decoder.read(coming, self._cache)
-        self._positions = self._decoder.to_device(coming.next_positions)
-        self._attended = self._decoder.to_device(coming.attended)
-        self.rows = list(coming.rows)
-        self._note(self.rows, self._tokens)
-
-    def join(self, new: "Pool") -> None:
-        """Append the rows of another pool, which is empty afterwards."""
+        """Read new prompts and append them to the current rows."""
+        cache = transformers.DynamicCache(config=self._decoder.model.config.get_text_config())
+        tokens = self._decoder.read(coming, cache)
+        positions, attended = self._decoder.to_device(coming.next_positions), self._decoder.to_device(coming.attended)
         if self.rows:
-            width = max(self._attended.shape[1], new._attended.shape[1])
-            for ours, theirs in zip(self._cache.layers, new._cache.layers):
+            width = max(self._attended.shape[1], coming.width)
+            for ours, theirs in zip(self._cache.layers, cache.layers):
                 _add_rows(ours, theirs, width)  # by layer, so that two further whole caches never exist at once
-            self._attended = torch.cat([_widened(self._attended, width, 1), _widened(new._attended, width, 1)])
-            self._tokens = torch.cat([self._tokens, new._tokens])
-            self._positions = torch.cat([self._positions, new._positions])
+            self._attended = torch.cat([_widened(self._attended, width, 1), _widened(attended, width, 1)])
+            self._tokens, self._positions = torch.cat([self._tokens, tokens]), torch.cat([self._positions, positions])
         else:
-            self._cache, self._attended = new._cache, new._attended
-            self._tokens, self._positions = new._tokens, new._positions
-        self.rows, new.rows, new._cache = self.rows + new.rows, [], None
+            self._cache, self._attended, self._tokens, self._positions = cache, attended, tokens, positions
+        self.rows += coming.rows
+        self._note(coming.rows, tokens)
 
     def step(self) -> None:
         """Generate one more token for every row."""
         self._attended = torch.nn.functional.pad(self._attended, (0, 1), value=1)
-        self._tokens = self._decoder.go_on(self.rows, self._tokens, self._attended, self._positions, self._cache)
+        self._tokens = self._decoder.go_on(self._tokens, self._attended, self._positions, self._cache)
         self._positions = self._positions + 1
         self._note(self.rows, self._tokens)
 

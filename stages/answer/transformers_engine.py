@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-import tokenizers
 import torch
 import transformers
 
@@ -63,10 +62,6 @@ class Generator:
             self._image_config.patch_format,
         )
         self._encoding = threading.Lock()  # a tokenizer is not thread-safe
-
-    @property
-    def tokenizer(self) -> tokenizers.Tokenizer:
-        return self._chat.tokenizer.backend_tokenizer
 
     @property
     def context_length(self) -> int:

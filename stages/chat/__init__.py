@@ -1,5 +1,5 @@
-"""Questions of people to a loaded model: one at a time, or those of many users in one batch.
+"""Questions of a person to an exported model, answered as the evaluation answers them.
 
-In: messages, encoded images, a model directory. Out: text, piece by piece while it is generated.
-Read first: `conversation.py`, then `batch.py`.
+In: messages, image files, a model directory. Out: the answer's text.
+Read first: `ask.py`.
 """

@@ -39,7 +39,7 @@ SECTIONS = {
     ),
     "Evaluation, export and release": (
         *("stages/answer/", "stages/chat/", "stages/compare/", "stages/contamination/", "stages/evaluate/"),
-        *("stages/reload/", "stages/release/", "stages/scoring/", "flows/serve/"),
+        *("stages/reload/", "stages/release/", "stages/scoring/", "flows/cli/test_chat"),
         *("e2e/test_never_stops", "e2e/test_receipts"),
     ),
     "Service and infrastructure": ("flows/", "infra/", "service/", "stages/launchers/", "test_"),
@@ -61,7 +61,7 @@ What is not shown:
   not be reached.
 - compose.yaml never ran in Docker; only the image of `Dockerfile.data` was built, by hand.
 - On Python 3.12 only the trainer ran.
-- `athanor serve` and the check of exports were not run on a GPU.
+- `athanor chat` and the check of exports were not run on a GPU.
 - Refused: float8 products in Qwen3.5; adapters and pipelines with multi-token prediction.
 """
 _CARD = re.compile(r"^Card: (.+?)\. Commit: (.+?)\. Weights: ", re.MULTILINE)

@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
 from dataset_builders.errors import InputError
-from flows.prefect_server.access import check_host, client_logins, make_access, serve_login
+from flows.prefect_server.access import check_host, client_logins, make_access
 from flows.prefect_server.guard import guarded
 
 pytestmark = pytest.mark.promise(
@@ -96,16 +96,6 @@ def test_names_are_this_machines(tmp_path):
     assert make_access("127.0.0.1", tmp_path, {}).url(4200) == "http://127.0.0.1:4200"
 
 
-def test_served_models_have_a_password_of_their_own(tmp_path):
-    login, path = serve_login(tmp_path, {})
-    assert login == serve_login(tmp_path, {})[0] == path.read_text().strip() and path.stat().st_mode & 0o077 == 0
-    assert login != make_access("127.0.0.1", tmp_path, {}).prefect
-    assert serve_login(tmp_path, {"ATHANOR_SERVE_KEY": "word"}) == ("athanor:word", None)
-    for key in (" word", "w\nord", "w\u00f6rd"):
-        with pytest.raises(InputError, match="ATHANOR_SERVE_KEY must be printable ASCII"):
-            serve_login(tmp_path, {"ATHANOR_SERVE_KEY": key})
-
-
 # The guard
 
 
@@ -140,17 +130,6 @@ WRONG_LOGINS = [
     *({}, basic("athanor:Word"), basic("athanor"), basic(":"), basic("athanor:word2"), basic("x:word")),
     *({"Authorization": "Basic"}, {"Authorization": "Bearer word"}, {"Authorization": "Basic athanor:word"}),
 ]
-
-
-def test_the_password_is_a_key_only_where_that_is_asked_for(monkeypatch, client):
-    key = {"Authorization": "Bearer word"}
-    assert client.get("/api/x", headers=key).status_code == 401
-    takes_key = client_of(monkeypatch, login="athanor:word", takes_key=True)
-    assert takes_key.get("/api/x", headers=key).text == takes_key.get("/api/x", headers=KNOWN).text == "answered"
-    for wrong in ("Bearer", "Bearer ", "Bearer athanor:word", "Bearer word2", "Basic word", "word"):
-        assert takes_key.get("/api/x", headers={"Authorization": wrong}).status_code == 401
-    without = client_of(monkeypatch, login="athanor", takes_key=True)
-    assert without.get("/api/x", headers={"Authorization": "Bearer "}).status_code == 401
 
 
 def test_names_may_be_given_in_place_of_the_environments(monkeypatch):

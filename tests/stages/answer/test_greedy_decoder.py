@@ -105,10 +105,10 @@ class Watch:
             self.read.append(len(prompts.rows))
             return read(prompts, cache)
 
-        def going(rows, tokens, attended, positions, cache):
+        def going(tokens, attended, positions, cache):
             self.steps.append(len(tokens))
             self.widths.append(attended.shape[1])
-            return go_on(rows, tokens, attended, positions, cache)
+            return go_on(tokens, attended, positions, cache)
 
         monkeypatch.setattr(decoder, "read", reading)
         monkeypatch.setattr(decoder, "go_on", going)

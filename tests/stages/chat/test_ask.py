@@ -12,8 +12,8 @@ from stages.evaluate.predictions import read_predictions
 from tests.helpers.evaluation import conversation, evaluated, hf_artifact, picture, samples_artifact, talkative_hf_dir
 
 pytestmark = pytest.mark.promise(
-    "`athanor serve` gives many users at once the answers of one alone, to OpenAI's own client too; hang-ups "
-    "and failures harm nobody else."
+    "`athanor ask` and the page of `athanor chat` give the answer that the evaluation scores; the page opens only with "
+    "its password."
 )
 
 
