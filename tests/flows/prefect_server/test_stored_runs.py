@@ -1,4 +1,4 @@
-"""What is read of Prefect's database file is what Prefect's client is told by a server."""
+"""The runs read from Prefect's database file are those that Prefect's client is told by a server."""
 
 import os
 import time
