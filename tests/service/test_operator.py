@@ -193,8 +193,9 @@ def test_a_disk_that_fills_costs_the_stage_that_it_filled_in_alone(small_disk, u
     with ballast.open("wb") as file:
         left = shutil.disk_usage(small_disk).free - 300_000
         file.write(bytes(left))
-    line = last_line(Run(root).end(1))
-    assert f"the disk of --root {root} is full" in line and "the same command resumes from the finished work" in line
+    # MLflow may warn after the error, of an earlier run whose export is gone before a slow machine registered it.
+    (line,) = (line for line in Run(root).end(1).splitlines() if f"the disk of --root {root} is full" in line)
+    assert "the same command resumes from the finished work" in line
     ballast.unlink()
     run = Run(root)
     run.end()
