@@ -64,12 +64,15 @@ class StoredRuns:
         self.connection = connection
 
     def newest(self, count: int) -> list[Run]:
-        """Return the newest runs."""
+        """Return the newest runs; none if a first start was interrupted before it made the tables."""
+        if not self.connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'flow_run'").fetchone():
+            return []
         runs = []
         for key, name, kind, state, message, start, expected, took in self.connection.execute(_OUTERMOST, (count,)):
             at = _time(start) or _time(expected)
             due = expected is not None and _time(expected) < datetime.now(UTC)
-            seconds = (_time(took) - _EPOCH) / timedelta(seconds=1)  # Prefect stores a duration as a time after 1970
+            # Prefect stores a duration as a time after 1970; the default of the table's column is a plain 0.
+            seconds = 0.0 if took == "0" else (_time(took) - _EPOCH) / timedelta(seconds=1)
             runs.append(Run(key, name, kind, state, message or "", at, due, seconds))
         return runs
 

@@ -32,9 +32,7 @@ class EmbeddedEasyVqaConfig(StrictModel):
     """Identity of the data set easy-VQA: the version of the package that holds it."""
 
     kind: Literal["easy_vqa"] = Field(description="easy_vqa: the data set easy-VQA in place of the digits")
-    version: str = Field(
-        default="1.0", min_length=1, max_length=20, description="version of the package easy-vqa that must be installed"
-    )
+    version: Literal["1.0"] = Field(default="1.0", description="version of the package easy-vqa that is read")
 
 
 class _CommonSizes(StrictModel):

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
 from datetime import UTC
@@ -16,6 +17,8 @@ from flows.prefect_server.stored_runs import Run, stored_runs
 WAITING = "waiting for "  # start of a log line about what a run waits for
 _RUNS = 20
 _NEWEST_LOGS = 5
+# A server that is not the root's, or a database that is no file of it.
+_SERVERS = ("PREFECT_API_URL", "PREFECT_API_DATABASE_CONNECTION_URL", "PREFECT_SERVER_DATABASE_CONNECTION_URL")
 
 
 class Runs(Protocol):
@@ -43,16 +46,18 @@ def status_command(args: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def _runs_of(root: StorePath, service: ServiceRecord | None) -> Iterator[Runs | None]:
     home = prefect_home(root)
-    if service is None and not home.is_dir():
-        yield None
-    elif service is None and (database := home / "prefect.db").is_file():
-        with stored_runs(database) as runs:
-            yield runs
-    else:  # the service's server, or one for this command, on the root's Postgres
+    database = home / "prefect.db"
+    has_server = service is not None or any(name in os.environ for name in _SERVERS)
+    if has_server or (home.is_dir() and not database.is_file()):
         from flows.prefect_server.served_runs import served_runs  # Prefect's client takes three seconds to import
 
         with served_runs() as runs:
             yield runs
+    elif database.is_file():
+        with stored_runs(database) as runs:
+            yield runs
+    else:
+        yield None
 
 
 def _when(run: Run) -> str:

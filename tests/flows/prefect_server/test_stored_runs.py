@@ -2,10 +2,12 @@
 
 import os
 import time
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 from prefect import flow, get_run_logger, task
+from prefect.states import Scheduled
 
 from flows.prefect_server.served_runs import served_runs
 from flows.prefect_server.stored_runs import stored_runs
@@ -50,9 +52,17 @@ def test_the_file_says_what_the_client_says(database):
     assert stored_names == served_names and len(stored_names) == 1 and stored_names[0].startswith("reads")
     assert state == ("RUNNING", True)
     with served_runs() as served, stored_runs(database) as stored:
-        ours, theirs = stored.newest(2), served.newest(2)
-        assert [run.name for run in ours] == ["ends", "goes-on"]
+        tomorrow = Scheduled(scheduled_time=datetime.now(UTC) + timedelta(days=1))
+        served.client.create_flow_run(goes_on, name="later", state=tomorrow)
+        ours, theirs = stored.newest(3), served.newest(3)
+        assert [run.name for run in ours] == ["later", "ends", "goes-on"]
         assert ours == theirs
-        assert "no more" in ours[0].message
-        logs = [store.newest_logs(ours[1].id, 9) for store in (stored, served)]
+        assert "no more" in ours[1].message and not ours[0].is_due
+        logs = [store.newest_logs(ours[2].id, 9) for store in (stored, served)]
         assert logs[0] == logs[1]
+
+
+def test_a_database_without_tables_has_no_run(tmp_path):
+    (tmp_path / "prefect.db").touch()
+    with stored_runs(tmp_path / "prefect.db") as stored:
+        assert stored.newest(3) == []
