@@ -30,7 +30,7 @@ HEAVY = {"torch", "prefect", "mlflow", "transformers", "tokenizers", "scipy", "m
         full(["run", "--set", "nosuch.key=1"], "unknown key nosuch"),
         full(["run", "nope"], "no recipe 'nope'"),
         full(["plan", "--set", "convert.options={turns: neither}"], "convert"),
-        full(["plan", "easy_vqa", "--set", "data.version='0.9'"], "reads the package easy-vqa 0.9, and"),
+        full(["plan", "easy_vqa", "--set", "data.version='0.9'"], "data.version='0.9' should be '1.0'"),
         full(["up", "--host", "nowhere"], "--host nowhere is not an IP address"),
         full(["up", "--limit", "gpu"], "--limit gpu is not NAME=SLOTS"),
         full(["sweep", "--grid", "train.optim.lr=[7]"], "train.optim.lr=7 should be less than or equal to 1"),
