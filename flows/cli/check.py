@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dataset_builders.errors import InputError
 from flows.deployments.grid import expand, parse_grid
-from flows.pipeline.graph import check_data, check_model, check_start_adapter
+from flows.pipeline.plan import Plan
 from flows.pipeline.recipe import Recipe, load_recipe
 from flows.prefect_server.access import check_host
 from flows.prefect_server.ports import is_free
@@ -30,13 +30,13 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
     return load_recipe(args.recipe, overrides)
 
 
-def check_recipe(args: argparse.Namespace) -> None:
-    """Raise InputError if the recipe, its model's directory or its start adapter is wrong, or the package of its data
-    is missing."""
-    config = recipe_of(args).config
-    check_data(config)
-    check_model(config)
-    check_start_adapter(config)
+def open_plan(args: argparse.Namespace) -> None:
+    """Put the open plan of the recipe into `args.plan`.
+
+    Raises:
+        InputError: the recipe, its model's directory, its data or its start adapter is wrong.
+    """
+    args.plan = Plan.open(recipe_of(args), args.root)
 
 
 def check_points(args: argparse.Namespace) -> None:

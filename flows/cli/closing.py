@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from dataset_builders.storage.store import StorePath, local_copy, location, side_dir
 from flows.cli.text_table import print_table
-from flows.pipeline.recipe import Recipe
+from flows.pipeline.plan import Plan
 from flows.tracking.notes import score_text
 from flows.tracking.record import MlflowState
 from flows.tracking.store import has_own_database, is_served
@@ -24,8 +24,7 @@ from stages.scoring.names import PERPLEXITY
 
 def print_closing(
     result: dict[str, Any],
-    root: StorePath,
-    recipe: Recipe,
+    plan: Plan,
     arguments: Sequence[str],
     seconds: float,
     is_terminal: bool,
@@ -35,6 +34,7 @@ def print_closing(
     Args:
         arguments: the arguments of `athanor run` that repeat this run: the recipe and its settings.
     """
+    root = plan.root
     rows = [
         (r["stage"], "reused" if r["reused"] else "made", f"{r['seconds']:.1f}", _below(r["dir"], root))
         for r in result["stages"]
@@ -50,7 +50,7 @@ def print_closing(
     for text in registration(result["registered_name"], result["refusals"], has_record, learnt, is_sent):
         print(text)
     print("\nNext:")
-    for text, command in next_commands(result, root, recipe, arguments):
+    for text, command in next_commands(result, plan, arguments):
         print(f"  {text}\n    {command}")
 
 
@@ -125,11 +125,9 @@ def _ends(headline: Mapping[str, Any] | None, metric: str) -> tuple[float, float
     return None if headline is None or headline["metric"] != metric else (headline["low"], headline["high"])
 
 
-def next_commands(
-    result: dict[str, Any], root: StorePath, recipe: Recipe, arguments: Sequence[str]
-) -> list[tuple[str, str]]:
+def next_commands(result: dict[str, Any], plan: Plan, arguments: Sequence[str]) -> list[tuple[str, str]]:
     """Return (purpose, command) pairs; the commands can be typed as they are."""
-    dirs = {r["stage"]: location(r["dir"]) for r in result["stages"]}
+    dirs, root = {r["stage"]: location(r["dir"]) for r in result["stages"]}, plan.root
     athanor = program("athanor")
     picture, question = example_question(dirs["evaluate"], root)
     model = quoted(location(result["hf_dir"]))
@@ -144,7 +142,7 @@ def next_commands(
             text = f"compare it with the newest other run on the same data{when}"
             commands.append((text, result["compare_url"]))
     commands.append(("ask the model about an image", ask))
-    lower = f"--set train.optim.lr={recipe.config.train.optim.lr / 2:g}"  # the last --set of a field counts
+    lower = f"--set train.optim.lr={plan.config.train.optim.lr / 2:g}"  # the last --set of a field counts
     change = " ".join([f"{athanor} run", *map(shlex.quote, arguments), f"--root {quoted(root)}", lower])
     commands.append(("change one setting; only the stages that depend on it run again", change))
     return commands

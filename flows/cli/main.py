@@ -50,8 +50,8 @@ COMMANDS: dict[str, str] = {
 
 # Recipes and model directories are checked before the command's libraries are loaded.
 CHECKS: dict[str, str] = {
-    "run": "flows.cli.check:check_recipe",
-    "plan": "flows.cli.check:check_recipe",
+    "run": "flows.cli.check:open_plan",
+    "plan": "flows.cli.check:open_plan",
     "sweep": "flows.cli.check:check_points",
     "ask": "flows.cli.check:check_model_dir",
     "chat": "flows.cli.check:check_chat",

@@ -14,12 +14,12 @@ from prefect.runtime import flow_run
 from prefect.states import Failed, State
 
 from dataset_builders.errors import InputError
-from dataset_builders.storage.store import StorePath
 from flows.deployments.request import Overrides, RecipeName, resolve_request, service_root
-from flows.pipeline.flow import evaluate, prepare_data, publish_results, run_nodes, tracked, vlm_sft
-from flows.pipeline.graph import EVALUATE, PREPARE_DATA, pipeline_nodes, place_of, plan_stages
+from flows.pipeline.flow import evaluate, prepare_data, publish_results, run_steps, stage_runs, tracked, vlm_sft
+from flows.pipeline.plan import Plan
 from flows.pipeline.prefect_pages import publish_mlflow, publish_stages
-from flows.pipeline.recipe import DEFAULT_RECIPE, Recipe, dotted_changes
+from flows.pipeline.recipe import DEFAULT_RECIPE, dotted_changes
+from flows.pipeline.steps import EVALUATE, PREPARE_DATA
 from flows.tracking.notes import run_name
 from stages.release.hub import check_push
 
@@ -35,11 +35,11 @@ def request_name() -> str:
         return run_name(recipe, dotted_changes(overrides))
 
 
-def run_request(work: Callable[[Recipe, StorePath], Any], recipe: str, overrides: Mapping[str, Any]) -> Any:
+def run_request(work: Callable[[Plan], Any], recipe: str, overrides: Mapping[str, Any]) -> Any:
     """Do the work of a request and return its result. Return a Failed state with the reason if the request is wrong."""
     try:
         root = service_root()
-        return work(resolve_request(recipe, overrides, root), root)
+        return work(Plan.open(resolve_request(recipe, overrides, root), root))
     except InputError as error:
         return refusal(error)
 
@@ -94,34 +94,34 @@ def tell_champion(name: str, verdict: str, url: str | None) -> None:
         emit_event("athanor.champion", resource={"prefect.resource.id": f"athanor.model.{name}"}, payload=payload)
 
 
-def _run_whole(recipe: Recipe, root: StorePath) -> dict[str, Any]:
-    result = vlm_sft.fn(recipe.config, str(root), recipe.name, recipe.differs)
+def _run_whole(plan: Plan) -> dict[str, Any]:
+    result = vlm_sft.fn(plan)
     tell_champion(result["registered_name"], result["learnt"].verdict, result["mlflow_url"])
     return result
 
 
-def _prepare(recipe: Recipe, root: StorePath) -> dict[str, Any]:
-    runs, _ = prepare_data.fn(recipe.config, str(root))
-    publish_stages(list(runs.values()), str(root))
-    return {"stages": list(runs.values())}
+def _prepare(plan: Plan) -> dict[str, Any]:
+    prepare_data.fn(plan)
+    publish_stages(stage_runs(plan), plan.root)
+    return {"stages": stage_runs(plan)}
 
 
-def _evaluate(recipe: Recipe, root: StorePath) -> dict[str, Any]:
-    planned, available = plan_stages(recipe.config, root)
-    missing = next((stage for stage in planned if stage.name == "export" and stage.artifact is None), None)
-    if missing is not None:
+def _evaluate(plan: Plan) -> dict[str, Any]:
+    why = plan.find_finished()
+    if plan.artifact("export") is None:
         raise InputError(
-            f"there is no exported model of recipe {recipe.name} with these overrides yet ({missing.why}); "
+            f"there is no exported model of recipe {plan.recipe} with these overrides yet ({why['export']}); "
             "run the deployment vlm-sft with the same values first"
         )
-    check_push(recipe.config.execution.registry.push_to)
-    scoring = {node.name for node in pipeline_nodes(recipe.config, [EVALUATE])}
-    places = {name: place_of(item) for name, item in available.items() if name not in scoring}
-    with tracked(recipe.config, str(root), available, recipe.name, recipe.differs) as tracker:
+    check_push(plan.config.execution.registry.push_to)
+    for step in plan.steps:
+        if step.flow == EVALUATE:
+            step.artifact = None  # a run reuses it, and MLflow's run gets its scores
+    with tracked(plan) as tracker:
         # The export does not depend on some stages, such as contamination, which may not have run with these settings.
-        run_nodes(recipe.config, str(root), tracker.key, PREPARE_DATA, places)
-        runs, _ = evaluate.fn(recipe.config, str(root), places, tracker.key)
-        stats = publish_results(runs, str(root))
+        run_steps(plan, PREPARE_DATA, tracker.key)
+        evaluate.fn(plan, tracker.key)
+        stats = publish_results(plan)
     publish_mlflow(url := tracker.url())
-    tell_champion(recipe.config.mlflow_name, tracker.learnt().verdict, url)
-    return {"stages": list(runs.values()), "scores": stats["scores"]}
+    tell_champion(plan.config.mlflow_name, tracker.learnt().verdict, url)
+    return {"stages": stage_runs(plan), "scores": stats["scores"]}

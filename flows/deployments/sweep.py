@@ -20,6 +20,7 @@ from flows.deployments.flows import refusal
 from flows.deployments.grid import expand, parse_grid
 from flows.deployments.request import Grid, Overrides, RecipeName, resolve_request, service_root
 from flows.pipeline.flow import vlm_sft
+from flows.pipeline.plan import Plan
 from flows.pipeline.prefect_pages import publish_sweep
 from flows.pipeline.progress import display
 from flows.pipeline.recipe import DEFAULT_RECIPE, Recipe, load_recipe
@@ -83,9 +84,8 @@ def run_variants(variants: Sequence[Variant], root: StorePath) -> list[Outcome]:
         label, start = f"run {number} of {len(variants)}: {variant.name}", time.monotonic()
         logger.info("%s starts", label)
         display().started(label)
-        recipe = variant.recipe
         try:
-            result = vlm_sft(recipe.config, str(root), recipe.name, recipe.differs)
+            result = vlm_sft(Plan.open(variant.recipe, root))
             outcomes.append(Outcome(variant, result))
         except Exception as error:
             outcomes.append(Outcome(variant, error=first_line(error)))

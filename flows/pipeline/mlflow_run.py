@@ -2,22 +2,20 @@
 
 import contextlib
 import shlex
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import yaml
 from prefect.runtime import flow_run
 
 from dataset_builders.contracts.fingerprint import fingerprint, flatten
 from dataset_builders.errors import InputError
-from dataset_builders.storage.store import absolute, location
+from dataset_builders.storage.store import absolute
 from flows.pipeline.config import PipelineConfig
-from flows.pipeline.graph import pipeline_nodes
+from flows.pipeline.plan import Plan
 from flows.pipeline.recipe import known_recipes, load_recipe
 from flows.pipeline.source_version import source_version
 from flows.tracking.notes import run_name
 from flows.tracking.tracker import Opening, Tracker, open_run
-from stages.artifacts.artifact import External, Input
 
 
 @contextlib.contextmanager
@@ -37,18 +35,11 @@ def ends_with_failure(tracker: Tracker) -> Iterator[None]:
         raise
 
 
-def open_tracking(
-    config: PipelineConfig, root: str, inputs: Mapping[str, Input], recipe: str, differs: Mapping[str, Any]
-) -> str | None:
-    """Start the MLflow run of a configuration, and return the key that `Tracker` takes.
-
-    Args:
-        inputs: name -> input; the external inputs are part of the run's identity.
-        recipe: name of the recipe.
-        differs: dotted fields of the identity that differ from the recipe.
-    """
-    versions = {node.name: node.load().version for node in pipeline_nodes(config)}
-    digests = {name: item.digest for name, item in inputs.items() if isinstance(item, External)}
+def open_tracking(plan: Plan) -> str | None:
+    """Start the MLflow run of a plan, and return the key that `Tracker` takes."""
+    config, recipe, differs = plan.config, plan.recipe, plan.differs
+    versions = {step.name: step.stage.version for step in plan.steps}
+    digests = {name: item.digest for name, item in plan.given.items()}
     identity = fingerprint({"config": config.identity(), "versions": versions, "inputs": digests})
     differences = ", ".join(f"`{key}` = `{value}`" for key, value in differs.items())
     about = f"What differs: {differences}." if differs else "Nothing differs from it."
@@ -56,7 +47,7 @@ def open_tracking(
     tags = {
         "athanor.recipe": recipe,
         "athanor.differs": ", ".join(f"{key}={value}" for key, value in differs.items()) or "nothing",
-        "athanor.root": str(absolute(location(root))),
+        "athanor.root": str(absolute(plan.root)),
         "prefect.flow_run_id": str(flow_run.id or ""),
         "athanor.git_dirty": source.get("dirty", "unknown"),
         "mlflow.source.git.commit": source.get("commit", "unknown"),
@@ -73,9 +64,9 @@ def open_tracking(
         recipe_yaml=yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False),
         registry=config.execution.registry,
         artifacts=config.execution.tracking.artifacts,
-        samples_host=config.execution.cluster.launcher == "torchrun",
+        samples_host=config.trains_here,
     )
-    return open_run(location(root), opening)
+    return open_run(plan.root, opening)
 
 
 def execution_yaml(config: PipelineConfig) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from prefect.artifacts import create_link_artifact, create_markdown_artifact
 
-from dataset_builders.storage.store import location
+from dataset_builders.storage.store import StorePath, location
 from flows.pipeline.tasks import StageRun
 from flows.prefect_server.reports import page_url
 from flows.tracking.notes import markdown_table, score_text
@@ -16,7 +16,7 @@ from stages.scoring.names import OVERALL
 _log = logging.getLogger("athanor.pipeline")
 
 
-def publish_stages(runs: Sequence[StageRun], root: str) -> None:
+def publish_stages(runs: Sequence[StageRun], root: StorePath) -> None:
     """Publish two pages: which stages were made or reused, and the headline figures of each report."""
     rows = [
         (_linked(run, root), "reused" if run["reused"] else f"{run['seconds']:,.1f} s", f"`{run['dir']}`")
@@ -66,14 +66,14 @@ def publish_sweep(
         create_link_artifact(key="mlflow-compare", link=url, link_text="Compare in MLflow", description=url)
 
 
-def _linked(run: StageRun, root: str) -> str:
+def _linked(run: StageRun, root: StorePath) -> str:
     """Return the stage's name, as a link to its report if the service of the root serves it."""
     page = location(run["dir"]) / REPORT_HTML
-    url = page_url(location(root), page) if page.is_file() else None
+    url = page_url(root, page) if page.is_file() else None
     return f"[{run['stage']}]({url})" if url else run["stage"]
 
 
-def _figures(run: StageRun, root: str) -> list[tuple[str, str, str]]:
+def _figures(run: StageRun, root: StorePath) -> list[tuple[str, str, str]]:
     directory = location(run["dir"])
     report, path = read_report(directory), directory / REPORT_JSON
     if report is None and path.exists():

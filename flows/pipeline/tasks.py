@@ -1,8 +1,8 @@
 """The Prefect task that runs a stage, and the Prefect task that registers the model.
 
-Prefect adds retries, logs and the UI. The manifest decides whether a stage is finished. Only paths and plain values are
-passed to a task. No task uses Prefect's timeout, which can neither interrupt a thread nor end a child process; the
-launcher enforces the trainer's deadline. Only errors that may be temporary are retried.
+Prefect adds retries, logs and the UI. The manifest decides whether a stage is finished. No task uses Prefect's timeout,
+which can neither interrupt a thread nor end a child process; the launcher enforces the trainer's deadline. Only errors
+that may be temporary are retried.
 
 Cancelling a flow run sends SIGTERM to its process, and Prefect raises an exception for it in the task. The launcher
 then gives the trainer time to save, and ends it.
@@ -21,17 +21,18 @@ from prefect.cache_policies import NO_CACHE
 
 from dataset_builders.contracts.manifest import MANIFEST
 from dataset_builders.errors import InputError
-from dataset_builders.storage.store import StorePath, local_dir, location
+from dataset_builders.storage.store import StorePath, local_dir
 from flows.pipeline.config import PipelineConfig
-from flows.pipeline.graph import ArtifactRef, Needs, Node, open_place
+from flows.pipeline.plan import Plan
 from flows.pipeline.progress import display, show_rows
+from flows.pipeline.steps import Needs, Step
 from flows.pipeline.trainer_log import log_lines
 from flows.resources.dask_pool import with_cluster
 from flows.resources.limits import slot_of, wait_for_server
 from flows.resources.run_record import record_run
 from flows.tracking.config import refusals
 from flows.tracking.tracker import Tracker
-from stages.artifacts.artifact import Artifact, Input, StageResult, artifact_dir, stage_identity
+from stages.artifacts.artifact import Input, StageResult, artifact_dir, stage_identity
 from stages.artifacts.quarantine import reason_words
 from stages.artifacts.run_stage import run_stage, scratch_dir
 from stages.artifacts.workers import StageResources
@@ -72,38 +73,37 @@ _POLICY: dict[str, Any] = {
 }
 
 
-@task(task_run_name="{node.name}", **_POLICY)
-def stage_task(
-    config: PipelineConfig,
-    root: str,
-    tracking_run: str | None,
-    node: Node,
-    places: Mapping[str, ArtifactRef],
-    stop: threading.Event | None = None,
-) -> StageRun:
-    """Make or reuse the artifact of a node, and publish it to MLflow.
+@task(task_run_name="{name}", **_POLICY)
+def stage_task(plan: Plan, name: str, tracking_run: str | None, stop: threading.Event | None = None) -> None:
+    """Make or reuse the artifact of a step, and publish it to MLflow.
 
     Args:
-        places: role -> place of the input.
+        name: name of the step.
         stop: when it is set, the work ends with an error at its next progress.
     """
-    inputs = {role: open_place(place, role) for role, place in places.items()}
-    tracker = Tracker(location(root), tracking_run)
-    record_run(location(root), tracking_run)
-    stage = node.load()
-    identity = stage_identity(stage, node.config, inputs)
-    is_finished = (artifact_dir(location(root), stage, identity) / MANIFEST).is_file()
-    work_dir = scratch_dir(location(root), stage, identity)
-    with _resources(node, config, inputs, tracker, work_dir, stop or threading.Event()) as resources:
-        needs_slot = Needs.SLOT in node.needs and not is_finished
-        with slot_of(resources.cluster.limit, location(root)) if needs_slot else contextlib.nullcontext():
-            display().started(node.name)
-            result = run_stage(stage, node.config, inputs, location(root), resources)
+    step = plan.step(name)
+    stage, inputs, tracker = step.stage, step.read(), Tracker(plan.root, tracking_run)
+    record_run(plan.root, tracking_run)
+    identity = stage_identity(stage, step.config, inputs)
+    is_finished = (artifact_dir(plan.root, stage, identity) / MANIFEST).is_file()
+    work_dir = scratch_dir(plan.root, stage, identity)
+    with _resources(step, plan.config, inputs, tracker, work_dir, stop or threading.Event()) as resources:
+        needs_slot = Needs.SLOT in step.needs and not is_finished
+        with slot_of(resources.cluster.limit, plan.root) if needs_slot else contextlib.nullcontext():
+            display().started(name)
+            step.result = run_stage(stage, step.config, inputs, plan.root, resources)
         wait_for_server()
-        _report(node.name, result)
-    tracker.log_stage(result.artifact, result.reused, node.name, stage.dataset)
-    directory, seconds = str(result.artifact.dir), round(result.seconds, 2)
-    return StageRun(stage=node.name, dir=directory, reused=result.reused, seconds=seconds)
+        _report(name, step.result)
+    step.artifact = step.result.artifact
+    tracker.log_stage(step.artifact, step.result.reused, name, stage.dataset)
+
+
+def run_of(step: Step) -> StageRun:
+    """Return the result of a step of this run as plain values."""
+    result = step.result
+    return StageRun(
+        stage=step.name, dir=str(result.artifact.dir), reused=result.reused, seconds=round(result.seconds, 2)
+    )
 
 
 def _report(name: str, result: StageResult) -> None:
@@ -117,7 +117,7 @@ def _report(name: str, result: StageResult) -> None:
 
 @contextlib.contextmanager
 def _resources(
-    node: Node,
+    step: Step,
     config: PipelineConfig,
     inputs: Mapping[str, Input],
     tracker: Tracker,
@@ -133,10 +133,10 @@ def _resources(
 
     def on_progress(finished: int, total: int) -> None:
         if stop.is_set():
-            raise StoppedBeside(f"{node.name} was stopped, since a stage beside it ended the run")
-        display().progressed(node.name, finished, total)
+            raise StoppedBeside(f"{step.name} was stopped, since a stage beside it ended the run")
+        display().progressed(step.name, finished, total)
         if finished < total and is_due():
-            logger.info("%s: %s of %s", node.name, f"{finished:,}", f"{total:,}")
+            logger.info("%s: %s of %s", step.name, f"{finished:,}", f"{total:,}")
 
     resources = StageResources(
         num_workers=execution.num_workers or os.cpu_count() or 1,
@@ -146,13 +146,13 @@ def _resources(
         on_line=log_lines(),
     )
     with contextlib.ExitStack() as stack:
-        if Needs.WORKERS in node.needs:
+        if Needs.WORKERS in step.needs:
             resources = stack.enter_context(with_cluster(resources, execution))
-        if Needs.METRICS in node.needs:
+        if Needs.METRICS in step.needs:
             stack.enter_context(tracker.follow(work_dir / METRICS_JSONL))
             num_bins = inputs["bins"].manifest.stats["num_bins"]["train"]
             train = config.train.for_bins(num_bins)
-            resources = dataclasses.replace(resources, on_rows=_listener(node.name, train.num_steps))
+            resources = dataclasses.replace(resources, on_rows=_listener(step.name, train.num_steps))
         yield resources
 
 
@@ -183,30 +183,26 @@ def _every(seconds: float) -> Callable[[], bool]:
 
 
 @task(name="register", **_POLICY)
-def register_task(config: PipelineConfig, root: str, tracking_run: str | None, dirs: Mapping[str, str]) -> list[str]:
+def register_task(plan: Plan, tracking_run: str | None) -> list[str]:
     """Log the model and its scores in MLflow. If the scores pass the gates, register the model and push it to the
     repository that the recipe names.
-
-    Args:
-        dirs: stage -> directory, for "export", "evaluate", "release" and, if the recipe has them, "compare" and
-            "reload".
 
     Returns:
         one line per gate that failed; empty if the model was registered.
     """
-    artifacts = {stage: Artifact.load(location(directory)) for stage, directory in dirs.items()}
-    tracker, registry = Tracker(location(root), tracking_run), config.execution.registry
-    scores, why = artifacts["evaluate"].manifest.stats["scores"], {}
-    if "reload" in artifacts:
-        reloaded = artifacts["reload"].manifest.stats
-        scores = {**scores, OVERALL: {**scores[OVERALL], SAME_ANSWERS: reloaded[SAME_ANSWERS]}}
-        why = {SAME_ANSWERS: reloaded["reason"]}
-    gains = artifacts["compare"].manifest.stats["gains"] if "compare" in artifacts else None
+    tracker, registry = Tracker(plan.root, tracking_run), plan.config.execution.registry
+    evaluated, reloaded, compared = (plan.artifact(name) for name in ("evaluate", "reload", "compare"))
+    scores, why = evaluated.manifest.stats["scores"], {}
+    if reloaded is not None:
+        stats = reloaded.manifest.stats
+        scores = {**scores, OVERALL: {**scores[OVERALL], SAME_ANSWERS: stats[SAME_ANSWERS]}}
+        why = {SAME_ANSWERS: stats["reason"]}
+    gains = None if compared is None else compared.manifest.stats["gains"]
     failed_gates = refusals(registry.gates, flat_scores(scores), gains, why)
     for reason in failed_gates:
         get_run_logger().warning("the model is not registered: %s", reason)
-    name, hf_dir = config.mlflow_name, artifacts["release"].dir / HF_EXPORT
-    tracker.register(artifacts["export"], artifacts["evaluate"], hf_dir, name, failed_gates, scores)
+    hf_dir = plan.artifact("release").dir / HF_EXPORT
+    tracker.register(plan.artifact("export"), evaluated, hf_dir, plan.config.mlflow_name, failed_gates, scores)
     if registry.push_to is not None and not failed_gates:
         page = push_to_hub(local_dir(hf_dir), registry.push_to, registry.push_private)
         get_run_logger().info("the model is at %s", page)

@@ -84,7 +84,7 @@ class Tracker:
         """Add an artifact to the run: its pages, its curves, its comparison.
 
         Args:
-            name: name of the node in the pipeline, since a stage may run more than once; None for the stage's own name.
+            name: name of the step in the plan, since a stage may run more than once; None for the stage's own name.
             dataset: the artifact's use as data, for example "training"; None if it is not data.
         """
         manifest, name = artifact.manifest, name or artifact.manifest.stage

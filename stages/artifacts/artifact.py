@@ -46,11 +46,16 @@ class Artifact:
 
 @dataclass(frozen=True, slots=True)
 class External:
-    """An input that no stage made: a directory of the user, identified by a digest of its content."""
+    """An input that no stage made: a directory of the user, identified by a digest of its content.
+
+    Attributes:
+        states: file -> its state when it was digested, see `unchanged.state_of`; empty for raw data.
+    """
 
     dir: StorePath
     name: str
     digest: str
+    states: Mapping[Path, list[int]] = field(default_factory=dict, repr=False, compare=False)
 
     def parent(self) -> Parent:
         return Parent(name=self.name, fingerprint=self.digest, digest=self.digest)

@@ -14,10 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from dataset_builders.contracts.manifest import FileEntry, file_entry
-from dataset_builders.errors import MANIFEST, damaged
+from dataset_builders.errors import MANIFEST, InputError, damaged
 from dataset_builders.storage.store import StorePath, is_local, local_copy, local_dir
 from stages.artifacts.artifact import Artifact, Input
-from stages.artifacts.unchanged import digest_once
+from stages.artifacts.unchanged import digest_once, state_of
 from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT
 
 _HASHERS = 4  # files read at a time: one core digests 1.3 GB/s
@@ -52,15 +52,23 @@ def check_sizes(artifact: Artifact) -> None:
 
 
 def check_inputs(inputs: Mapping[str, Input]) -> None:
-    """Check a stage's inputs before it reads them: the sizes of all files, and the digests of all files except shards.
+    """Check a stage's inputs before it reads them: the sizes of all files of an artifact, and the digests of all its
+    files except shards; of an external input, that it is the one whose digest is in the identity of what is made.
 
     Raises:
-        DamagedFile: a file is missing or was changed.
+        DamagedFile: a file of an artifact is missing or was changed.
+        InputError: a file of an external input was changed since the run began.
     """
     for item in inputs.values():
         if isinstance(item, Artifact):
             check_sizes(item)
             _check_digests(item.dir, item.manifest.files, digest_once)
+            continue
+        for path, state in item.states.items():
+            if not path.is_file() or state_of(path) != state:
+                raise InputError(
+                    f"{path} was changed while this run went on; run the same command again to use it as it is now"
+                )
 
 
 def check_reused(artifact: Artifact, digest: Callable[[Path], str]) -> None:

@@ -25,9 +25,14 @@ _SETTLED_NS = 2 * 10**9
 _read: dict[tuple[str, int, int], tuple[list[int], str]] = {}  # (reader, device, inode) -> state, digest
 
 
-def _state(path: Path) -> tuple[int, list[int]]:
+def state_of(path: Path) -> list[int]:
+    """Return the state of a file.
+
+    Raises:
+        OSError: there is no such file.
+    """
     about = path.stat()
-    return about.st_dev, [about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns]
+    return [about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns]
 
 
 def digest_once(path: Path, read: Callable[[Path], str] = sha256_file) -> str:
@@ -36,7 +41,7 @@ def digest_once(path: Path, read: Callable[[Path], str] = sha256_file) -> str:
     Raises:
         OSError: there is no such file.
     """
-    device, state = _state(path)
+    device, state = path.stat().st_dev, state_of(path)
     key = (read.__qualname__, device, state[0])
     found = _read.get(key)
     if found is not None and found[0] == state:
@@ -63,7 +68,7 @@ class Whole:
 
     def digest(self, path: Path, read: Callable[[Path], str] = sha256_file) -> str:
         """Return the digest of a file; a stored digest of the same state is used without reading. See `digest_once`."""
-        _, state = _state(path)
+        state = state_of(path)
         kept = self._kept.get(str(path))
         digest = kept[-1] if isinstance(kept, list) and kept[:-1] == state else digest_once(path, read)
         if time.time_ns() - max(state[2:]) > _SETTLED_NS:

@@ -17,7 +17,7 @@ from dataset_builders.errors import InputError, in_ascii
 from dataset_builders.storage.store import local_dir
 from stages.artifacts.artifact import Artifact, External, Input
 from stages.artifacts.intact import check_written
-from stages.artifacts.unchanged import digest_once
+from stages.artifacts.unchanged import digest_once, state_of
 from stages.inputs.hf_directory import safetensors_header, weight_files
 from trainer.contract.names import ADAPTER_EXPORT
 from trainer.contract.peft import (
@@ -177,8 +177,9 @@ def adapter_input(path: Path) -> External:
     config = read_peft_config(path, f"adapter {path}")
     check_written(path)
     _read_header(path, config)
+    states = {path / name: state_of(path / name) for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)}
     digests = {name: digest_once(path / name) for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)}
-    return External(dir=path, name="adapter", digest=fingerprint(digests))
+    return External(dir=path, name="adapter", digest=fingerprint(digests), states=states)
 
 
 def adapter_dir_of(adapter: Input) -> Path:

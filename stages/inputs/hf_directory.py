@@ -20,7 +20,7 @@ from dataset_builders.storage.files import read_object
 from dataset_builders.storage.store import home_expanded, local_dir, location
 from stages.artifacts.artifact import Artifact, External, Input
 from stages.artifacts.intact import check_written
-from stages.artifacts.unchanged import digest_once
+from stages.artifacts.unchanged import digest_once, state_of
 from stages.inputs.remote_code import check_remote_code
 from trainer.contract.names import HF_EXPORT
 from trainer.contract.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -156,13 +156,14 @@ def processor_input(path: Path) -> External:
     ids = {key: value for key, value in config.items() if key.endswith("_token_id")}
     # If both files have settings, these are equal.
     names = [n for n in _PROCESSOR_FILES if (path / n).is_file()] + [f.name for f in [*image_settings(path)][-1:]]
+    states = {path / name: state_of(path / name) for name in ("config.json", *names)}
     identity = {
         "files": _digests(path, names),
         "ids": ids,
         "model_type": config["model_type"],
         "vocab_size": shape.language.vocab_size,
     }
-    return External(dir=path, name="processor", digest=fingerprint(identity))
+    return External(dir=path, name="processor", digest=fingerprint(identity), states=states)
 
 
 def model_input(path: Path) -> External:
@@ -172,9 +173,10 @@ def model_input(path: Path) -> External:
         DamagedFile: the model belongs to an artifact, and a file was changed.
     """
     names = {file.name for pattern in _MODEL_FILE_PATTERNS for file in path.glob(pattern) if file.is_file()}
+    states = {path / name: state_of(path / name) for name in names}
     digests = _digests(path, sorted(names))
     check_written(path)
-    return External(dir=path, name="hf_dir", digest=fingerprint(digests))
+    return External(dir=path, name="hf_dir", digest=fingerprint(digests), states=states)
 
 
 def count_parameters(path: Path) -> dict[str, int]:

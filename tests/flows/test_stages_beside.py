@@ -10,12 +10,14 @@ from prefect import flow
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.storage.store import StorePath
 from flows.pipeline import flow as module
-from flows.pipeline.flow import Runs, run_nodes
-from flows.pipeline.graph import NODES, PREPARE_DATA, TRAIN, Needs, Node, pipeline_nodes
+from flows.pipeline.flow import run_steps, stage_runs
+from flows.pipeline.plan import Plan
 from flows.pipeline.recipe import load_recipe
+from flows.pipeline.steps import PREPARE_DATA, TRAIN, Needs, Step
 from stages.artifacts.artifact import Stage, StageOutput
 from stages.artifacts.workers import StageResources
 from tests.helpers.patience import at_most
+from tests.helpers.plans import steps_of
 
 BOTH_RUN = threading.Barrier(2)
 ended: list[str] = []
@@ -48,36 +50,34 @@ def _run(config: Settings, inputs: Mapping[str, object], work: StorePath, resour
 STAGE = Stage("of_this_file", 1, _run)
 
 
-def stage(name: str, then: str = "", beside: str = "", needs: Needs = Needs.NOTHING, **inputs: str) -> Node:
-    return Node(name, f"{__name__}:STAGE", Settings(name=name, then=then), inputs, needs, beside)
+def step(name: str, then: str = "", beside: str = "", flow: str = PREPARE_DATA, needs: Needs = Needs.NOTHING) -> Step:
+    return Step(flow, name, STAGE, Settings(name=name, then=then), {}, needs, beside)
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
-    """Return a function that runs the first flow of a graph, given the nodes of both flows."""
+def run(tmp_path):
+    """Return a function that runs the first flow of a plan of these steps."""
 
-    def of_graph(data: list[Node], training: list[Node] = ()) -> tuple[Runs, dict[str, object]]:
-        for name, nodes in ((PREPARE_DATA, data), (TRAIN, training)):
-            monkeypatch.setitem(NODES, name, [lambda config, nodes=nodes: nodes])
-        places: dict[str, object] = {}
+    def of_steps(*steps: Step) -> list[str]:
+        plan = Plan.open(load_recipe(), tmp_path)
+        plan._steps = list(steps)
         ended.clear()
-        config = load_recipe().config
-        return flow(lambda: run_nodes(config, str(tmp_path), None, PREPARE_DATA, places), name="beside")(), places
+        flow(lambda: run_steps(plan, PREPARE_DATA, None), name="beside")()
+        return [run["stage"] for run in stage_runs(plan)]
 
     BOTH_RUN.reset()
-    monkeypatch.setitem(NODES, "evaluate", [])
-    return of_graph
+    return of_steps
 
 
 def test_two_stages_run_at_the_same_time(run):
-    runs, places = run([stage("rows"), stage("check", "meet", "bins", rows="rows"), stage("bins", "meet", rows="rows")])
-    assert list(runs) == ["rows", "check", "bins"], "the runs have the order of the graph"
-    assert set(places) == set(runs)
+    rows, check, bins = step("rows"), step("check", "meet", "bins"), step("bins", "meet")
+    check.inputs = bins.inputs = {"rows": rows}
+    assert run(rows, check, bins) == ["rows", "check", "bins"], "the runs have the order of the plan"
+    assert all(each.artifact is not None for each in (rows, check, bins))
 
 
 def test_a_stage_of_a_later_flow(run):
-    runs, places = run([stage("train", "meet")], [stage("answer_base", "meet", "train")])
-    assert list(runs) == list(places) == ["train", "answer_base"]
+    assert run(step("train", "meet"), step("answer_base", "meet", "train", TRAIN)) == ["train", "answer_base"]
 
 
 @pytest.mark.parametrize("failing", ["check", "bins"])
@@ -86,17 +86,16 @@ def test_a_failure_ends_the_run_after_both(run, failing):
     if failing == "check":
         then["bins"] = "meet"  # the main stage is not stopped: it may be a training of hours
     with pytest.raises(ValueError, match=f"{failing} failed"):
-        run([stage("check", then["check"], "bins"), stage("bins", then["bins"])])
+        run(step("check", then["check"], "bins"), step("bins", then["bins"]))
     assert set(ended) == {"check", "bins"}
 
 
 def test_a_stage_that_needs_a_slot_waits_for_its_turn(run, monkeypatch):
-    nodes = [stage("train", needs=Needs.SLOT)], [stage("answer_base", beside="train", needs=Needs.SLOT)]
     monkeypatch.setattr(module, "has_server", lambda: True)
-    runs, places = run(*nodes)
-    assert list(runs) == list(places) == ["train"]
+    steps = step("train", needs=Needs.SLOT), step("answer_base", "", "train", TRAIN, Needs.SLOT)
+    assert run(*steps) == ["train"]
 
 
 def test_stages_of_the_recipe_that_have_no_common_work():
-    beside = {node.name: node.beside for node in pipeline_nodes(load_recipe().config) if node.beside}
+    beside = {name: step.beside for name, step in steps_of(load_recipe().config).items() if step.beside}
     assert beside == {"contamination": "tokenize", "answer_base": "train"}

@@ -6,22 +6,22 @@ The command makes nothing.
 import argparse
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dataset_builders.contracts.feature_store import FeatureStore
 from dataset_builders.contracts.sample import SPLITS
 from dataset_builders.storage.store import StorePath, side_dir
-from flows.cli.check import recipe_of
 from flows.cli.init.fit import check_memory, fit_sizes
 from flows.cli.rows_plan import plan_rows, rows_table
 from flows.cli.text_table import bytes_text, print_table
 from flows.cli.vision_table import COLUMNS, NOTE, advice, is_worth_showing, vision_rows
 from flows.pipeline.config import PipelineConfig
-from flows.pipeline.graph import PlannedStage, first_lines, pipeline_nodes, plan_stages
+from flows.pipeline.plan import Plan, first_lines
+from flows.pipeline.steps import Step
 from stages.answer.job import answer_job
 from stages.answer.stage import answers_apart
-from stages.artifacts.artifact import Artifact, External, Input, stage_identity
+from stages.artifacts.artifact import Artifact, Input, stage_identity
 from stages.artifacts.run_stage import scratch_dir
 from stages.encode_images.stage import JOB_DIR as ENCODE_JOB_DIR
 from stages.export.carried import count_carried
@@ -42,7 +42,7 @@ from trainer.plan.placement import PlacementJob, current_placement, placements
 UNKNOWN = "known once the data is made"
 UNKNOWN_FINGERPRINT = "FINGERPRINT"
 RULER = "-" * 80
-# Node -> function that makes the node's job from its work directory.
+# Step -> function that makes its job from its work directory.
 _JOBS: dict[str, Callable[[Path], Job]] = {
     "encode_images": lambda work: trainer_job(work / ENCODE_JOB_DIR),
     "train": trainer_job,
@@ -54,102 +54,92 @@ _JOBS: dict[str, Callable[[Path], Job]] = {
 
 def plan_command(args: argparse.Namespace) -> int:
     """Print the plan."""
-    recipe = recipe_of(args)
+    plan = args.plan
+    config = plan.config
     if args.gpu_memory is not None:
         check_memory(args.gpu_memory)
-    planned, available = plan_stages(recipe.config, args.root)
+    why = plan.find_finished()
     is_terminal = sys.stdout.isatty()
-    print(f"recipe {recipe.name}, root {args.root}")
-    for line in first_lines(recipe.config):
+    print(f"recipe {plan.recipe}, root {plan.root}")
+    for line in first_lines(plan):
         print(line)
-    rows = [(stage.name, "reuse" if stage.artifact else "make", stage.why) for stage in planned]
+    rows = [(step.name, "reuse" if step.artifact else "make", why[step.name]) for step in plan.steps]
     print_table("Stages", ("stage", "", "why"), rows, is_terminal)
-    _print_rows(recipe.config, planned, available, args.root, is_terminal)
-    print_table("Size", ("", "value"), size_rows(recipe.config, available), is_terminal)
-    _print_adapters(recipe.config, available, is_terminal)
-    _print_vision(recipe.config, available, is_terminal)
-    num_made = sum(stage.artifact is None for stage in planned)
-    print(f"\n{num_made} of {len(planned)} stages would be made, {len(planned) - num_made} reused.")
+    _print_rows(plan, is_terminal)
+    print_table("Size", ("", "value"), size_rows(plan), is_terminal)
+    _print_adapters(plan, is_terminal)
+    _print_vision(plan, is_terminal)
+    num_made = sum(step.artifact is None for step in plan.steps)
+    print(f"\n{num_made} of {len(plan.steps)} stages would be made, {len(plan.steps) - num_made} reused.")
     if args.gpu_memory is not None:
-        _print_fits(recipe.config, available, args.gpu_memory, is_terminal)
-    if args.launcher or recipe.config.execution.cluster.launcher != "torchrun":
-        print_submission(recipe.config, args.root, planned, available)
+        _print_fits(plan, args.gpu_memory, is_terminal)
+    if args.launcher or config.execution.cluster.launcher != "torchrun":
+        print_submission(plan)
     return 0
 
 
-def _print_rows(
-    config: PipelineConfig,
-    planned: list[PlannedStage],
-    available: Mapping[str, Input],
-    root: StorePath,
-    is_terminal: bool,
-) -> None:
+def _print_rows(plan: Plan, is_terminal: bool) -> None:
     """Print a table of estimates from the first rows of each source, unless the samples are made already.
 
     Raises:
         InputError: a run would refuse the rows.
     """
-    converted = next(stage.artifact for stage in planned if stage.name == "convert")
-    if converted is not None:
+    if plan.artifact("convert") is not None:
         return
+    config = plan.config
     for role, source in config.sources.items():
-        plan = plan_rows(config, config.convert_config.readings[role], available[role].dir, available.get("model"))
+        found = plan_rows(config, config.convert_config.readings[role], plan.given[role].dir, plan.given.get("model"))
         title = "Rows" if len(config.sources) == 1 else f"Rows of {source}"
-        print_table(title, ("", "value"), rows_table(plan, config, root), is_terminal)
-        for line in plan.warnings:
+        print_table(title, ("", "value"), rows_table(found, config, plan.root), is_terminal)
+        for line in found.warnings:
             print(f"look at: {line}")
 
 
-def _print_fits(config: PipelineConfig, available: Mapping[str, Input], gigabytes: float, is_terminal: bool) -> None:
+def _print_fits(plan: Plan, gigabytes: float, is_terminal: bool) -> None:
     """Print a table of settings for training on one GPU: the memory that each takes, and whether it fits."""
-    room = check_memory(gigabytes)
+    room, seq_len = check_memory(gigabytes), plan.config.plan_bins.seq_len
     rows = [
-        (words, bytes_text(size), "yes" if size <= room else "no")
-        for words, size in fit_sizes(*_model(config, available), config.plan_bins.seq_len)
+        (words, bytes_text(size), "yes" if size <= room else "no") for words, size in fit_sizes(*_model(plan), seq_len)
     ]
-    title = f"One GPU of {gigabytes:g} GB, bins of {config.plan_bins.seq_len:,} tokens"
+    title = f"One GPU of {gigabytes:g} GB, bins of {seq_len:,} tokens"
     print_table(title, ("trained", "memory", "fits"), rows, is_terminal)
 
 
-def print_submission(
-    config: PipelineConfig, root: StorePath, planned: list[PlannedStage], available: Mapping[str, Input]
-) -> None:
+def print_submission(plan: Plan) -> None:
     """Print the exact text that the launcher would submit for the next stage that trains or answers."""
-    cluster = config.execution.cluster
-    names = [stage.name for stage in planned if stage.name in _JOBS and stage.artifact is None]
+    cluster = plan.config.execution.cluster
+    steps = [step for step in plan.steps if step.name in _JOBS and step.artifact is None]
     if not answers_apart(cluster):
-        names = [name for name in names if _JOBS[name] is not answer_job]
-    if not names:
+        steps = [step for step in steps if _JOBS[step.name] is not answer_job]
+    if not steps:
         print("\nNothing would be submitted: the training, its export and the answers are finished.")
         return
-    first, *others = (_JOBS[name](work_dir_of(name, config, root, available)) for name in names)
+    first, *others = (_JOBS[step.name](work_dir_of(step, plan.root)) for step in steps)
     text = make_launcher(cluster).plan(first)
     who = {"slurm": "sbatch gets", "kubernetes": "the cluster gets"}.get(cluster.launcher, "this machine runs")
     note = f" ({UNKNOWN_FINGERPRINT}: {UNKNOWN})" if UNKNOWN_FINGERPRINT in first.name else ""
-    print(f"\nFor {names[0]}, {who}{note}:\n{RULER}\n{text}", end="" if text.endswith("\n") else "\n")
+    print(f"\nFor {steps[0].name}, {who}{note}:\n{RULER}\n{text}", end="" if text.endswith("\n") else "\n")
     print(RULER)
-    for name, job in zip(names[1:], others):
-        print(f"For {name} the same, with {' '.join(job.arguments)}")
+    for step, job in zip(steps[1:], others):
+        print(f"For {step.name} the same, with {' '.join(job.arguments)}")
 
 
-def work_dir_of(name: str, config: PipelineConfig, root: StorePath, available: Mapping[str, Input]) -> Path:
+def work_dir_of(step: Step, root: StorePath) -> Path:
     """Return the directory in which a stage will work. An unknown fingerprint becomes UNKNOWN_FINGERPRINT."""
-    (node,) = (node for node in pipeline_nodes(config) if node.name == name)
-    stage = node.load()
-    if all(source in available for source in node.inputs.values()):
-        return Path(scratch_dir(root, stage, stage_identity(stage, node.config, node.read(available)))).resolve()
-    return Path(side_dir(root) / "scratch" / f"{stage.name}-{UNKNOWN_FINGERPRINT}").resolve()
+    if step.missing() is None:
+        return Path(scratch_dir(root, step.stage, stage_identity(step.stage, step.config, step.read()))).resolve()
+    return Path(side_dir(root) / "scratch" / f"{step.stage.name}-{UNKNOWN_FINGERPRINT}").resolve()
 
 
-def size_rows(config: PipelineConfig, available: Mapping[str, Input]) -> list[tuple[str, str]]:
+def size_rows(plan: Plan) -> list[tuple[str, str]]:
     """Return (name, value) of samples, bins, steps, epochs, parameters and memory, as far as they are known now."""
-    bins, job = available.get("plan_bins"), _placement_job(config, available)
+    config, bins, job = plan.config, plan.artifact("plan_bins"), _placement_job(plan)
     parts = job.shape.parameters
     memory = current_placement(job).memory
     active = job.shape.active_parameters
     active = f", {active:,} of them for a token" if active < sum(parts.values()) else ""
     return [
-        ("samples", _samples(available.get("tokenize"))),
+        ("samples", _samples(plan.artifact("tokenize"))),
         ("bins", _bins(bins)),
         ("steps", _steps(job.train, config.plan_bins.seq_len)),
         ("epochs", _epochs(bins, job.train)),
@@ -160,8 +150,8 @@ def size_rows(config: PipelineConfig, available: Mapping[str, Input]) -> list[tu
         ),
         *_adapters(job),
         *_layers(job.parallel, job.pieces, bins),
-        *_features(config, job.shape, available),
-        *_carried(available.get("model"), job.train),
+        *_features(plan, job.shape),
+        *_carried(plan.given.get("model"), job.train),
         *_mtp(job),
         (
             "memory",
@@ -175,7 +165,7 @@ def size_rows(config: PipelineConfig, available: Mapping[str, Input]) -> list[tu
 
 def _carried(model: Input | None, train: TrainConfig) -> list[tuple[str, str]]:
     """Return a row if the model has tensors that are exported without being trained."""
-    carried = count_carried(hf_dir_of(model), train) if isinstance(model, External) else {}
+    carried = {} if model is None else count_carried(hf_dir_of(model), train)
     names = ", ".join(f"{number} tensors {prefix}*" for prefix, number in carried.items())
     return [("carried", f"{names}: exported as they are, not trained")] if carried else []
 
@@ -197,40 +187,39 @@ def _mtp(job: PlacementJob) -> list[tuple[str, str]]:
 _RUNTIME = "0.5 to 1 GB"
 
 
-def _placement_job(config: PipelineConfig, available: Mapping[str, Input]) -> PlacementJob:
+def _placement_job(plan: Plan) -> PlacementJob:
     """Return the model, its layout and the mean bin. Without bins, the mean bin is an assumption."""
-    plan, bins = config.plan_bins, available.get("plan_bins")
-    stats = bins.manifest.stats if isinstance(bins, Artifact) else {}
-    family, shape = _model(config, available)
+    config, settings, bins = plan.config, plan.config.plan_bins, plan.artifact("plan_bins")
+    stats = {} if bins is None else bins.manifest.stats
+    family, shape = _model(plan)
     return PlacementJob(
         shape=shape,
         parallel=config.execution.parallel,
         train=_train(config, bins),
         processes=config.execution.cluster.processes,
-        seq_len=plan.seq_len,
-        max_patches=plan.max_patches,
-        work=mean_work(plan.seq_len, plan.model_dump(), stats),
+        seq_len=settings.seq_len,
+        max_patches=settings.max_patches,
+        work=mean_work(settings.seq_len, settings.model_dump(), stats),
         is_cached=config.encode_images is not None,
         adapters=adapter_sizes(config.train, family, shape),
     )
 
 
-def _train(config: PipelineConfig, bins: Input | None) -> TrainConfig:
+def _train(config: PipelineConfig, bins: Artifact | None) -> TrainConfig:
     """Return the settings of the training, with the number of steps if the bins are known."""
-    return (
-        config.train.for_bins(bins.manifest.stats["num_bins"]["train"]) if isinstance(bins, Artifact) else config.train
-    )
+    return config.train if bins is None else config.train.for_bins(bins.manifest.stats["num_bins"]["train"])
 
 
-def _model(config: PipelineConfig, available: Mapping[str, Input]) -> tuple[Family, ModelShape]:
+def _model(plan: Plan) -> tuple[Family, ModelShape]:
+    config = plan.config
     if isinstance(config.model, str):
-        return read_model(available["model"].dir, config.train)
+        return read_model(plan.given["model"].dir, config.train)
     return get_family(config.model.family), config.model.shape
 
 
-def _print_adapters(config: PipelineConfig, available: Mapping[str, Input], is_terminal: bool) -> None:
+def _print_adapters(plan: Plan, is_terminal: bool) -> None:
     """Print a table of the modules that each target adapts, if adapters are trained."""
-    if config.train.adapter is None:
+    if plan.config.train.adapter is None:
         return
     rows = [
         (
@@ -239,7 +228,7 @@ def _print_adapters(config: PipelineConfig, available: Mapping[str, Input], is_t
             (found.modules or ("none in this model",))[0],
             f"{found.parameters:,}",
         )
-        for found in list_matches(config.train, *_model(config, available))
+        for found in list_matches(plan.config.train, *_model(plan))
     ]
     print_table("Adapters", ("target", "modules", "first", "parameters"), rows, is_terminal)
 
@@ -252,20 +241,19 @@ def _adapters(job: PlacementJob) -> list[tuple[str, str]]:
     return [("trained", f"{number:,} beside these ({number / base:.3%}): {adapter.kind} of rank {adapter.rank}")]
 
 
-def _print_vision(config: PipelineConfig, available: Mapping[str, Input], is_terminal: bool) -> None:
+def _print_vision(plan: Plan, is_terminal: bool) -> None:
     """Print where images can be encoded, with the assumptions and the advice, if there is a choice."""
-    job = _placement_job(config, available)
+    job = _placement_job(plan)
     if is_worth_showing(job, choices := placements(job)):
-        title = f"Vision{_if_full(available.get('plan_bins'))}"
-        print_table(title, COLUMNS, vision_rows(choices), is_terminal)
+        print_table(f"Vision{_if_full(plan.artifact('plan_bins'))}", COLUMNS, vision_rows(choices), is_terminal)
         print(f"\n{NOTE}\n{advice(choices)}")
 
 
-def _if_full(bins: Input | None) -> str:
-    return "" if isinstance(bins, Artifact) else f" (if bins were full; for these bins {UNKNOWN})"
+def _if_full(bins: Artifact | None) -> str:
+    return f" (if bins were full; for these bins {UNKNOWN})" if bins is None else ""
 
 
-def _layers(parallel: ParallelConfig, pieces: Sequence[range], bins: Input | None) -> list[tuple[str, str]]:
+def _layers(parallel: ParallelConfig, pieces: Sequence[range], bins: Artifact | None) -> list[tuple[str, str]]:
     """Return a row of the layers per rank if there is pipeline parallelism."""
     if parallel.pp == 1:
         return []
@@ -273,19 +261,20 @@ def _layers(parallel: ParallelConfig, pieces: Sequence[range], bins: Input | Non
     return [("layers", f"{', '.join(ranks)} by pipeline rank{_if_full(bins)}")]
 
 
-def _features(config: PipelineConfig, shape: ModelShape, available: Mapping[str, Input]) -> list[tuple[str, str]]:
+def _features(plan: Plan, shape: ModelShape) -> list[tuple[str, str]]:
     """Return a row of the size of the image features if images are encoded once, before the training."""
-    if config.encode_images is None:
+    settings = plan.config.encode_images
+    if settings is None:
         return []
-    store = FeatureStore(dtype=config.encode_images.dtype, width=shape.feature_width)
+    store = FeatureStore(dtype=settings.dtype, width=shape.feature_width)
     levels = f" ({1 + shape.num_deepstack} x {shape.language.hidden_size:,} numbers)"
     each = f"{store.token_bytes:,} bytes per image token in {store.dtype}{levels}"
-    encoded, tokenized = available.get("encode_images"), available.get("tokenize")
-    if isinstance(encoded, Artifact):
+    encoded, tokenized = plan.artifact("encode_images"), plan.artifact("tokenize")
+    if encoded is not None:
         stats = encoded.manifest.stats
         images = f"{stats['image_tokens']:,} tokens of {stats['distinct_images']:,} distinct images"
         return [("image features", f"{each}; {bytes_text(stats['bytes'])} for {images}")]
-    if isinstance(tokenized, Artifact):
+    if tokenized is not None:
         tokens = tokenized.manifest.stats["total"]["num_patches"] // shape.vision.spatial_merge_size**2
         return [("image features", f"{each}; {bytes_text(tokens * store.token_bytes)} if no image occurs twice")]
     return [("image features", f"{each}; in all {UNKNOWN}")]
@@ -305,8 +294,8 @@ def _host_memory(config: PipelineConfig, job: PlacementJob) -> list[tuple[str, s
     ]
 
 
-def _samples(tokenized: Input | None) -> str:
-    if not isinstance(tokenized, Artifact):
+def _samples(tokenized: Artifact | None) -> str:
+    if tokenized is None:
         return UNKNOWN
     counts = {"train": 0, "heldout": 0}
     for shard in tokenized.manifest.shards:
@@ -315,8 +304,8 @@ def _samples(tokenized: Input | None) -> str:
     return f"{counts['train']:,} train, {counts['heldout']:,} held-out, {skipped:,} left out"
 
 
-def _bins(bins: Input | None) -> str:
-    if not isinstance(bins, Artifact):
+def _bins(bins: Artifact | None) -> str:
+    if bins is None:
         return UNKNOWN
     stats = bins.manifest.stats
     fraction = stats.get("padding_fraction")
@@ -352,7 +341,7 @@ def _steps(train: TrainConfig, seq_len: int) -> str:
     return f"{steps:,} of {batch} bins of {seq_len:,} tokens (up to {steps * batch * seq_len:,} tokens)"
 
 
-def _epochs(bins: Input | None, train: TrainConfig) -> str:
-    if not isinstance(bins, Artifact):
+def _epochs(bins: Artifact | None, train: TrainConfig) -> str:
+    if bins is None:
         return UNKNOWN if train.num_epochs is None else f"{train.num_epochs:g}"
     return f"{train.num_steps * train.global_batch_size / max(1, bins.manifest.stats['num_bins']['train']):.2f}"

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from dataset_builders.errors import InputError
+from flows.cli.check import open_plan
 from flows.cli.commands import plan
-from flows.pipeline.graph import pipeline_nodes
+from flows.pipeline.plan import Plan
 from flows.pipeline.recipe import load_recipe
 from stages.artifacts.run_stage import run_stage
 from stages.artifacts.workers import StageResources
@@ -25,11 +26,12 @@ HEADER = f"execution.cluster.job_file={INFRA}/slurm/header.sbatch"
 @pytest.fixture(scope="module")
 def with_data(tmp_path_factory) -> tuple[Path, dict]:
     """Make a root whose data stages are finished, and return their artifacts."""
-    root, config, found = tmp_path_factory.mktemp("root"), load_recipe("embedded", OVERRIDES).config, {}
-    for node in pipeline_nodes(config):
-        if node.name == "train":
+    root, found = tmp_path_factory.mktemp("root"), {}
+    for step in Plan.open(load_recipe("embedded", OVERRIDES), root).steps:
+        if step.name == "train":
             return root, found
-        found[node.name] = run_stage(node.load(), node.config, node.read(found), root, StageResources()).artifact
+        step.artifact = run_stage(step.stage, step.config, step.read(), root, StageResources()).artifact
+        found[step.name] = step.artifact
     raise AssertionError
 
 
@@ -38,6 +40,7 @@ def shown(capsys, root: Path, launcher: str | None, *overrides: str) -> str:
     args = argparse.Namespace(
         gpu_memory=None, recipe="embedded", overrides=[*OVERRIDES, *overrides], root=root, launcher=launcher
     )
+    open_plan(args)
     assert plan.plan_command(args) == 0
     parts = capsys.readouterr().out.split(plan.RULER + "\n")
     return parts[1] if len(parts) > 1 else ""
@@ -99,6 +102,7 @@ def test_before_the_data_is_made_the_unknown_part_of_a_path_is_named(capsys, tmp
 def test_the_other_jobs_are_named(tmp_path, capsys):
     overrides = [*OVERRIDES, HEADER]
     args = argparse.Namespace(gpu_memory=None, recipe="embedded", overrides=overrides, root=tmp_path, launcher="slurm")
+    open_plan(args)
     assert plan.plan_command(args) == 0
     others = capsys.readouterr().out.split(plan.RULER + "\n")[2].splitlines()
     answering = f"the same, with -m stages.answer.worker {tmp_path}/scratch/answer-FINGERPRINT/job/job.json"

@@ -4,13 +4,14 @@ from dataset_builders.contracts.manifest import Manifest
 from flows.cli.commands.plan import size_rows
 from flows.cli.main import main
 from flows.pipeline.recipe import load_recipe
-from stages.artifacts.artifact import Artifact, External
+from stages.artifacts.artifact import Artifact
+from tests.helpers.plans import unopened
 from tests.helpers.tiny_hybrid_model import hybrid_hf_dir, mtp_hf_dir
 from tests.helpers.tiny_model import tiny_hf_dir
 
 
-def rows_of(*overrides: str, **available: object) -> dict[str, str]:
-    return dict(size_rows(load_recipe("embedded", list(overrides)).config, available))
+def rows_of(*overrides: str, **artifacts: Artifact) -> dict[str, str]:
+    return dict(size_rows(unopened(load_recipe("embedded", list(overrides)).config, **artifacts)))
 
 
 def host_memory(*overrides: str) -> str | None:
@@ -58,17 +59,13 @@ def test_the_time_of_a_large_model_is_told_for_an_h200():
 def test_tensors_that_are_carried_are_named():
     carried = "2 tensors mtp.*: exported as they are, not trained"
     for hf_dir, said in ((hybrid_hf_dir(), carried), (tiny_hf_dir(), None)):
-        config = load_recipe("embedded", [f"model={hf_dir}"]).config
-        rows = dict(size_rows(config, {"model": External(dir=hf_dir, name="hf_dir", digest="0" * 16)}))
-        assert rows.get("carried") == said
+        assert rows_of(f"model={hf_dir}").get("carried") == said
 
 
 def test_multi_token_prediction_that_is_trained_is_no_longer_carried():
     rows = {}
     for factor in (0, 0.1):
-        config = load_recipe("embedded", [f"model={mtp_hf_dir()}", f"train.mtp_loss_scaling_factor={factor}"]).config
-        model = External(dir=mtp_hf_dir(), name="hf_dir", digest="0" * 16)
-        rows[factor] = dict(size_rows(config, {"model": model}))
+        rows[factor] = rows_of(f"model={mtp_hf_dir()}", f"train.mtp_loss_scaling_factor={factor}")
     assert rows[0]["carried"] == "15 tensors mtp.*: exported as they are, not trained" and "mtp" not in rows[0]
     assert "carried" not in rows[0.1]
     assert rows[0.1]["mtp"] == "65,920 of the parameters, 23.5% of a step's FLOPs"

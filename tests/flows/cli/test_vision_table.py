@@ -2,12 +2,14 @@
 
 import dataclasses
 import re
+from argparse import Namespace
 
 import pytest
 
 from flows.cli.commands import plan
 from flows.cli.vision_table import COLUMNS, advice, is_worth_showing, vision_rows
-from flows.pipeline.recipe import Recipe, load_recipe
+from flows.pipeline.plan import Plan
+from flows.pipeline.recipe import load_recipe
 from tests.helpers.shapes import QWEN_2B
 from tests.stages.test_estimate import frozen, training
 from tests.trainer.plan.test_pieces import MIX
@@ -44,10 +46,9 @@ def rows_of(one: PlacementJob) -> list[dict[str, str]]:
     return [dict(zip(COLUMNS, row, strict=True)) for row in vision_rows(placements(one))]
 
 
-def plan_of(capsys, monkeypatch, tmp_path, *overrides: str) -> str:
-    recipe: Recipe = load_recipe("embedded", list(overrides))
-    monkeypatch.setattr(plan, "recipe_of", lambda args: recipe)
-    args = type("Arguments", (), {"root": tmp_path, "launcher": None, "gpu_memory": None})
+def plan_of(capsys, tmp_path, *overrides: str) -> str:
+    opened = Plan.open(load_recipe("embedded", list(overrides)), tmp_path)
+    args = Namespace(plan=opened, launcher=None, gpu_memory=None)
     assert plan.plan_command(args) == 0
     return capsys.readouterr().out
 
@@ -138,8 +139,8 @@ def test_all_settings_that_the_advice_takes_are_named():
         ((*REAL, "execution.cluster.processes=2", "execution.parallel.pp=2"), True),
     ],
 )
-def test_it_is_shown_where_ranks_share_a_model_or_vision_is_large(capsys, monkeypatch, tmp_path, overrides, is_shown):
-    text = plan_of(capsys, monkeypatch, tmp_path, *overrides)
+def test_it_is_shown_where_ranks_share_a_model_or_vision_is_large(capsys, tmp_path, overrides, is_shown):
+    text = plan_of(capsys, tmp_path, *overrides)
     assert ("\nVision (if bins were full; for these bins known once the data is made)\n" in text) is is_shown
     assert ("\nAdvice: " in text) is is_shown and ("TFLOP/s per GPU" in text) is is_shown
     assert text.index("Size") < text.index("stages would be made")

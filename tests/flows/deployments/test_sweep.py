@@ -106,11 +106,11 @@ def test_a_run_that_fails_does_not_stop_the_others(small_run, tmp_path, capsys, 
 
     real, started = module.vlm_sft, []
 
-    def first_fails(config, *rest):
-        started.append(config.train.optim.lr)
-        if config.train.optim.lr == 0.003:
+    def first_fails(plan):
+        started.append(plan.config.train.optim.lr)
+        if plan.config.train.optim.lr == 0.003:
             raise RuntimeError("disk full while export wrote; make room and run again\nmore")
-        return real(config, *rest)
+        return real(plan)
 
     monkeypatch.setattr(module, "vlm_sft", first_fails)
     assert sweep(small_run.copy(tmp_path), ["train.optim.lr=[3e-3,2e-3]", "train.seed=[0]"]) == 1

@@ -1,4 +1,4 @@
-"""A new stage needs only a folder and one node: a run treats `word_count`, which is in this folder, like all stages."""
+"""A new stage needs only a folder and one step: a run treats `word_count`, which is in this folder, like all stages."""
 
 import json
 import re
@@ -8,22 +8,24 @@ import pytest
 from prefect.client.orchestration import get_client
 
 from flows.cli.main import main
-from flows.pipeline.graph import NODES, PREPARE_DATA, Needs, Node
+from flows.pipeline import plan
+from flows.pipeline.steps import PREPARE_DATA, Needs, Step, make_steps
 from flows.tracking.store import connect
-from tests.flows.pipeline.word_count.stage import WordCountConfig
+from tests.flows.pipeline.word_count.stage import STAGE, WordCountConfig
 from tests.helpers.service import wait_for
 from tests.helpers.small_run import athanor
 
-STAGE = "tests.flows.pipeline.word_count.stage:STAGE"
-
-
-def nodes(config):
-    yield Node("word_count", STAGE, WordCountConfig(), {"samples": "convert"}, Needs.WORKERS)
-
 
 @pytest.fixture(autouse=True)
-def in_the_graph(monkeypatch):
-    monkeypatch.setitem(NODES, PREPARE_DATA, [*NODES[PREPARE_DATA], nodes])
+def in_the_plan(monkeypatch):
+    def with_count(config, given):
+        steps = make_steps(config, given)
+        at = next(i for i, step in enumerate(steps) if step.flow != PREPARE_DATA)
+        (samples,) = (step for step in steps if step.name == "convert")
+        count = Step(PREPARE_DATA, "word_count", STAGE, WordCountConfig(), {"samples": samples}, Needs.WORKERS)
+        return [*steps[:at], count, *steps[at:]]
+
+    monkeypatch.setattr(plan, "make_steps", with_count)
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,10 @@ from dataset_builders.sources.registry import BUILDERS, get_builder
 from flows.cli.commands.plan import size_rows
 from flows.pipeline.config import EMBEDDED_RECIPES, PipelineConfig
 from flows.pipeline.explain import submodels
-from flows.pipeline.graph import check_model, open_inputs, open_place, pipeline_nodes, place_of, release_config
+from flows.pipeline.plan import Plan, check_model
 from flows.pipeline.recipe import RECIPES, known_recipes, load_recipe, whole_recipes
+from flows.pipeline.steps import release_config
+from tests.helpers.plans import sources_of, steps_of, unopened
 from tests.helpers.tiny_model import tiny_hf_dir
 from tests.helpers.tiny_text_model import text_hf_dir
 from trainer.contract.adapter import AdapterConfig
@@ -83,7 +85,7 @@ ROOM = {"24gb": 22.6e9, "80gb": 80e9, "8x80gb": 80e9}  # bytes of a GPU besides 
 def test_a_recipe_of_a_gpu_fits_it_by_estimate(name):
     config = load_recipe(name).config
     config = load_recipe(name, changes={"model": {"variant": PUBLISHED[config.model], "seed": 0}}).config
-    memory = float(dict(size_rows(config, {}))["memory"].split()[1]) * 1e9
+    memory = float(dict(size_rows(unopened(config)))["memory"].split()[1]) * 1e9
     assert 0.4 * ROOM[name.split("_")[1]] < memory < ROOM[name.split("_")[1]]
 
 
@@ -270,10 +272,10 @@ def test_an_override_has_a_form(override):
 
 def test_the_layout_is_checked_against_a_models_directory_before_any_work(tmp_path):
     overrides = [f"model={tiny_hf_dir()}", "execution.parallel.tp=4", "execution.cluster.processes=4"]
-    config = load_recipe(overrides=[*overrides, "train.global_batch_size=4"]).config
+    recipe = load_recipe(overrides=[*overrides, "train.global_batch_size=4"])
     words = r"execution\.parallel\.tp=4 does not divide .*num_kv_heads=2; try execution\.parallel\.tp=2"
     with pytest.raises(InputError, match=words):
-        open_inputs(config, tmp_path)
+        Plan.open(recipe, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -348,22 +350,22 @@ CACHED = ["encode_images.dtype=bfloat16", "train.vision.frozen=true", "train.mer
 
 def test_features_are_made_before_a_training_that_reads_them():
     config = load_recipe(overrides=CACHED).config
-    nodes = {node.name: node for node in pipeline_nodes(config)}
-    names = list(nodes)
+    steps = steps_of(config)
+    names = list(steps)
     assert names.index("plan_bins") < names.index("encode_images") < names.index("train")
-    assert nodes["train"].inputs["features"] == "encode_images"
-    assert nodes["encode_images"].inputs == {"model": "embedded_model", "tokenized": "tokenize"}
-    assert nodes["encode_images"].config.precision == "float32"
+    assert sources_of(steps["train"])["features"] == "encode_images"
+    assert sources_of(steps["encode_images"]) == {"model": "embedded_model", "tokenized": "tokenize"}
+    assert steps["encode_images"].config.precision == "float32"
     short = load_recipe(overrides=[*CACHED, "train.precision=float8"]).config
-    assert {node.name: node for node in pipeline_nodes(short)}["encode_images"].config.precision == "bfloat16"
+    assert steps_of(short)["encode_images"].config.precision == "bfloat16"
 
 
 def test_without_features_all_is_as_it_was():
     config = load_recipe().config
     assert "encode_images" not in config.identity()
     assert "encode_images" in load_recipe(overrides=CACHED).config.identity()
-    nodes = {node.name: node for node in pipeline_nodes(config)}
-    assert "encode_images" not in nodes and nodes["train"].inputs.keys() == {"model", "tokenized", "bins"}
+    steps = steps_of(config)
+    assert "encode_images" not in steps and steps["train"].inputs.keys() == {"model", "tokenized", "bins"}
     assert load_recipe(overrides=["encode_images=null"]).differs == {}
 
 
@@ -375,18 +377,18 @@ def test_a_trained_encoder_is_not_computed_once(part, tmp_path):
             rf"train\.{part}\.frozen=false changes what they become; set train\.{part}\.frozen=true, or encode_images"
         )
         with pytest.raises(InputError, match=words):
-            open_inputs(load_recipe(overrides=[*overrides, *model]).config, tmp_path)
+            Plan.open(load_recipe(overrides=[*overrides, *model]), tmp_path)
 
 
 def test_a_model_of_text_alone_has_nothing_to_encode(tmp_path):
     overrides = [*CACHED, f"model={text_hf_dir()}"]
     with pytest.raises(InputError, match="a qwen3 model has no vision encoder for it; set encode_images=null"):
-        open_inputs(load_recipe(overrides=overrides).config, tmp_path)
+        Plan.open(load_recipe(overrides=overrides), tmp_path)
 
 
 def test_features_leave_nothing_to_deal(tmp_path):
     with pytest.raises(InputError, match=r"set execution\.parallel\.vision=first_rank, or encode_images=null"):
-        open_inputs(load_recipe(overrides=[*CACHED, "execution.parallel.vision=dealt"]).config, tmp_path)
+        Plan.open(load_recipe(overrides=[*CACHED, "execution.parallel.vision=dealt"]), tmp_path)
 
 
 ADAPTED = ["train.adapter.rank=4", "train.adapter.alpha=8"]
@@ -399,15 +401,14 @@ def test_an_adapter_to_go_on_from_is_an_input_of_the_training(tmp_path):
     written = json.dumps(peft_config(AdapterConfig(rank=4, alpha=8), ["q_proj"], []))
     (tmp_path / "start" / ADAPTER_CONFIG).write_text(written)
     started = [*ADAPTED, f"start_adapter={tmp_path / 'start'}"]
-    config = load_recipe(overrides=started).config
-    assert config.identity()["start_adapter"] == str(tmp_path / "start")
-    nodes = {node.name: node for node in pipeline_nodes(config)}
-    assert nodes["train"].inputs["adapter"] == "adapter" and "start" not in str(nodes["train"].config)
-    (place,) = [place_of(item) for name, item in open_inputs(config, tmp_path).items() if name == "adapter"]
-    assert open_place(place, "adapter").digest == place.digest and place.external == "adapter"
+    recipe = load_recipe(overrides=started)
+    assert recipe.config.identity()["start_adapter"] == str(tmp_path / "start")
+    plan = Plan.open(recipe, tmp_path)
+    training = plan.step("train")
+    assert training.inputs["adapter"] is plan.given["adapter"] and "start" not in str(training.config)
     without = load_recipe(overrides=ADAPTED).config
     assert "start_adapter" not in without.identity()
-    assert "adapter" not in {node.name: node for node in pipeline_nodes(without)}["train"].inputs
+    assert "adapter" not in steps_of(without)["train"].inputs
 
 
 @pytest.mark.parametrize(
@@ -420,18 +421,17 @@ def test_an_adapter_to_go_on_from_is_an_input_of_the_training(tmp_path):
 )
 def test_an_adapter_that_is_none_is_refused_before_anything(overrides, words, tmp_path):
     with pytest.raises(InputError, match=words):
-        open_inputs(load_recipe(overrides=[text.format(start=tmp_path) for text in overrides]).config, tmp_path)
+        Plan.open(load_recipe(overrides=[text.format(start=tmp_path) for text in overrides]), tmp_path)
 
 
 def test_what_answers_for_adapters_is_the_merged_model_or_the_base_with_them_beside_it():
     merged, beside = (
-        {node.name: node for node in pipeline_nodes(load_recipe("embedded", [*ADAPTED, *more]).config)}
-        for more in ((), ("evaluate.adapter=beside",))
+        steps_of(load_recipe("embedded", [*ADAPTED, *more]).config) for more in ((), ("evaluate.adapter=beside",))
     )
-    assert merged["answer"].inputs == {"hf": "export", "samples": "convert"}
+    assert sources_of(merged["answer"]) == {"hf": "export", "samples": "convert"}
     source = {"hf": "embedded_model", "samples": "convert", "tokenized": "tokenize"}
-    assert beside["answer"].inputs == source | {"adapter": "export"}
-    assert beside["answer_base"].inputs == merged["answer_base"].inputs == source
+    assert sources_of(beside["answer"]) == source | {"adapter": "export"}
+    assert sources_of(beside["answer_base"]) == sources_of(merged["answer_base"]) == source
     assert beside["answer"].config == merged["answer"].config  # the same questions
     for name in ("evaluate", "evaluate_base"):
         assert beside[name].config == merged[name].config
@@ -490,11 +490,11 @@ NO_BUILDER = ("convert.builder=null", "convert.options={}")
 
 def test_several_sources_are_inputs_of_convert_and_their_shares_are_the_bins():
     config = load_recipe("embedded", NO_BUILDER, {"data": [ONE, OTHER]}).config
-    nodes = {node.name: node for node in pipeline_nodes(config)}
-    assert nodes["convert"].inputs == {"raw-a": "raw-a", "raw-b": "raw-b"} and "embedded_data" not in nodes
-    dumped = nodes["convert"].config.model_dump(mode="json")
+    steps = steps_of(config)
+    assert sources_of(steps["convert"]) == {"raw-a": "raw-a", "raw-b": "raw-b"} and "embedded_data" not in steps
+    dumped = steps["convert"].config.model_dump(mode="json")
     assert dumped["sources"]["b"]["options"] == {"turns": "chat"} and "/a" not in str(dumped)
-    assert nodes["plan_bins"].config.shares == {"a": 2.0}
+    assert steps["plan_bins"].config.shares == {"a": 2.0}
     assert release_config(config).datasets == ["/a", "s3://bucket/b"] and config.mlflow_name == "athanor-a-b"
 
 

@@ -14,7 +14,10 @@ import filelock
 import pytest
 
 from dataset_builders.contracts.manifest import load_manifest
+from flows.cli.commands.plan import work_dir_of
 from flows.cli.main import main
+from flows.pipeline.plan import Plan
+from flows.pipeline.recipe import load_recipe
 from flows.tracking.store import connect
 from tests.flows.pipeline.damages import KINDS, account
 from tests.helpers.small_run import SMALL, athanor, error_line, stand_in_trainer
@@ -268,16 +271,9 @@ class _Freer(logging.Handler):
 
 
 def _train_lock(root: Path, changes: dict[str, object]) -> Path:
-    from flows.pipeline.graph import plan_stages
-    from flows.pipeline.recipe import load_recipe
-    from stages.artifacts.artifact import stage_identity
-    from stages.artifacts.run_stage import scratch_dir
-    from stages.train.stage import STAGE as stage
-
-    config = load_recipe(overrides=[f"{k}={v}" for k, v in {**SMALL, **changes}.items()]).config
-    _, found = plan_stages(config, root)
-    inputs = {"model": found["embedded_model"], "tokenized": found["tokenize"], "bins": found["plan_bins"]}
-    work = scratch_dir(root, stage, stage_identity(stage, config.train, inputs))
+    plan = Plan.open(load_recipe(overrides=[f"{k}={v}" for k, v in {**SMALL, **changes}.items()]), root)
+    plan.find_finished()
+    work = work_dir_of(plan.step("train"), root)
     work.parent.mkdir(exist_ok=True)
     return work.with_name(work.name + ".lock")
 

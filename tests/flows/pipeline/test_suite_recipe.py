@@ -6,10 +6,10 @@ import logging
 import pytest
 
 from flows.cli.main import main
-from flows.pipeline.graph import data_stage, pipeline_nodes
 from flows.pipeline.recipe import load_recipe
 from tests.helpers.drawn.suite import SUBSETS
 from tests.helpers.drawn.write import SUITE_YAML, write_suite
+from tests.helpers.plans import sources_of, steps_of
 
 SMALL = {
     "convert.heldout_fraction": 0.5,
@@ -44,9 +44,9 @@ def test_every_set_is_scored(tmp_path, capsys):
 
 
 def test_what_makes_the_raw_rows():
-    assert data_stage(load_recipe("embedded").config) == "embedded_data"
-    source = load_recipe("embedded", ["data=/somewhere"]).config
-    assert data_stage(source) is None and pipeline_nodes(source)[0].inputs == {"raw": "raw"}
-    first, second, third, *_ = pipeline_nodes(load_recipe("embedded").config)
-    assert (first.name, second.name, third.name) == ("embedded_data", "convert", "embedded_model")
-    assert (second.inputs, third.inputs) == ({"raw": "embedded_data"}, {"samples": "convert"})
+    source = steps_of(load_recipe("embedded", ["data=/somewhere"]).config)
+    assert "embedded_data" not in source and sources_of(source["convert"]) == {"raw": "raw"}
+    steps = steps_of(load_recipe("embedded").config)
+    assert [*steps][:3] == ["embedded_data", "convert", "embedded_model"]
+    assert sources_of(steps["convert"]) == {"raw": "embedded_data"}
+    assert sources_of(steps["embedded_model"]) == {"samples": "convert"}

@@ -19,7 +19,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from dataset_builders.contracts.sample import IMAGE_SLOT, Message, SkipSample
 from dataset_builders.errors import InputError
 from dataset_builders.storage.files import write_json
-from flows.pipeline.graph import check_model
+from flows.pipeline.plan import check_model
 from flows.pipeline.recipe import load_recipe
 from stages.answer.transformers_engine import Generator
 from stages.inputs.ends import add_end, end_ids

@@ -23,6 +23,7 @@ from stages.artifacts.run_stage import run_stage
 from stages.artifacts.unchanged import Whole
 from stages.contamination.stage import STAGE as CONTAMINATION
 from stages.contamination.stage import ContaminationConfig
+from stages.inputs.hf_directory import model_input, processor_input
 from stages.plan_bins.stage import STAGE as PLAN_BINS
 from tests.helpers.data_stages import run_all, run_convert, run_plan_bins, run_tokenize
 from tests.helpers.raw_rows import plain_rows, write_source
@@ -464,3 +465,17 @@ def test_a_stages_inputs_are_read_in_each_process_whatever_was_kept(root, settle
         check_inputs({"tokenized": Artifact.load(artifact(root, "tokenize"))})
     tokenized = artifact(root, "tokenize")
     assert sorted(found) == [index, tokenized / "quarantine.jsonl", tokenized / "shortened.jsonl"]
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json"])
+def test_a_model_that_is_changed_while_a_run_goes_on_is_not_used_under_the_digest_of_before(file, tmp_path):
+    hf_dir = Path(shutil.copytree(tiny_hf_dir(), tmp_path / "hf"))
+    inputs = {"model": model_input(hf_dir), "processor": processor_input(hf_dir)}
+    check_inputs(inputs)
+    place = hf_dir / file
+    content, times = place.read_bytes(), place.stat()
+    place.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    os.utime(place, ns=(times.st_atime_ns, times.st_mtime_ns))  # size and time of modification are as before
+    for role in ["model", "processor"] if file == "tokenizer.json" else ["model"]:
+        with pytest.raises(InputError, match=rf"{file} was changed while this run went on; run the same command again"):
+            check_inputs({role: inputs[role]})

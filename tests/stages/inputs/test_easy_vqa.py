@@ -8,7 +8,7 @@ import pytest
 from dataset_builders.contracts.sample import Sample
 from dataset_builders.errors import InputError
 from dataset_builders.sources.the_cauldron import CauldronOptions, iter_part, list_parts
-from flows.pipeline.graph import open_inputs
+from flows.pipeline.plan import Plan
 from flows.pipeline.recipe import load_recipe
 from stages.artifacts.run_stage import run_stage
 from stages.inputs.config import EmbeddedEasyVqaConfig
@@ -106,7 +106,7 @@ def test_an_incomplete_package_is_one_line(lost, package, tmp_path):
 def test_a_run_without_the_package_is_refused_before_any_work(tmp_path, monkeypatch):
     monkeypatch.setattr("dataset_builders.embedded.easy_vqa.installed_version", lambda package: "")
     with pytest.raises(InputError) as refused:
-        open_inputs(load_recipe("easy_vqa").config, tmp_path)
+        Plan.open(load_recipe("easy_vqa"), tmp_path)
     assert str(refused.value) == (
         "data.kind=easy_vqa reads the package easy-vqa 1.0, and it is not installed: pip install -e '.[easy-vqa]'"
     )

@@ -14,7 +14,7 @@ from dataset_builders.contracts.manifest import Manifest
 from dataset_builders.errors import InputError
 from flows.cli.check import check_model_dir
 from flows.cli.main import make_parser
-from flows.pipeline.graph import check_model
+from flows.pipeline.plan import check_model
 from flows.pipeline.recipe import load_recipe
 from stages.artifacts.intact import file_entries
 from stages.chat.ask import ask

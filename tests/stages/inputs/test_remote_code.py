@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from dataset_builders.errors import InputError
-from flows.pipeline.graph import open_inputs
+from flows.pipeline.plan import Plan
 from flows.pipeline.recipe import load_recipe
 from stages.answer.transformers_engine import Generator
 from stages.encode.chat import ChatEncoder
@@ -142,9 +142,9 @@ def test_that_code_would_run_where_transformers_is_told_to(hf_dir):
 def test_the_recipe_says_which(hf_dir, tmp_path):
     bring_code(hf_dir)
     with pytest.raises(InputError, match="names code to be run"):
-        open_inputs(load_recipe(overrides=[f"model={hf_dir}"]).config, tmp_path)
+        Plan.open(load_recipe(overrides=[f"model={hf_dir}"]), tmp_path)
     sets = [f"model={hf_dir}", f"execution.model_code_sha256={code_sha256(hf_dir)}"]
-    assert open_inputs(load_recipe(overrides=sets).config, tmp_path)["model"].dir == hf_dir
+    assert Plan.open(load_recipe(overrides=sets), tmp_path).given["model"].dir == hf_dir
 
 
 def test_an_export_names_no_code(hf_dir, tmp_path):

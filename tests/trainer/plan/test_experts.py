@@ -3,7 +3,7 @@
 import pytest
 
 from dataset_builders.errors import InputError
-from flows.pipeline.graph import check_model
+from flows.pipeline.plan import check_model
 from flows.pipeline.recipe import load_recipe
 from tests.helpers.run_dir import OPTIM
 from tests.helpers.tiny_experts_model import experts_config

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dataset_builders.errors import InputError
-from flows.pipeline.graph import check_model
+from flows.pipeline.plan import check_model
 from flows.pipeline.recipe import load_recipe
 from tests.helpers.run_dir import changed, write_job
 from tests.helpers.single_rank import build_tiny, single_rank

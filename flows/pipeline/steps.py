@@ -1,0 +1,182 @@
+"""The steps of a pipeline: every stage with its settings, its inputs, and the resources that it holds while it runs.
+
+A new stage needs a folder in stages/ and one line in `make_steps`.
+"""
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+
+from pydantic import BaseModel
+
+from flows.pipeline.config import PipelineConfig
+from flows.resources.host import this_host
+from stages.artifacts.artifact import Artifact, Input, Stage, StageResult
+from stages.convert.config import RAW
+from stages.encode_images.config import EncodeImagesConfig, EncodingConfig
+from stages.inputs.config import EmbeddedEasyVqaConfig
+from stages.inputs.hf_directory import hf_dir_of, processor_input
+from stages.release.config import ReleaseConfig
+from trainer.contract.run import TrainConfig
+
+PREPARE_DATA, TRAIN, EVALUATE = FLOWS = ("prepare-data", "vlm-sft", "evaluate")
+
+
+class Needs(enum.Flag):
+    """The resources that a stage holds while it runs."""
+
+    NOTHING = 0
+    WORKERS = enum.auto()  # workers of the Dask cluster, if there is one
+    SLOT = enum.auto()  # a slot of the concurrency limit of the machine that runs its jobs, since they use GPUs
+    METRICS = enum.auto()  # a listener to its metrics.jsonl
+
+
+@dataclass(eq=False, slots=True)
+class Step:
+    """A stage in the pipeline of one recipe.
+
+    Attributes:
+        flow: the flow that runs it, one of FLOWS.
+        name: name of its Prefect task, of its row in the closing table and of its pages. A stage that runs twice has
+            two steps with different names.
+        config: the stage's identity config.
+        inputs: role -> what is read in this role: an external input, or the step that makes it.
+        beside: name of a step that may run at the same time, which begins when this one's inputs are there; empty: this
+            step runs alone.
+        artifact: the finished artifact, as soon as there is one.
+        result: how this run came by the artifact; None if it was found without a run.
+    """
+
+    flow: str
+    name: str
+    stage: Stage
+    config: BaseModel
+    inputs: Mapping[str, "Step | Input"]
+    needs: Needs = Needs.NOTHING
+    beside: str = ""
+    artifact: Artifact | None = None
+    result: StageResult | None = None
+
+    def missing(self) -> "Step | None":
+        """Return the first step whose artifact this one reads and which has none yet."""
+        steps = (item for item in self.inputs.values() if isinstance(item, Step))
+        return next((step for step in steps if step.artifact is None), None)
+
+    def read(self) -> dict[str, Input]:
+        """Return role -> input. Every step that this one reads has its artifact."""
+        return {role: _as_read(role, item) for role, item in self.inputs.items()}
+
+
+def _as_read(role: str, item: Step | Input) -> Input:
+    if not isinstance(item, Step):
+        return item
+    # The weights of an embedded model have no influence on the tokens, so they are not part of the tokens' identity.
+    return processor_input(hf_dir_of(item.artifact)) if role == "processor" else item.artifact
+
+
+def make_steps(config: PipelineConfig, given: Mapping[str, Input]) -> list[Step]:
+    """Return the steps of a configuration in the order in which they run.
+
+    Args:
+        given: name -> external input, see `Plan.given`.
+    """
+    # The stages import libraries that take seconds; the checks of a recipe come before that.
+    from stages.answer import stage as answer
+    from stages.compare import stage as compare
+    from stages.contamination import stage as contamination
+    from stages.convert import stage as convert
+    from stages.encode_images import stage as encode_images
+    from stages.evaluate import stage as evaluate
+    from stages.export import stage as export
+    from stages.inputs import digits, easy_vqa, tiny_model
+    from stages.plan_bins import stage as plan_bins
+    from stages.release import stage as release
+    from stages.reload import stage as reload
+    from stages.tokenize import stage as tokenize
+    from stages.train import stage as train
+
+    steps: list[Step] = []
+
+    def add(
+        flow: str,
+        name: str,
+        module: ModuleType,
+        config: BaseModel,
+        needs: Needs = Needs.NOTHING,
+        beside: str = "",
+        **inputs: Step | Input | None,
+    ) -> Step:
+        there = {role: item for role, item in inputs.items() if item is not None}
+        steps.append(Step(flow, name, module.STAGE, config, there, needs, beside))
+        return steps[-1]
+
+    # Raw rows -> sample shards -> tokenized shards -> bins.
+    step = partial(add, PREPARE_DATA)
+    raw = {role: given[role] for role in config.sources}
+    if isinstance(config.data, BaseModel):
+        embedded = easy_vqa if isinstance(config.data, EmbeddedEasyVqaConfig) else digits
+        raw = {RAW: step("embedded_data", embedded, config.data, Needs.WORKERS)}
+    samples = step("convert", convert, config.convert_config, Needs.WORKERS, **raw)
+    model, processor = given.get("model"), given.get("processor")
+    if isinstance(config.model, BaseModel):
+        model = processor = step("embedded_model", tiny_model, config.model, Needs.WORKERS, samples=samples)
+    seen = None
+    if config.contamination is not None:
+        seen = step(
+            "contamination", contamination, config.contamination, Needs.WORKERS, beside="tokenize", samples=samples
+        )
+    tokens = step("tokenize", tokenize, config.tokenize, Needs.WORKERS, samples=samples, processor=processor)
+    bins = step("plan_bins", plan_bins, config.plan_bins_config, Needs.WORKERS, tokenized=tokens)
+
+    # Bins and weights -> checkpoints -> an HF directory.
+    step = partial(add, TRAIN)
+    start = {"model": model, "tokenized": tokens}
+    features = None
+    if config.encode_images is not None:
+        encoding = encoding_config(config.encode_images, config.train)
+        features = step("encode_images", encode_images, encoding, Needs.SLOT, **start)
+    learnt_from = {**start, "bins": bins, "features": features, "adapter": given.get("adapter")}
+    trained = step("train", train, config.train, Needs.SLOT | Needs.METRICS, **learnt_from)
+    exported = step("export", export, config.export, Needs.SLOT, train=trained, **start)
+
+    # The answers and scores of the export and of the model before training, the answers of other programs, the
+    # comparison, and the release with its model card.
+    step = partial(add, EVALUATE)
+    before = {"hf": model, "samples": samples, "tokenized": tokens}
+    tuned = {"hf": exported, "samples": samples}
+    if config.evaluate.adapter == "beside":
+        tuned = {**before, "adapter": exported}
+    answers = step("answer", answer, config.evaluate.answer, Needs.SLOT, **tuned)
+    reloaded = compared = None
+    if config.reload is not None:
+        loaded = {"export": exported, "model": model, "answers": answers, "samples": samples}
+        reloaded = step("reload", reload, config.reload, Needs.SLOT, **loaded)
+    scored = {"samples": samples, "contamination": seen}
+    scores = step("evaluate", evaluate, config.evaluate.scoring, answers=answers, **scored, made_by=trained)
+    if config.compare is not None:
+        has_room = config.trains_here and not this_host().gpu  # a GPU has no room for the training and the answers
+        beside = "train" if has_room else ""
+        of_base = step("answer_base", answer, config.evaluate.answer, Needs.SLOT, beside=beside, **before)
+        base = step("evaluate_base", evaluate, config.evaluate.scoring, answers=of_base, **scored, start_of=trained)
+        compared = step("compare", compare, config.compare, base=base, tuned=scores, samples=samples)
+    made = {"export": exported, "train": trained, "evaluate": scores, **scored, "reload": reloaded, "compare": compared}
+    step("release", release, release_config(config), **made)
+    return steps
+
+
+def encoding_config(settings: EncodeImagesConfig, train: TrainConfig) -> EncodingConfig:
+    """Return the settings of encode_images, with the precision that the vision encoder has in the training."""
+    precision = "float32" if train.precision == "float32" else "bfloat16"
+    return EncodingConfig(**settings.model_dump(), precision=precision)
+
+
+def release_config(config: PipelineConfig) -> ReleaseConfig:
+    """Return the facts about the run for the model card."""
+    return ReleaseConfig(
+        name=config.mlflow_name,
+        base_model=config.model if isinstance(config.model, str) else None,
+        datasets=list(config.sources.values()) or ["embedded_data (made by athanor)"],
+        recipe=config.identity(),
+    )
