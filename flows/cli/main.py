@@ -19,6 +19,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,37 +34,43 @@ from flows.prefect_server.service_record import DEFAULT_ROOT, use_service
 from flows.resources.terminal import FirstLines, PrintableLines, PrintableParser, PrintableStream
 from trainer.contract.names import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED
 
-COMMANDS: dict[str, str] = {
-    "init": "flows.cli.commands.init:init_command",
-    "run": "flows.cli.commands.run:run_command",
-    "plan": "flows.cli.commands.plan:plan_command",
-    "doctor": "flows.cli.commands.doctor:doctor_command",
-    "ask": "flows.cli.commands.ask:ask_command",
-    "chat": "flows.cli.commands.chat:chat_command",
-    "preview": "flows.cli.commands.preview:preview_command",
-    "sweep": "flows.cli.commands.sweep:sweep_command",
-    "up": "flows.cli.commands.up:up_command",
-    "sync": "flows.cli.commands.sync:sync_command",
-    "status": "flows.cli.commands.status:status_command",
-    "recipes": "flows.cli.commands.recipes:recipes_command",
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command of the command line. Functions are named as "module:function" and imported when they are used.
+
+    Attributes:
+        run: runs the command; its module may import libraries that take seconds.
+        check: refuses wrong arguments before these libraries are loaded; empty: nothing is checked.
+        writes: whether it creates the root.
+        served: whether it talks to the servers of a running `athanor up`.
+        starts_prefect: whether Prefect's server starts while the libraries are loaded.
+    """
+
+    run: str
+    check: str = ""
+    writes: bool = False
+    served: bool = False
+    starts_prefect: bool = False
+
+
+_AT = "flows.cli.commands."
+COMMANDS = {
+    "init": Command(f"{_AT}init:init_command", writes=True),
+    "run": Command(f"{_AT}run:run_command", "flows.cli.check:open_plan", writes=True, served=True, starts_prefect=True),
+    "plan": Command(f"{_AT}plan:plan_command", "flows.cli.check:open_plan"),
+    "doctor": Command(f"{_AT}doctor:doctor_command"),
+    "ask": Command(f"{_AT}ask:ask_command", "flows.cli.check:check_model_dir"),
+    "chat": Command(f"{_AT}chat:chat_command", "flows.cli.check:check_chat"),
+    "preview": Command(f"{_AT}preview:preview_command", writes=True),
+    "sweep": Command(
+        f"{_AT}sweep:sweep_command", "flows.cli.check:check_points", writes=True, served=True, starts_prefect=True
+    ),
+    "up": Command(f"{_AT}up:up_command", "flows.cli.check:check_service", writes=True),
+    "sync": Command(f"{_AT}sync:sync_command", served=True),
+    "status": Command(f"{_AT}status:status_command", served=True),
+    "recipes": Command(f"{_AT}recipes:recipes_command"),
 }
-
-# Recipes and model directories are checked before the command's libraries are loaded.
-CHECKS: dict[str, str] = {
-    "run": "flows.cli.check:open_plan",
-    "plan": "flows.cli.check:open_plan",
-    "sweep": "flows.cli.check:check_points",
-    "ask": "flows.cli.check:check_model_dir",
-    "chat": "flows.cli.check:check_chat",
-    "up": "flows.cli.check:check_service",
-}
-
-STARTING = dict.fromkeys(("run", "sweep"), "flows.prefect_server.temporary:start_early")
-
-WRITE = ("init", "preview", "run", "sweep", "up")  # commands that create the root
-
-SERVED = ("run", "sweep", "sync", "status")  # commands that talk to the servers of a running `athanor up`
-
 
 _CLEANING_SECONDS = 5.0  # after a SIGTERM; a later one is obeyed, because a library may have swallowed the first
 _SPACE_LEFT = 2_000_000  # bytes; with less free space the disk counts as full
@@ -94,21 +101,21 @@ def _run(args: argparse.Namespace) -> int:
     except InputError as error:
         _say_error(f"--root: {error}", args.debug)
         return EXIT_INPUT
-    root = side_dir(args.root)
+    root, command = side_dir(args.root), COMMANDS[args.command]
     os.environ.setdefault("PREFECT_HOME", str(prefect_home(args.root)))
     with contextlib.suppress(ValueError):  # raised outside the main thread
         signal.signal(signal.SIGTERM, _sigterm_handler())
-    log_path, is_new = None, args.command in WRITE and not os.path.lexists(root)
+    log_path, is_new = None, command.writes and not os.path.lexists(root)
     try:
-        if args.command in SERVED:
+        if command.served:
             use_service(args.root)
-        if args.command in WRITE and (line := make_private_root(root)):
+        if command.writes and (line := make_private_root(root)):
             _say_error(line, False)
-        if args.command in CHECKS:
-            _function(CHECKS[args.command])(args)
+        if command.check:
+            _function(command.check)(args)
         if args.command == "run":
             log_path = _log_to_file(root)
-        return _load(args.command)(args)
+        return _load(command)(args)
     except (InputError, ValidationError) as error:
         _say_error(_one_line(error), args.debug)
         if is_new:
@@ -286,16 +293,16 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _load(name: str) -> Callable[[argparse.Namespace], int]:
+def _load(command: Command) -> Callable[[argparse.Namespace], int]:
     """Import and return the function of a command.
 
     Its libraries take seconds to import. A server that the command needs starts in the meantime.
     """
     gc.disable()  # saves a seventh of the import time
     try:
-        if name in STARTING:
-            _function(STARTING[name])()
-        return _function(COMMANDS[name])
+        if command.starts_prefect:
+            _function("flows.prefect_server.temporary:start_early")()
+        return _function(command.run)
     finally:
         gc.enable()
         gc.freeze()  # otherwise the collection at interpreter exit visits all imported objects, for two seconds
