@@ -163,12 +163,12 @@ class PackedSegments(PackedSeqParams):
         An index is 0 where the mask is False. At most half of a row is padding, because the lengths of a group round up
         to the same power of two.
         """
-        # One padded call would be quadratic in the longest segment, which may be the padding at the end of the bin. One
-        # call for each segment would be dozens a layer for bins of short samples.
         starts, stops = self.cu_seqlens_q[:-1].long(), self.cu_seqlens_q[1:].long()
         lengths = stops - starts
         width = torch.pow(2, torch.ceil(torch.log2(lengths.clamp(min=1).double()))).long()
         groups = []
+        # One padded call would be quadratic in the longest segment, which may be the padding at the end of the bin. One
+        # call for each segment would be dozens a layer for bins of short samples.
         for size in width.unique().tolist():
             chosen = width == size
             longest = int(lengths[chosen].max())
