@@ -5,7 +5,7 @@ The hash is pHash's, as the ImageHash library defines it (github.com/JohannesBuc
 a 32 x 32 grey thumbnail, one bit each: above their median or not. The cosines here are integers. An image of one
 colour, whose frequencies would otherwise be only rounding errors, therefore has the same hash on every machine.
 
-A hash of 64 bits cannot distinguish scans of one digit, or two forms (docs/decisions/data.md has the rates). Images
+A hash of 64 bits cannot distinguish scans of one digit, or two forms (docs/decisions/data.md says why). Images
 with similar hashes are therefore compared by their thumbnails, and then at their own size.
 """
 

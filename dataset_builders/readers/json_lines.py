@@ -242,7 +242,7 @@ class _Window:
 
     def _parsed(self) -> tuple[Any, int]:
         """Return the value at the present place, or the reason why it is unusable, and its end in the text."""
-        try:
+        try:  # not by ijson, which gives no byte offsets at which parts could be cut
             return self._json.raw_decode(self._text, self._at)
         except SkipSample as skip:
             return skip, _BORDERS.raw_decode(self._text, self._at)[1]

@@ -83,6 +83,7 @@ def run_tasks(
         tasks are awaited.
         InputError: a process of this machine died.
     """
+    # No Prefect task for each of them: several calls of its API each, and ten thousand boxes on its page.
     numbered = enumerate(tasks)
     if resources.executor is not None:
         ahead = max(_AHEAD_AT_LEAST, _AHEAD_PER_WORKER * resources.num_workers)

@@ -7,7 +7,7 @@ from stages.contamination.near_hashes import MAX_BITS
 
 
 class ContaminationConfig(StrictModel):
-    """The limits within which two images are nearly the same. docs/decisions/data.md has the defaults' error rates."""
+    """The limits within which two images are nearly the same. docs/decisions/data.md names the error rates."""
 
     max_bits: int = Field(
         default=6, ge=0, le=MAX_BITS, description="bits of 64 in which the perceptual hashes of two copies may differ"

@@ -9,6 +9,7 @@ from stages.inputs.adapter_directory import AdapterDirectory
 from trainer.contract.peft import ADAPTER_WEIGHTS, LORA_A, LORA_B, MAGNITUDE, PREFIX
 
 
+# PEFT itself would replace modules, and bring accelerate with it.
 class _Adapter:
     """A forward hook of a linear layer that adds the adapter's output, with PEFT's arithmetic.
 

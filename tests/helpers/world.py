@@ -139,6 +139,7 @@ def _ask(job: str, *arguments: object) -> Any:
 
 def serve() -> None:
     """Read jobs from standard input, and answer each in one line."""
+    # Nearly all that ranks which stay alive between jobs would gain is gained here too.
     gc.freeze()  # otherwise each collection of each rank visits all imported objects, and so copies their pages
     jobs = {"run_job": _run_job, "start_module": start_module}
     for line in sys.stdin:

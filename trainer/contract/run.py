@@ -242,6 +242,7 @@ class RunConfig(StrictModel):
     """The complete description of one trainer job, stored as run.json. All paths are absolute."""
 
     format_version: Literal[2] = 2
+    # Only megatron-core reads its checkpoints, and only the trainer may import it: so the trainer exports too.
     task: Literal["train", "export"] = Field(description="train a model, or write a checkpoint as an HF directory")
     fingerprint: str = Field(description="identity of the training; a checkpoint of another one is refused")
     hf_dir: Path = Field(description="HF directory with config.json and safetensors: where the weights come from")

@@ -52,6 +52,7 @@ def cost_model(shape: ModelShape) -> CostModel:
 
     Bins are assigned to ranks by these costs.
     """
+    # The costs of `training_cost` would be truer, and would move the bins of unfinished trainings to other ranks.
     return CostModel(**{name: FORWARD_AND_BACKWARD * flops for name, flops in shape.forward_flops.items()})
 
 

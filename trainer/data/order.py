@@ -52,6 +52,7 @@ def bins_for_step(epoch_sizes: Sequence[int], *, seed: int, step: int, global_ba
 
     No bin is left out if the global batch size does not divide the epoch; then a batch may have bins of two epochs.
     """
+    # Leaving out the rest of an epoch would never train on some bins of a small plan.
     first = step * global_batch_size
     return bins_at(epoch_sizes, seed, np.arange(first, first + global_batch_size)).tolist()
 

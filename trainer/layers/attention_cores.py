@@ -12,7 +12,8 @@ from trainer.layers.gather import gather_sequence
 from trainer.layers.segments import PackedSegments, Places
 from trainer.libraries.torch_private import efficient_attention, flash_attention
 
-CUDNN_HEAD_DIM = 128  # largest head dim for which cuDNN's gradients are right
+# The largest head dim for which cuDNN's gradients are right: tests/bench/results/attention_256_h200_2026-11-24.md.
+CUDNN_HEAD_DIM = 128
 
 
 class TorchVarlenAttention(torch.nn.Module):

@@ -167,6 +167,8 @@ class PackedSegments(PackedSeqParams):
         lengths = stops - starts
         width = torch.pow(2, torch.ceil(torch.log2(lengths.clamp(min=1).double()))).long()
         groups = []
+        # One padded call would be quadratic in the longest segment, which may be the padding at the end of the bin. One
+        # call for each segment would be dozens a layer for bins of short samples.
         for size in width.unique().tolist():
             chosen = width == size
             longest = int(lengths[chosen].max())

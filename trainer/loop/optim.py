@@ -125,6 +125,8 @@ def learning_rate(step: int, config: OptimConfig, num_steps: int, peak: float | 
     Args:
         peak: highest rate; None: `config.lr`.
     """
+    # megatron-core's scheduler begins at 0, so that its first update does nothing. A function of the step has no state
+    # to save or to reshard.
     peak = config.lr if peak is None else peak
     if step < config.warmup_steps:
         return peak * (step + 1) / config.warmup_steps

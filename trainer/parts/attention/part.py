@@ -44,6 +44,7 @@ class Attention(Mixer):
         return 2 * (queries + 2 * keys) + queries + (2 * queries if self.gated else 0)
 
     def divided_widths(self) -> dict[str, int]:
+        # megatron-core could also share key-value heads among more ranks, which no test of ours has shown to be right.
         return {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
 
     def transformer_settings(self) -> Mapping[str, Any]:
