@@ -186,8 +186,8 @@ def test_sigterm_finishes_the_step_saves_and_says_so(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.promise(
-    "Layouts of tp, sp, pp, cp, dp and ep, with recompute, train on up to 16 processes as one does: losses to "
-    "1e-5, gradient norms to 1e-4, weights to 2e-6."
+    "Layouts of tp, sp, pp, cp, dp and ep, with recompute, and images that other ranks encode train on up to 16 "
+    "processes as one does: losses to 1e-5, gradient norms to 1e-4, weights to 2e-6."
 )
 def test_two_ranks_equal_one(undisturbed, tmp_path):
     run = write_job(tmp_path, num_steps=6)
