@@ -17,7 +17,8 @@ RESULTS = ROOT / "tests" / "bench" / "results"
 FILES = sorted(RESULTS.glob("*.md"))
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 _HEAD = re.compile(r"^Card: (.+?)\. Commit: .+\. Weights: .+\.$", re.MULTILINE)
-_NAMED = re.compile(r"tests/bench/results/(\w+)\.(?:md|png)")
+_NAMED = re.compile(r"tests/bench/results/([\w-]+)\.md")
+_DATED = re.compile(r"\b[a-z]\w*_[\w-]*\d{4}-\d\d-\d\d\.(?:md|png)")  # names of files that were there once
 _CARD = re.compile(r"\bH[12]00s?\b")
 _SPEED = re.compile(r"tokens/s\b|tokens a second|TFLOP/s|\d times (?:transformers|PEFT)")
 _NUMBER = re.compile(r"(?<![\w.,:-])\d[\d,]*(?:\.\d+)?(?![\w:-])")
@@ -45,8 +46,10 @@ def test_every_bench_is_in_a_results_file():
 def test_every_results_file_that_is_named_is_there():
     listed = subprocess.run(("git", "ls-files", "-z"), cwd=ROOT, capture_output=True, text=True, check=True)
     paths = (ROOT / name for name in listed.stdout.split("\0") if name.endswith((".md", ".py", ".sh", ".yaml", ".txt")))
-    named = [(path, match) for path in paths if path.is_file() for match in _NAMED.finditer(path.read_text())]
-    gone = [f"{path.relative_to(ROOT)}: {match[0]}" for path, match in named if not (ROOT / match[0]).is_file()]
+    texts = {path.relative_to(ROOT): path.read_text() for path in paths if path.is_file()}
+    named = [(path, match[0]) for path, text in texts.items() for match in _NAMED.finditer(text)]
+    gone = [f"{path}: {name}" for path, name in named if not (ROOT / name).is_file()]
+    gone += [f"{path}: {match[0]}" for path, text in texts.items() for match in _DATED.finditer(text)]
     assert len(named) > 50 and not gone, "\n" + "\n".join(gone)
 
 
@@ -68,7 +71,7 @@ def faults(sentence: str) -> Iterator[str]:
     is_figure = bool(_CARD.search(sentence) or _SPEED.search(sentence))
     if is_figure and numbers(sentence) and not names:
         yield "a figure of a GPU without its results file"
-    told = "\n".join((RESULTS / f"{name}.md").read_text() for name in names)
+    told = "\n".join(path.read_text() for path in FILES if path.stem in names)
     for number in numbers(sentence) if names else ():
         if not re.search(rf"(?<![\d.,]){re.escape(number)}(?![\d]|[.,]\d)", told):
             yield f"{number} is not in {', '.join(sorted(names))}"
