@@ -94,7 +94,8 @@ def card_of(root: Path) -> str:
 
 
 @pytest.mark.promise(
-    "Qwen3, text only, gives transformers' logits to 1e-4 and every gradient to 1e-4 relative, in float32."
+    "Qwen3-VL, Qwen3.5, Qwen3 without images and models with experts give transformers' logits, and multi-token "
+    "prediction its formula's, to 1e-4 and every gradient to 1e-4 relative, in float32."
 )
 @pytest.mark.full
 def test_qwen3_is_tokenized_trained_exported_and_answered(tmp_path, capsys):
@@ -118,8 +119,8 @@ def test_qwen3_is_tokenized_trained_exported_and_answered(tmp_path, capsys):
 
 
 @pytest.mark.promise(
-    "Multi-token prediction of Qwen3.5 gives its formula's logits and losses to 1e-4 and every gradient to "
-    "1e-4 relative, in float32."
+    "Qwen3-VL, Qwen3.5, Qwen3 without images and models with experts give transformers' logits, and multi-token "
+    "prediction its formula's, to 1e-4 and every gradient to 1e-4 relative, in float32."
 )
 @pytest.mark.full
 def test_qwen3_5_is_trained_with_its_drafts(tmp_path, capsys):
@@ -142,8 +143,8 @@ def test_qwen3_5_is_trained_with_its_drafts(tmp_path, capsys):
 
 
 @pytest.mark.promise(
-    "Qwen3.5, with gated delta layers in packed bins, gives transformers' logits to 1e-4 and every gradient to "
-    "1e-4 relative, in float32."
+    "Qwen3-VL, Qwen3.5, Qwen3 without images and models with experts give transformers' logits, and multi-token "
+    "prediction its formula's, to 1e-4 and every gradient to 1e-4 relative, in float32."
 )
 @pytest.mark.full
 def test_qwen3_5_is_trained_on_pictures_exported_with_what_it_carries_and_answers(tmp_path, capsys):

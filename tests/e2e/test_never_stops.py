@@ -29,7 +29,8 @@ from tests.helpers.index import read_index
 pytestmark = [
     pytest.mark.full,
     pytest.mark.promise(
-        "A model that never learnt to end its answers is kept out of the registry, and its sound twin is not."
+        "The gain over the model before training has a paired bootstrap interval, and gates keep a model out of "
+        "the registry, one that never learnt to end its answers too, but not its sound twin."
     ),
 ]
 

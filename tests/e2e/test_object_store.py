@@ -25,8 +25,8 @@ from tests.helpers.object_store import BUCKET, CuttingProxy, environment, moto_s
 from tests.helpers.patience import at_most
 
 pytestmark = pytest.mark.promise(
-    "Source and root may lie in an object store: with connections cut and a kill -9, the data stages give a "
-    "disk's bytes."
+    "The data stages write the same bytes from one process, several or a Dask cluster, on a disk or in an object "
+    "store whose connections are cut, in any order of completion and after kill -9."
 )
 
 STEPS = ["--set", "train.num_steps=8", "--set", "train.optim.warmup_steps=2", "--set", "train.heldout_interval=4"]

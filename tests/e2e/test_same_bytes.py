@@ -23,8 +23,8 @@ from tests.helpers.tiny_model import tiny_hf_dir
 from tests.helpers.trees import tree_digest
 
 pytestmark = pytest.mark.promise(
-    "The data stages write the same bytes from one process, several, or a Dask cluster, in any order of "
-    "completion, and after kill -9."
+    "The data stages write the same bytes from one process, several or a Dask cluster, on a disk or in an object "
+    "store whose connections are cut, in any order of completion and after kill -9."
 )
 
 REPO = Path(__file__).parents[2]

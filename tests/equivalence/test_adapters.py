@@ -30,8 +30,8 @@ from trainer.contract.parallel import ParallelConfig
 from trainer.contract.peft import ADAPTER_WEIGHTS
 
 pytestmark = pytest.mark.promise(
-    "Adapters train in every layout as in one process, to 2e-6, also with dropout in recomputed layers; the "
-    "base keeps its bits."
+    "Adapters train in every layout as in one process, to 2e-6, also with dropout in recomputed layers and beside "
+    "a base in float8, there to the bit as beside the rounded weights; the base keeps its bits."
 )
 
 CUT_VISION = {"vision_split": "tensor_parallel"}

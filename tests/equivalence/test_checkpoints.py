@@ -36,7 +36,7 @@ from trainer.loop.optim import build_optimizer
 
 pytestmark = pytest.mark.promise(
     "Saves change no bit of a training; a kill at any point of a save, or a full disk, costs that save alone; "
-    "SIGTERM ends with one."
+    "SIGTERM ends with one, and what was killed with -9 goes on to the bit."
 )
 
 STEPS, INTERVAL = 8, 3

@@ -24,8 +24,8 @@ from trainer.contract.names import HF_EXPORT
 from trainer.contract.run import PartConfig, RunConfig
 
 pytestmark = pytest.mark.promise(
-    "A checkpoint continues in other layouts, losses to 1e-6 and gradient norms to 1e-5, and all layouts "
-    "export the same bytes."
+    "A checkpoint resumes to the bit, and in other layouts with losses to 1e-6 and gradient norms to 1e-5, also "
+    "where ranks hold unlike parts; one of adapters refuses another base; all layouts export the same bytes."
 )
 
 SHAPE = "experts-shared"
@@ -129,8 +129,9 @@ def test_other_trainings_on_ep2_are_those_of_one_process(training, tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["alone", "ep4-tp2-sp", "ep2-pp2"])
 @pytest.mark.promise(
-    "Adapters of experts are PEFT's `target_parameters`, give its logits to 1e-5, and are merged into each "
-    "form of a directory."
+    "PEFT gives our logits from our adapters to 1e-5, those of experts too; merging is `merge_and_unload` to the "
+    "bit, training continues from its directory and ours, and an adapter beside its base answers as the merged "
+    "model."
 )
 def test_adapters_of_experts_resume_and_are_exported_in_other_layouts(name, tmp_path):
     adapter = AdapterConfig(rank=8, alpha=16, targets=("attention", "experts"))

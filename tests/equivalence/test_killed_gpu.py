@@ -17,7 +17,8 @@ from tests.helpers.run_dir import OPTIM, changed, log_of, metrics_of, run_traine
 from trainer.contract.run import RunConfig
 
 pytestmark = pytest.mark.promise(
-    "A training killed with -9 and started again has the numbers of an undisturbed one, to the bit."
+    "Saves change no bit of a training; a kill at any point of a save, or a full disk, costs that save alone; "
+    "SIGTERM ends with one, and what was killed with -9 goes on to the bit."
 )
 
 SAVED_AT = 3

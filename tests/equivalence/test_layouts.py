@@ -26,8 +26,8 @@ from trainer.data.micro_batch import make_micro_batch
 from trainer.model.registry import read_model
 
 pytestmark = pytest.mark.promise(
-    "Layouts of tp, sp, pp, cp, dp and ep, with recompute, train on up to 16 processes as one does: losses to "
-    "1e-5, gradient norms to 1e-4, weights to 2e-6."
+    "Layouts of tp, sp, pp, cp, dp and ep, with recompute, and images that other ranks encode train on up to 16 "
+    "processes as one does: losses to 1e-5, gradient norms to 1e-4, weights to 2e-6."
 )
 
 STEPS, SEQ_LEN = 5, 192

@@ -14,8 +14,8 @@ from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import CheckpointConfig, RunConfig
 
 pytestmark = pytest.mark.promise(
-    "A checkpoint continues in other layouts, losses to 1e-6 and gradient norms to 1e-5, and all layouts "
-    "export the same bytes."
+    "A checkpoint resumes to the bit, and in other layouts with losses to 1e-6 and gradient norms to 1e-5, also "
+    "where ranks hold unlike parts; one of adapters refuses another base; all layouts export the same bytes."
 )
 
 TP2 = {"tp": 2}

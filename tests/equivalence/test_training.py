@@ -144,7 +144,10 @@ def reference_training(
     return rows
 
 
-@pytest.mark.promise("A training killed with -9 and started again has the numbers of an undisturbed one, to the bit.")
+@pytest.mark.promise(
+    "Saves change no bit of a training; a kill at any point of a save, or a full disk, costs that save alone; "
+    "SIGTERM ends with one, and what was killed with -9 goes on to the bit."
+)
 @pytest.mark.parametrize(("shape", "ep"), [("first", 1), ("hybrid-second", 1), ("experts-shared", 2)])
 @pytest.mark.full
 def test_killed_and_resumed_is_bit_equal(shape, ep, undisturbed, tmp_path):
@@ -169,7 +172,7 @@ def test_killed_and_resumed_is_bit_equal(shape, ep, undisturbed, tmp_path):
 
 @pytest.mark.promise(
     "Saves change no bit of a training; a kill at any point of a save, or a full disk, costs that save alone; "
-    "SIGTERM ends with one."
+    "SIGTERM ends with one, and what was killed with -9 goes on to the bit."
 )
 def test_sigterm_finishes_the_step_saves_and_says_so(tmp_path):
     run = write_job(tmp_path, num_steps=2000)
@@ -186,8 +189,8 @@ def test_sigterm_finishes_the_step_saves_and_says_so(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.promise(
-    "Layouts of tp, sp, pp, cp, dp and ep, with recompute, train on up to 16 processes as one does: losses to "
-    "1e-5, gradient norms to 1e-4, weights to 2e-6."
+    "Layouts of tp, sp, pp, cp, dp and ep, with recompute, and images that other ranks encode train on up to 16 "
+    "processes as one does: losses to 1e-5, gradient norms to 1e-4, weights to 2e-6."
 )
 def test_two_ranks_equal_one(undisturbed, tmp_path):
     run = write_job(tmp_path, num_steps=6)

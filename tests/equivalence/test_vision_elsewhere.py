@@ -25,8 +25,8 @@ from trainer.contract.parallel import ParallelConfig
 CORE = ("pp2-dealt", "own-2+1-vision-tp2")
 
 pytestmark = pytest.mark.promise(
-    "Images dealt over pipeline ranks, or encoded by ranks of their own, train as in one process: losses to "
-    "1e-5, norms to 1e-4, weights to 2e-6."
+    "Layouts of tp, sp, pp, cp, dp and ep, with recompute, and images that other ranks encode train on up to 16 "
+    "processes as one does: losses to 1e-5, gradient norms to 1e-4, weights to 2e-6."
 )
 
 

@@ -31,8 +31,9 @@ from tests.helpers.evaluation import talkative_hf_dir
 from trainer.contract.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 pytestmark = pytest.mark.promise(
-    "PEFT gives our logits from our adapters to 1e-5, merging is `merge_and_unload` to the bit, and training "
-    "continues from its directory and ours."
+    "PEFT gives our logits from our adapters to 1e-5, those of experts too; merging is `merge_and_unload` to the "
+    "bit, training continues from its directory and ours, and an adapter beside its base answers as the merged "
+    "model."
 )
 
 SEED = 20261124

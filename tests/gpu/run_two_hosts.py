@@ -1,6 +1,6 @@
 """Two hosts, simulated on one machine by network namespaces, with NCCL over sockets.
 
-    python -m tests.gpu.run_two_hosts DIRECTORY [GPUS OF A HOST] >tests/bench/results/two_hosts_<gpu>_<date>.md
+    python -m tests.gpu.run_two_hosts DIRECTORY [GPUS OF A HOST] >two_hosts.md
 
 A host has one GPU, unless another number is given. The steps are compared with those of one torchrun agent with all
 ranks. Then all processes of one host are killed with -9, and then those of the other. Needs root, iproute2, and a

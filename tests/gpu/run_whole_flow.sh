@@ -2,7 +2,7 @@
 # The whole flow on a GPU host, from raw data to a release: the default recipe, then the cauldron recipe with its own
 # settings on drawn pictures and a model of Qwen3-VL-2B's shape with random weights. Prints the seconds of each stage.
 #
-#   bash tests/gpu/run_whole_flow.sh DIRECTORY >tests/bench/results/whole_flow_<gpu>_<date>.md
+#   bash tests/gpu/run_whole_flow.sh DIRECTORY >whole_flow.md
 #
 # DIRECTORY gets two roots and the data: 70 GB. The first argument after it, if any, is a file of further --set values, a
 # line each, for the second run: with model.variant=qwen3_5_2b it is of that family, with qwen3_vl_tiny and

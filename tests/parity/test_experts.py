@@ -23,8 +23,8 @@ from trainer.data.micro_batch import make_micro_batch
 from trainer.families.qwen3_vl.weights import rules
 
 pytestmark = pytest.mark.promise(
-    "Models with experts give transformers' logits to 1e-4 and every gradient to 1e-4 relative, in float32, "
-    "also where a router's logits are equal."
+    "Qwen3-VL, Qwen3.5, Qwen3 without images and models with experts give transformers' logits, and multi-token "
+    "prediction its formula's, to 1e-4 and every gradient to 1e-4 relative, in float32."
 )
 
 SEQ_LEN = 349  # the last 11 places are padding

@@ -32,8 +32,8 @@ from trainer.model.registry import read_model
 from trainer.objectives.sft import loss_of
 
 pytestmark = pytest.mark.promise(
-    "Multi-token prediction of Qwen3.5 gives its formula's logits and losses to 1e-4 and every gradient to "
-    "1e-4 relative, in float32."
+    "Qwen3-VL, Qwen3.5, Qwen3 without images and models with experts give transformers' logits, and multi-token "
+    "prediction its formula's, to 1e-4 and every gradient to 1e-4 relative, in float32."
 )
 
 SEQ_LEN, FACTOR = 349, 0.3

@@ -16,7 +16,8 @@ from trainer.model.late_import import load
 from trainer.model.registry import read_model
 
 pytestmark = pytest.mark.promise(
-    "Qwen3, text only, gives transformers' logits to 1e-4 and every gradient to 1e-4 relative, in float32."
+    "Qwen3-VL, Qwen3.5, Qwen3 without images and models with experts give transformers' logits, and multi-token "
+    "prediction its formula's, to 1e-4 and every gradient to 1e-4 relative, in float32."
 )
 
 SEQ_LEN = 128

@@ -26,8 +26,8 @@ from trainer.layers.segments import mrope_angles
 from trainer.parts.attention.part import Attention
 
 pytestmark = pytest.mark.promise(
-    "Qwen3.5, with gated delta layers in packed bins, gives transformers' logits to 1e-4 and every gradient to "
-    "1e-4 relative, in float32."
+    "Qwen3-VL, Qwen3.5, Qwen3 without images and models with experts give transformers' logits, and multi-token "
+    "prediction its formula's, to 1e-4 and every gradient to 1e-4 relative, in float32."
 )
 
 # Samples end one before, at and one after the end of a chunk of the delta rule, one has a single token, and so has the

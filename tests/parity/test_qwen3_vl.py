@@ -24,7 +24,8 @@ from trainer.families.qwen3_vl.weights import rules
 from trainer.layers.segments import mrope_angles
 
 pytestmark = pytest.mark.promise(
-    "Qwen3-VL gives transformers' logits to 1e-4 and every gradient to 1e-4 relative, in float32."
+    "Qwen3-VL, Qwen3.5, Qwen3 without images and models with experts give transformers' logits, and multi-token "
+    "prediction its formula's, to 1e-4 and every gradient to 1e-4 relative, in float32."
 )
 
 SEQ_LEN = 128

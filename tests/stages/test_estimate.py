@@ -247,10 +247,8 @@ def test_a_rank_of_vision_alone():
 
 
 def test_what_was_measured_on_a_gpu():
-    """Measured in tests/bench/results/train_step_graphs_h200_2026-11-22.md: 80.2 GB without CUDA graphs. Its 70.5 GB
-    with
-    graphs leave out the memory that the graphs hold.
-    """
+    """Measured in tests/bench/results/training_step.md: 80.2 GB without CUDA graphs. Its 70.5 GB with graphs leave out
+    the memory that the graphs hold."""
     assert sum(memory(seq_len=8192, max_patches=25_300).values()) == pytest.approx(80.2e9, rel=0.05)
 
 
@@ -264,9 +262,8 @@ def bench_memory(variant: str, adapter: AdapterConfig | None = None) -> float:
 
 
 def test_what_torch_reserved_on_bins_of_unequal_shapes():
-    """Measured in tests/bench/results, H200: qwen3_5_h200_2026-11-23.md, attention_256_h200_2026-11-24.md,
-    lora_h200_2026-11-24.md. 145.8 GB was all that the card had free, and another mix needed more.
-    """
+    """Measured in tests/bench/results/memory.md. 145.8 GB was all that the card had free, and another mix needed
+    more."""
     assert bench_memory("qwen3_5_2b") == pytest.approx(87.26, rel=0.08)
     assert 145.8 < bench_memory("qwen3_5_4b") < 1.08 * 145.8
     assert bench_memory("qwen3_vl_8b", AdapterConfig(rank=16, alpha=32)) == pytest.approx(68.99, rel=0.08)

@@ -35,7 +35,7 @@ WHOLE = ("tests/e2e/", "tests/service/")
 TRAINER = ("tests/stages/train/", "tests/stages/encode_images/", "tests/stages/export/")
 # Pattern of a changed file -> start of the test files that it reaches. The first pattern that fits counts.
 PATHS = {
-    "tests/bench/results/*": ("tests/test_documents.py",),
+    "tests/bench/results/*": ("tests/test_figures.py", "tests/test_tiers.py", "tests/infra/test_gpu_environment.py"),
     "tests/gpu/*": ("tests/infra/test_scripts.py", "tests/test_documents.py"),
     "tests/golden/*": ("tests/stages/scoring/", "tests/dataset_builders/", "tests/parity/", "tests/e2e/"),
     "tests/durations.json": (),
@@ -46,7 +46,10 @@ PATHS = {
     "docs/style/*": ("tests/test_documents.py",),
     "docs/layouts.md": ("tests/trainer/parallel/test_draw_layouts.py", "tests/test_documents.py"),
     "mkdocs.yml": ("tests/test_documents.py",),
-    "*.md": ("tests/test_documents.py", "tests/test_document_commands.py", "tests/museum/test_table.py"),
+    "*.md": (
+        *("tests/test_documents.py", "tests/test_document_commands.py", "tests/test_figures.py"),
+        *("tests/flows/cli/init/test_what_fits.py", "tests/museum/test_table.py"),
+    ),
     "LICENSE": (),
     "infra/*": ("tests/infra/", "tests/service/", "tests/test_documents.py"),
     "flows/recipes/*": (

@@ -49,24 +49,21 @@ TIERS = (CORE, FULL, GPU)
 HEAD = """\
 # Evidence
 
-`python -m tests.tiers.promises` makes this page from the tests' marks. A parametrized test counts once, in `make test`
-if one of its cases runs there. Tests in files with (GPU) need one. Bounds hold in float32 on a CPU where nothing else
-is said.
+`python -m tests.tiers.promises` makes this page from the tests' marks. The numbers after a promise count its tests in
+`make test`, in `make test-full` only, and on GPUs; a parametrized test counts once. `git grep` finds the tests by the
+promise's first words. Bounds hold in float32 on a CPU where nothing else is said.
 
 What is not shown:
 
 - Measured weights are random, never published ones. No CI has a GPU.
 - Video is planned. Whole models of 30B and 35B with experts were trained on a GPU with adapters only.
-- Stand-ins took the place of vLLM, the hub and Kubernetes. Real files of the_cauldron and CORD could
-  not be reached.
+- Stand-ins took the place of vLLM, the hub and Kubernetes. Real files of the_cauldron and CORD could not be reached.
 - compose.yaml never ran in Docker; only the image of `Dockerfile.data` was built, by hand.
 - On Python 3.12 only the trainer ran.
 - `athanor chat` and the check of exports were not run on a GPU.
 - Refused: float8 products in Qwen3.5; adapters and pipelines with multi-token prediction.
 """
-_CARD = re.compile(r"^Card: (.+?)\. Commit: (.+?)\. Weights: ", re.MULTILINE)
-_HASH = re.compile(r"\b(?=\w*\d)[0-9a-f]{7,}\b")
-_SIZE = re.compile(r"NVIDIA | 80GB HBM3| of 80 GB| of one host| \(.*?\)")
+_HEAD = re.compile(r"^Card: (.+?)\. Commit: .+\. Weights: .+\.$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,22 +145,17 @@ def _section(shown: Iterable[Shown]) -> str:
     return max(SECTIONS, key=lambda name: found[name])
 
 
-def _row(promise: str, shown: list[Shown]) -> str:
+def _line(promise: str, shown: list[Shown]) -> str:
     counts = Counter(one.tier for one in shown)
-    files = dict.fromkeys(one.path for one in shown)
-    gpu = {path for path in files if path.endswith("_gpu.py")}
-    named = ", ".join(f"`{path}`" + (" (GPU)" if path in gpu else "") for path in files)
-    return f"| {promise} | {' | '.join(str(counts[tier] or '') for tier in TIERS)} | {named} |"
+    return f"- {promise} ({'/'.join(str(counts[tier]) for tier in TIERS)})"
 
 
 def _results() -> Iterator[str]:
-    """Yield a line for each file of measured figures."""
+    """Yield a line for each file of measured figures, with the cards that its heads name."""
     for path in sorted(RESULTS.glob("*.md")):
-        text = path.read_text()
-        title = text.partition("\n")[0].removeprefix("# ")
-        card, commit = found.groups() if (found := _CARD.search(text)) else ("", "")
-        commits = ", ".join(_HASH.findall(commit)) + (" (the file's)" if "was not noted" in commit else "")
-        yield f"| {title} | {_SIZE.sub('', card)} | {commits} | `{path.relative_to(ROOT)}` |"
+        heads = " ".join(_HEAD.findall(path.read_text()))
+        cards = sorted(set(re.findall(r"\bH[12]00\b", heads)))
+        yield f"- `{path.relative_to(ROOT)}` ({', '.join(cards) or 'no GPU'})"
 
 
 def render(shown: list[Shown]) -> str:
@@ -174,11 +166,10 @@ def render(shown: list[Shown]) -> str:
     sections = {promise: _section(tests) for promise, tests in by_promise.items()}
     lines = [HEAD]
     for name in SECTIONS:
-        lines += [f"## {name}\n", f"| promise | {' | '.join(TIERS)} | shown by |", "| --- | ---: | ---: | ---: | --- |"]
-        lines += [_row(promise, tests) for promise, tests in by_promise.items() if sections[promise] == name]
+        lines += [f"## {name}\n"]
+        lines += [_line(promise, tests) for promise, tests in by_promise.items() if sections[promise] == name]
         lines.append("")
-    lines += ["## Measured figures\n", "A commit is that which was measured, or that of the file.\n"]
-    lines += ["| figures | card | commit | file |", "| --- | --- | --- | --- |", *_results()]
+    lines += ["## Measured figures\n", "One file a subject, with its commits and commands.\n", *_results()]
     return "\n".join(lines) + "\n"
 
 

@@ -12,7 +12,7 @@ from trainer.layers.gather import gather_sequence
 from trainer.layers.segments import PackedSegments, Places
 from trainer.libraries.torch_private import efficient_attention, flash_attention
 
-# The largest head dim for which cuDNN's gradients are right: tests/bench/results/attention_256_h200_2026-11-24.md.
+# The largest head dim for which cuDNN's gradients are right: tests/bench/results/attention.md.
 CUDNN_HEAD_DIM = 128
 
 

@@ -25,7 +25,7 @@ if can_import():
 # Loss tokens per chunk: 1.24 GB of bf16 logits at 151,936 words. About 30% of a bin of 8,192 tokens have loss, which is
 # one chunk. Smaller chunks cost time, as each chunk reads and writes the whole float32 gradient of the weight. This
 # takes a sixth of the time of the product itself at 4,096 tokens, and two thirds at 1,024.
-CHUNK = LOSS_CHUNK  # other sizes: tests/bench/results/output_loss_h200_2026-11-21.md
+CHUNK = LOSS_CHUNK  # other sizes: tests/bench/results/training_step.md
 
 
 class OutputLayer(ColumnParallelLinear):

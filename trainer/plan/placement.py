@@ -22,8 +22,8 @@ from trainer.plan.pieces import (
     vision_flops,
 )
 
-# FLOP/s of one H200 in bfloat16, the medians of eight trainings of Qwen3-VL and Qwen3.5, 2B to 8B: vision 310 to 453,
-# language model and loss 499 to 580. tests/bench/results/vision_placement_2026-11-23.md lists all of them.
+# FLOP/s of one H200 in bfloat16, the medians of eight trainings of Qwen3-VL and Qwen3.5, 2B to 8B: vision 313 to 458,
+# language model and loss 499 to 580 TFLOP/s (tests/bench/results/vision_placement.md).
 VISION_RATE = 420e12
 LANGUAGE_RATE = 525e12
 # Bytes of an H200 that CUDA leaves free.

@@ -6,8 +6,8 @@ from dataset_builders.recognise.columns import CLASSIFY, DESCRIBE, READ, find_co
 from dataset_builders.recognise.members import tar_options
 
 pytestmark = pytest.mark.promise(
-    "`athanor init` makes a recipe from common layouts of data, with settings that fit the GPU by the "
-    "estimate, and names each fault."
+    "`athanor init` makes a recipe from common layouts of data, with settings that fit the GPU by the estimate, "
+    "names each fault, and refuses rows with a command that makes them readable."
 )
 
 STRUCT = {"bytes": b"\x89PNG", "path": None}

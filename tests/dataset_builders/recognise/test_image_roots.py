@@ -10,8 +10,8 @@ from tests.helpers.json_rows import json_lines, write_file
 from tests.helpers.raw_rows import png
 
 pytestmark = pytest.mark.promise(
-    "`athanor init` makes a recipe from common layouts of data, with settings that fit the GPU by the "
-    "estimate, and names each fault."
+    "`athanor init` makes a recipe from common layouts of data, with settings that fit the GPU by the estimate, "
+    "names each fault, and refuses rows with a command that makes them readable."
 )
 
 LIMITS = ImageLimits(max_pixels=10**6, min_side=1)

@@ -21,7 +21,10 @@ from flows.cli.main import main
 from flows.pipeline.recipe import load_recipe
 from tests.helpers.own_data import draw_rows, json_lines, write_images
 
-pytestmark = pytest.mark.promise("What `athanor init` refuses, it refuses with a command that makes the rows readable.")
+pytestmark = pytest.mark.promise(
+    "`athanor init` makes a recipe from common layouts of data, with settings that fit the GPU by the estimate, "
+    "names each fault, and refuses rows with a command that makes them readable."
+)
 
 ROWS = draw_rows(7, 12)
 

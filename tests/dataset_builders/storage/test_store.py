@@ -36,8 +36,8 @@ from dataset_builders.storage.store import (
 from tests.helpers.object_store import BUCKET, CuttingProxy, clear_drivers, environment, moto_server
 
 pytestmark = pytest.mark.promise(
-    "Source and root may lie in an object store: with connections cut and a kill -9, the data stages give a "
-    "disk's bytes."
+    "The data stages write the same bytes from one process, several or a Dask cluster, on a disk or in an object "
+    "store whose connections are cut, in any order of completion and after kill -9."
 )
 
 

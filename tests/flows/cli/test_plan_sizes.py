@@ -51,7 +51,7 @@ def test_the_time_of_a_large_model_is_told_for_an_h200():
     large = ("model={variant: qwen3_vl_2b, seed: 0}", "train.precision=bfloat16", "tokenize.max_pixels=262144")
     bins = ("plan_bins.seq_len=6144", "plan_bins.max_patches=24576", "train.global_batch_size=20")
     step, whole = rows_of(*large, *bins, "train.num_steps=1000")["time"].split(", ")
-    # Measured: 24,258 to 25,850 tokens a second (tests/bench/results/train_step_h200_2026-11-22.md).
+    # Measured at that time: 25,850 tokens a second (tests/bench/results/transformers.md).
     assert 4.0 < float(step.split()[1]) < 6.5 and whole.startswith("79 min in all on an H200")
     assert "time" not in rows_of(*large, *bins, "train.adapter={rank: 8, alpha: 16}")
 

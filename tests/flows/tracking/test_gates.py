@@ -8,8 +8,8 @@ from pydantic import ValidationError
 from flows.tracking.config import Gate, refusals
 
 pytestmark = pytest.mark.promise(
-    "The gain over the model before training has a paired bootstrap interval, and gates on scores keep a model "
-    "out of the registry."
+    "The gain over the model before training has a paired bootstrap interval, and gates keep a model out of the "
+    "registry, one that never learnt to end its answers too, but not its sound twin."
 )
 
 SCORES = {"stop_rate": 0.25, "exact_match": 0.95, "cer": 0.2, "exact_match/pairs": 0.8, "loss": math.nan}

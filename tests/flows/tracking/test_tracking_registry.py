@@ -16,8 +16,8 @@ from stages.scoring.intervals import Bootstrap
 from tests.helpers.tracked_run import make_artifact, make_evaluated
 
 pytestmark = pytest.mark.promise(
-    "The gain over the model before training has a paired bootstrap interval, and gates on scores keep a model "
-    "out of the registry."
+    "The gain over the model before training has a paired bootstrap interval, and gates keep a model out of the "
+    "registry, one that never learnt to end its answers too, but not its sound twin."
 )
 
 CONFIG = RegistryConfig(metric="exact_match", margin=0.005)

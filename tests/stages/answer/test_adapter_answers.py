@@ -23,8 +23,9 @@ from tests.helpers.tiny_hybrid_model import talkative_hybrid_dir
 from tests.helpers.tiny_model import tiny_hf_dir
 
 pytestmark = pytest.mark.promise(
-    "A base with an adapter beside it gives the merged model's answers, and the logits of PEFT's model to 1e-5 "
-    "relative."
+    "PEFT gives our logits from our adapters to 1e-5, those of experts too; merging is `merge_and_unload` to the "
+    "bit, training continues from its directory and ours, and an adapter beside its base answers as the merged "
+    "model."
 )
 
 MODELS = {"qwen3_vl": talkative_hf_dir, "qwen3_5": talkative_hybrid_dir}

@@ -19,8 +19,8 @@ from stages.evaluate.config import CompareConfig
 from stages.scoring.intervals import Bootstrap
 
 pytestmark = pytest.mark.promise(
-    "The gain over the model before training has a paired bootstrap interval, and gates on scores keep a model "
-    "out of the registry."
+    "The gain over the model before training has a paired bootstrap interval, and gates keep a model out of the "
+    "registry, one that never learnt to end its answers too, but not its sound twin."
 )
 
 BOOTSTRAP = Bootstrap(resamples=2000, level=0.95, seed=1)

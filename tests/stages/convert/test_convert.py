@@ -169,8 +169,8 @@ def test_one_file_or_many_give_the_same_shards(tmp_path, mixed):
 
 
 @pytest.mark.promise(
-    "The data stages write the same bytes from one process, several, or a Dask cluster, in any order of "
-    "completion, and after kill -9."
+    "The data stages write the same bytes from one process, several or a Dask cluster, on a disk or in an object "
+    "store whose connections are cut, in any order of completion and after kill -9."
 )
 def test_more_workers_give_the_same_bytes(tmp_path, mixed, monkeypatch):
     monkeypatch.setattr(convert_module, "_ROWS_PER_WORKER", 1)
@@ -509,8 +509,8 @@ print("killed", killed)
 
 @pytest.mark.full
 @pytest.mark.promise(
-    "The data stages write the same bytes from one process, several, or a Dask cluster, in any order of "
-    "completion, and after kill -9."
+    "The data stages write the same bytes from one process, several or a Dask cluster, on a disk or in an object "
+    "store whose connections are cut, in any order of completion and after kill -9."
 )
 @pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.full)])
 def test_killed_at_any_moment_and_run_again_gives_the_same_bytes(tmp_path, every):

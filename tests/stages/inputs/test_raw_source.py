@@ -234,7 +234,10 @@ def test_a_damaged_memo_is_written_anew(damaged, tmp_path):
     assert content_digest(source, ALL, memo) == first and memo.read_bytes() == whole
 
 
-@pytest.mark.promise("The hub's own client downloads data, tested against a local server.")
+@pytest.mark.promise(
+    "The hub's own client downloads data and takes a release, tested against a local server; the hub reads its "
+    "model card."
+)
 def test_a_hub_dataset_is_downloaded_subset_by_subset(tmp_path, monkeypatch):
     source = write_source(tmp_path / "snapshot", {"ai2d": plain_rows(2)})
     asked = {}
@@ -252,7 +255,10 @@ def test_a_hub_dataset_is_downloaded_subset_by_subset(tmp_path, monkeypatch):
         open_raw("owner/name", ["ai3d"], "the_cauldron")
 
 
-@pytest.mark.promise("The hub's own client downloads data, tested against a local server.")
+@pytest.mark.promise(
+    "The hub's own client downloads data and takes a release, tested against a local server; the hub reads its "
+    "model card."
+)
 def test_a_misspelt_subset_of_the_hub_is_named_before_a_download(monkeypatch):
     monkeypatch.setattr(raw_source.huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("downloaded"))
     for subset, message in [("ai3d", "has no subset 'ai3d'; did you mean 'ai2d'"), ("qqqq", "'qqqq'; it has ai2d, ")]:
@@ -279,7 +285,10 @@ def test_what_is_not_there_says_so_in_one_line(tmp_path, monkeypatch):
         assert "\n" not in str(caught.value)
 
 
-@pytest.mark.promise("The hub's own client downloads data, tested against a local server.")
+@pytest.mark.promise(
+    "The hub's own client downloads data and takes a release, tested against a local server; the hub reads its "
+    "model card."
+)
 def test_a_gated_dataset_says_what_to_do(monkeypatch):
     def gated(name, **options):
         raise GatedRepoError("401 Client Error", response=SimpleNamespace(headers={}, request=None))
@@ -315,7 +324,10 @@ def download(address, home, *arguments):
     return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=REPO)
 
 
-@pytest.mark.promise("The hub's own client downloads data, tested against a local server.")
+@pytest.mark.promise(
+    "The hub's own client downloads data and takes a release, tested against a local server; the hub reads its "
+    "model card."
+)
 def test_what_the_hub_serves_is_downloaded_by_patterns_and_read(tmp_path):
     name = "HuggingFaceM4/the_cauldron"
     served = write_source(tmp_path / "hub", {"ai2d": plain_rows(3), "vqav2": plain_rows(2)})
@@ -332,7 +344,10 @@ def test_what_the_hub_serves_is_downloaded_by_patterns_and_read(tmp_path):
         assert "is neither a directory here nor a dataset of the hub" in missing.stderr
 
 
-@pytest.mark.promise("The hub's own client downloads data, tested against a local server.")
+@pytest.mark.promise(
+    "The hub's own client downloads data and takes a release, tested against a local server; the hub reads its "
+    "model card."
+)
 def test_pictures_of_a_hub_dataset_are_downloaded_with_the_rows_that_point_at_them(tmp_path):
     (tmp_path / "hub" / "pictures").mkdir(parents=True)
     (tmp_path / "hub" / "pictures" / "1.png").write_bytes(png(1))

@@ -30,7 +30,8 @@ from stages.release.model_card import (
 from tests.helpers.tiny_model import tiny_hf_dir
 
 pytestmark = pytest.mark.promise(
-    "A release has a model card that the hub reads; a push is tested against a local server."
+    "The hub's own client downloads data and takes a release, tested against a local server; the hub reads its "
+    "model card."
 )
 
 CAULDRON = "HuggingFaceM4/the_cauldron"

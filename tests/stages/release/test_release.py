@@ -22,7 +22,8 @@ from tests.helpers.evaluation import hf_artifact
 from tests.helpers.tiny_model import tiny_hf_dir
 
 pytestmark = pytest.mark.promise(
-    "A release has a model card that the hub reads; a push is tested against a local server."
+    "The hub's own client downloads data and takes a release, tested against a local server; the hub reads its "
+    "model card."
 )
 
 CONFIG = ReleaseConfig(

@@ -153,8 +153,8 @@ def test_max_pixels_is_obeyed(samples, tokenized, tmp_path):
 
 @pytest.mark.full
 @pytest.mark.promise(
-    "The data stages write the same bytes from one process, several, or a Dask cluster, in any order of "
-    "completion, and after kill -9."
+    "The data stages write the same bytes from one process, several or a Dask cluster, on a disk or in an object "
+    "store whose connections are cut, in any order of completion and after kill -9."
 )
 def test_two_workers_write_the_same_bytes(samples, tokenized, tmp_path, monkeypatch):
     monkeypatch.setattr(tokenize_samples, "_PROCESS_WORTH", 1e-9)
@@ -458,8 +458,8 @@ def test_an_incomplete_model_directory_is_one_line(samples, tmp_path, name, word
 @pytest.mark.full
 @pytest.mark.parametrize("every", [1])
 @pytest.mark.promise(
-    "The data stages write the same bytes from one process, several, or a Dask cluster, in any order of "
-    "completion, and after kill -9."
+    "The data stages write the same bytes from one process, several or a Dask cluster, on a disk or in an object "
+    "store whose connections are cut, in any order of completion and after kill -9."
 )
 def test_kill_at_many_moments_and_rerun_gives_the_same_bytes(tmp_path, every):
     """Runs tokenize and plan_bins in their own process, which forks the processes to be killed."""

@@ -27,8 +27,9 @@ from trainer.model.targets import adapted_layers
 from trainer.model.whole_modules import whole_modules
 
 pytestmark = pytest.mark.promise(
-    "PEFT gives our logits from our adapters to 1e-5, merging is `merge_and_unload` to the bit, and training "
-    "continues from its directory and ours."
+    "PEFT gives our logits from our adapters to 1e-5, those of experts too; merging is `merge_and_unload` to the "
+    "bit, training continues from its directory and ours, and an adapter beside its base answers as the merged "
+    "model."
 )
 
 WHOLE = (

@@ -30,8 +30,9 @@ from trainer.model.rules import stored_rules
 from trainer.model.targets import adapted_layers, check_targets
 
 pytestmark = pytest.mark.promise(
-    "Adapters of experts are PEFT's `target_parameters`, give its logits to 1e-5, and are merged into each "
-    "form of a directory."
+    "PEFT gives our logits from our adapters to 1e-5, those of experts too; merging is `merge_and_unload` to the "
+    "bit, training continues from its directory and ours, and an adapter beside its base answers as the merged "
+    "model."
 )
 
 BOTH, DOWN = "experts", r".*\.mlp\.experts\.down_proj"

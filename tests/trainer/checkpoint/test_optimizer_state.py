@@ -19,7 +19,7 @@ from trainer.checkpoint.saver import Checkpointer
 
 pytestmark = pytest.mark.promise(
     "Saves change no bit of a training; a kill at any point of a save, or a full disk, costs that save alone; "
-    "SIGTERM ends with one."
+    "SIGTERM ends with one, and what was killed with -9 goes on to the bit."
 )
 
 

@@ -11,8 +11,8 @@ from trainer.parts.delta.rule import plain
 from trainer.parts.delta.rule.gated_delta_net import DeltaHeads, DeltaParameters, gated_delta_net
 
 pytestmark = pytest.mark.promise(
-    "Qwen3.5, with gated delta layers in packed bins, gives transformers' logits to 1e-4 and every gradient to "
-    "1e-4 relative, in float32."
+    "Qwen3-VL, Qwen3.5, Qwen3 without images and models with experts give transformers' logits, and multi-token "
+    "prediction its formula's, to 1e-4 and every gradient to 1e-4 relative, in float32."
 )
 
 BOUNDS = (0, 1, 64, 128, 193, 320)  # 1, 63, 64, 65 and 127 tokens

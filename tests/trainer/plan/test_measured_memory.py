@@ -1,4 +1,5 @@
-"""The memory estimate beside the peaks that GPUs measured with the allocator's reserve (tests/bench/results)."""
+"""The memory estimate beside the peaks that GPUs measured with the allocator's reserve. They are in memory.md of
+tests/bench/results where nothing else is said."""
 
 from collections.abc import Mapping
 from itertools import pairwise
@@ -48,23 +49,20 @@ class Peak(NamedTuple):
 
 
 PEAKS = {
-    # plain_modules_h200_2026-11-24.md
     "2b": Peak(84.5, "qwen3_vl_2b"),
     "qwen3.5 2b": Peak(87.3, "qwen3_5_2b"),
-    # plan_memory_h200_2026-11-24.md
     "qwen3.5 4b": Peak(147.3, "qwen3_5_4b"),
     "8b lora": Peak(69.4, "qwen3_vl_8b", adapter=LORA),
     "qwen3.5 27b lora": Peak(66.5, "qwen3_5_27b", layout=AGAIN, adapter=LORA),
     "32b float8": Peak(49.5, "qwen3_vl_32b", layout=AGAIN, adapter=BESIDE_FLOAT8),
-    # turns_h100_2026-11-25.md, whole_flow_h100_2026-11-23.md, cached_h200_2026-11-23.md
     "8b lora 6144": Peak(56.3, "qwen3_vl_8b", 6144, adapter=LORA),
     "2b 6144": Peak(78.7, "qwen3_vl_2b", 6144),
     "2b vision frozen": Peak(51.6, "qwen3_vl_2b", train=FROZEN),
-    # own_data_h100_2026-11-25.md; 100m in two bins of 16,384 is 20% off
+    # 100m in two bins of 16,384 is 20% off
     "4b lora": Peak(13.35, "qwen3_vl_4b", layout=AGAIN, adapter=LORA),
     "8b lora of its recipe": Peak(56.32, "qwen3_vl_8b", 6144, adapter=LORA),
     "100m of random weights": Peak(31.2, "qwen3_vl_100m", 32_768),
-    # two_gpus_h200_2026-11-26.md; a pipeline's ranks had 14 layers each
+    # layouts.md, with experts experts.md; a pipeline's ranks had 14 layers each
     "2b dp2": Peak(75.6, "qwen3_vl_2b", dp=2),
     "2b pp2": Peak(107.4, "qwen3_vl_2b", layout={"pp": 2}),
     "2b pp2 dealt": Peak(110.5, "qwen3_vl_2b", layout={"pp": 2, "vision": "dealt"}),
@@ -72,13 +70,13 @@ PEAKS = {
     "4b dp2": Peak(129.2, "qwen3_vl_4b", dp=2),
     "30b-a3b 4 layers dp2": Peak(70.4, "qwen3_vl_30b_a3b:4", 4096, dp=2),
     "30b-a3b 4 layers ep2": Peak(65.0, "qwen3_vl_30b_a3b:4", 4096, dp=2, layout={"ep": 2}),
-    # four_gpus_h200_2026-11-27.md; 2B and experts in bins of 4,096 are 13% to 22% below their peaks
+    # layouts.md; 2B and experts in bins of 4,096 are 13% to 22% below their peaks
     "8b dp4": Peak(127.8, "qwen3_vl_8b", dp=4, layout={"recompute_vision": True}),
     "8b fsdp4": Peak(97.32, "qwen3_vl_8b", dp=4, layout={"sharding": "fsdp", "recompute_vision": True}),
     "9b tp2": Peak(87.48, "qwen3_5_9b", dp=2, layout={"tp": 2, "sequence_parallel": True, "recompute_vision": True}),
     "9b fsdp4": Peak(110.9, "qwen3_5_9b", dp=4, layout={"sharding": "fsdp", "recompute_vision": True}),
     "qwen3.5 4b cp4": Peak(61.81, "qwen3_5_4b", layout={"cp": 4}),
-    # whole_experts_h200_2026-11-26.md; full training of four layers and of the proxy is 13% to 17% below its peak
+    # full training of four layers and of the proxy is 13% to 17% below its peak
     "30b-a3b 8 layers lora": Peak(18.49, "qwen3_vl_30b_a3b:8", adapter=OF_EXPERTS),
     "30b-a3b lora": Peak(80.52, "qwen3_vl_30b_a3b", adapter=OF_EXPERTS),
     "30b-a3b lora recomputed": Peak(48.72, "qwen3_vl_30b_a3b", layout=AGAIN, adapter=OF_EXPERTS),

@@ -18,7 +18,7 @@ from trainer.model.shape import DecoderShape, ModelShape, Work
 from trainer.plan.checks import pieces_of
 from trainer.plan.pieces import mean_work, pipeline_pieces
 
-# Of a mean bin of 16,384 tokens of the bench's mix (tests/bench/results/train_step_h200_2026-11-22.md): per sample 748
+# Of a mean bin of 16,384 tokens of the bench's mix (tests/bench/results/transformers.md): per sample 748
 # tokens, 51 of them with loss, 2,312 patches in 1.09 images.
 MIX = Work(16_384, 1_117, 16_384 * 748, 50_640, 50_640 * 2_121)
 

@@ -194,7 +194,7 @@ def test_what_has_no_room_is_not_advised(in_flops, monkeypatch):
 
 
 def test_two_h200_as_they_were_measured():
-    """tests/bench/results/train_step_h200_2026-11-22.md: 2B, 16 bins of 8,192 of MIX, 14 layers on each rank. A step of
+    """tests/bench/results/layouts.md: 2B, 16 bins of 8,192 of MIX, 14 layers on each rank. A step of
     4.14 s for 2.65 of dp 2, the second rank waits for 76%."""
     half = MIX._replace(**{name: getattr(MIX, name) / 2 for name in MIX._fields})
     sizes = {"shape": QWEN_2B, "bins": 16}

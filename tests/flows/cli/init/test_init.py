@@ -32,8 +32,8 @@ from tests.helpers.tiny_model import tiny_hf_dir
 from tests.helpers.tiny_text_model import text_hf_dir
 
 pytestmark = pytest.mark.promise(
-    "`athanor init` makes a recipe from common layouts of data, with settings that fit the GPU by the "
-    "estimate, and names each fault."
+    "`athanor init` makes a recipe from common layouts of data, with settings that fit the GPU by the estimate, "
+    "names each fault, and refuses rows with a command that makes them readable."
 )
 
 ROWS = 40

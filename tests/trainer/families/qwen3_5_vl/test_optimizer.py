@@ -11,8 +11,8 @@ from trainer.loop.optim import build_optimizer, set_learning_rate
 from trainer.model.registry import get_family
 
 pytestmark = pytest.mark.promise(
-    "Qwen3.5, with gated delta layers in packed bins, gives transformers' logits to 1e-4 and every gradient to "
-    "1e-4 relative, in float32."
+    "Qwen3-VL, Qwen3.5, Qwen3 without images and models with experts give transformers' logits, and multi-token "
+    "prediction its formula's, to 1e-4 and every gradient to 1e-4 relative, in float32."
 )
 
 EXACT = ("a_log", "dt_bias")
