@@ -18,7 +18,7 @@ from dataset_builders.storage.store import StorePath
 from flows.prefect_server.service_record import service_dir
 from stages.launchers.owner import Owner
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 1
 
 
 class RunRecord(Owner):
@@ -56,12 +56,16 @@ def _record(root: StorePath, changes: dict[str, str | None]) -> None:
         return
     path = _runs(root) / f"{flow_run.id}.json"
     before, owner = _read(path), Owner.of_this_process()
-    if before is None or before.pid != owner.pid:  # the record of a process that tried this run earlier is replaced
-        before = RunRecord(flow_run_id=str(flow_run.id), **owner.model_dump())
+    is_new = before is None or before.pid != owner.pid  # another process may have tried this run earlier
+    record = RunRecord(flow_run_id=str(flow_run.id), **owner.model_dump()) if is_new else before
+    record = record.model_copy(update=changes)
+    if record == before:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, record.model_dump())
+    if is_new:
         # The record is removed at the end of the process, not of the flow, when the server has the final state.
         atexit.register(_forget_own, path, owner.pid)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, before.model_copy(update=changes).model_dump())
 
 
 def read_runs(root: StorePath) -> list[RunRecord]:
