@@ -35,7 +35,7 @@ from flows.prefect_server.processes import FLOW_RUN_VARIABLE, PART_VARIABLE, SER
 from flows.prefect_server.service_record import POOL, read_record
 from flows.resources.cancelling import CANCELLED
 from flows.resources.limits import free_dead_slots, has_server
-from flows.resources.run_record import RunRecord, forget_run, read_leases, read_runs
+from flows.resources.run_record import RunRecord, forget_run, read_runs
 from flows.service.orphans import end_orphans, living_flow_runs, marked_processes
 from flows.tracking.tracker import Tracker
 
@@ -57,7 +57,7 @@ def reconcile(root: StorePath) -> int:
     """
     end_orphans(root)
     dead = [record for record in read_runs(root) if record.is_dead()]
-    if not dead and not has_server() and not any(lease.is_dead() for lease in read_leases(root)):
+    if not dead and not has_server():
         return 0  # there is nothing to do, so no temporary server is started
     with get_client(sync_client=True) as client:
         free_dead_slots(client, root)

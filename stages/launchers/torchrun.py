@@ -17,9 +17,8 @@ import psutil
 
 from dataset_builders.storage.files import GrowingFile
 from stages.launchers.config import ClusterConfig
-from stages.launchers.job import Handle, Job, rank_environment, timed_out
+from stages.launchers.job import Handle, Job, as_rank, rank_environment, remove_rank_logs, timed_out
 from stages.launchers.processes import LEFTOVER_SECONDS, end_processes, processes_of
-from stages.launchers.rank_logs import as_rank, remove_rank_logs
 
 _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 

@@ -2,7 +2,7 @@
 
     checkpoints/step-000500/ ...   run.json  result.json  metrics.jsonl  report.json  report.html
     heldout.jsonl  heldout-base.jsonl   the loss of every held-out sample: newest, and before the first step
-    logs/trainer.log  logs/rank-0001.log ...   job.sbatch  slurm.json  slurm-end   the last three only for a SLURM job
+    logs/trainer.log  logs/rank-0001.log ...   job.sbatch  slurm-end   the last two only for a SLURM job
     profile/rank-0.json.gz  profile/rank-0.md   if steps are traced
 
 A rerun in the same scratch directory starts the trainer again, which resumes from its newest checkpoint. A finished

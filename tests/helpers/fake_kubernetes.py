@@ -1,9 +1,8 @@
 """A fake Kubernetes API server with the cluster behind it. A pod is a process of this machine.
 
 It supports the requests of the launcher, as Kubernetes and Kubeflow's Trainer 2.3 do: TrainJobs (create, get, delete in
-the foreground), pods (list by label, kill), and a pod's log (its end, or followed from a given second). It sets the
-labels
-of JobSet's pods and the PET_* variables of the torch plugin. A pod ends by SIGTERM to its first process, and by SIGKILL
+the foreground), pods (list by label, kill), and the end of a pod's log. It sets the labels of JobSet's pods and the
+PET_* variables of the torch plugin. A pod ends by SIGTERM to its first process, and by SIGKILL
 after its grace period.
 """
 
@@ -12,7 +11,6 @@ import os
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -22,8 +20,6 @@ from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 import yaml
-
-TURN_SECONDS = 0.02
 
 
 def now() -> str:
@@ -51,8 +47,10 @@ class Pod:
 
     def _start(self, cluster: "FakeCluster", trainjob: dict) -> None:
         command = [word.replace("$$", "$") for word in trainjob["spec"]["trainer"]["command"]]  # as in `$$(`
+        if cluster.command:  # behind the shell that opens the log
+            command = [*command[:4], *cluster.command, command[-1]]
         self.process = subprocess.Popen(
-            [*cluster.command, command[-1]] if cluster.command else command,
+            command,
             env=_environment(cluster, trainjob, self.node),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -64,7 +62,7 @@ class Pod:
 
     def _read(self) -> None:
         for line in self.process.stdout:
-            self.log.append(now().encode() + b" " + line.rstrip(b"\n") + b"\n")
+            self.log.append(line.rstrip(b"\n") + b"\n")
         status = self.process.wait()
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -105,14 +103,13 @@ class FakeCluster:
 
     Attributes:
         calls: method and path of every request.
-        command: command that runs instead of `torchrun ... -m trainer`, with the last argument of the TrainJob.
+        command: command that runs in place of `torchrun ... -m trainer`, with the last argument of the TrainJob.
         port: port of the rendezvous of a job's ranks.
         outage: whether connections are closed without an answer.
         refusal: (status, message), the answer to a new TrainJob.
         hold: whether pods stay without a node.
         condition: one more condition of every TrainJob.
         lost: whether pods are never told to end, because their node does not answer.
-        breaks: number of log streams that will still break in the middle of a line.
     """
 
     calls: list[str] = field(default_factory=list)
@@ -125,7 +122,6 @@ class FakeCluster:
     hold: bool = False
     condition: dict | None = None
     lost: bool = False
-    breaks: int = 0
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def count(self, text: str) -> int:
@@ -258,39 +254,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(404, f'pods "{name}" not found')
         elif pod.process is None:
             self._refuse(400, f'container "node" in pod "{name}" is waiting to start: ContainerCreating')
-        elif "tailLines" in query:
-            lines = pod.log[-int(query["tailLines"]) :]
-            self._answer(200, b"".join(line.partition(b" ")[2] for line in lines))
         else:
-            with suppress(ConnectionError):
-                self._follow(pod, query.get("sinceTime", "")[:19].encode())
-
-    def _follow(self, pod: Pod, since: bytes) -> None:
-        """Send the log's lines from a given second until the pod has ended. The log is read to its end even if the pod
-        is deleted."""
-        self.send_response(200)
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
-        place = 0
-        while True:
-            is_over = pod.is_over
-            while place < len(pod.log):
-                line, place = pod.log[place], place + 1
-                if line[:19] < since:
-                    continue
-                if self.cluster.breaks and place > 1:
-                    self.cluster.breaks -= 1
-                    self._chunk(line[: len(line) // 2])
-                    self.close_connection = True
-                    return
-                self._chunk(line)
-            if is_over:
-                self._chunk(b"")
-                return
-            time.sleep(TURN_SECONDS)
-
-    def _chunk(self, data: bytes) -> None:
-        self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+            self._answer(200, b"".join(pod.log[-int(query["tailLines"]) :]))
 
 
 @contextmanager
@@ -299,7 +264,7 @@ def fake_cluster(kubeconfig: Path) -> Iterator[FakeCluster]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     server.daemon_threads = True
     server.cluster = FakeCluster()
-    threading.Thread(target=server.serve_forever, args=(TURN_SECONDS,), daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     config = {
         "clusters": [{"name": "c", "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}],
         "users": [{"name": "u", "user": {"token": "t"}}],

@@ -20,8 +20,7 @@ from pydantic import ValidationError
 from dataset_builders.errors import InputError, one_line, shown
 from dataset_builders.storage.store import is_local
 from stages.launchers.config import JOB_FILES, ClusterConfig
-from stages.launchers.job import Job, rank_environment, read_job_file
-from stages.launchers.rank_logs import as_rank
+from stages.launchers.job import Job, as_rank, rank_environment, read_job_file
 from trainer.contract.run import parse_run
 
 API_VERSION = "trainer.kubeflow.org/v1alpha1"
@@ -33,6 +32,10 @@ LEFTOVER_SECONDS = 10  # for torchrun to end, after the workers have saved
 LIMITS = "spec.trainer.resourcesPerNode.limits"
 POD = "spec.runtimePatches[0].trainingRuntimeSpec.template.spec.replicatedJobs[node].template.spec.template.spec"
 MOUNTS = f"{POD}.containers[node].volumeMounts"
+# $0 is the job's log, which the first node writes; the other arguments are torchrun's command.
+_ON_NODE = """\
+if [ "$PET_NODE_RANK" = 0 ]; then echo "the log is $0"; exec "$@" >>"$0" 2>&1; fi
+exec "$@\""""
 _GPU = re.compile(r"/gpu$|gpu\.|/mig-")  # nvidia.com/gpu, amd.com/gpu, gpu.intel.com/xe, nvidia.com/mig-1g.10gb
 
 
@@ -147,9 +150,9 @@ def _paths(job: Job) -> dict[str, Path]:
 
 def _command(job: Job) -> list[str]:
     rank = as_rank(job.log_path.parent, ["python", *job.arguments])
+    words = ["/bin/sh", "-c", _ON_NODE, str(job.log_path), "torchrun", "--max-restarts=0", "--no-python", *rank]
     # Kubernetes would read `$(NAME)` as a variable, and `$$` as `$`.
-    escaped = [word.replace("$$", "$$$$").replace("$(", "$$(") for word in rank]
-    return ["torchrun", "--max-restarts=0", "--no-python", *escaped]
+    return [word.replace("$$", "$$$$").replace("$(", "$$(") for word in words]
 
 
 def _environment(cluster: ClusterConfig, manifest: dict[str, Any], job: Job) -> list[dict[str, Any]]:

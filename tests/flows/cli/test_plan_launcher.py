@@ -50,7 +50,7 @@ def test_what_is_shown_for_slurm_is_what_sbatch_gets(with_data, capsys, tmp_path
     root, found = with_data
     text = shown(capsys, root, "slurm", HEADER)
     submitted = tmp_path / "submitted"
-    (tmp_path / "sbatch").write_text(f'#!/bin/sh\ncp "$2" {submitted}; echo 7\n')
+    (tmp_path / "sbatch").write_text(f'#!/bin/sh\ncp "$3" {submitted}; echo 7\n')
     (tmp_path / "squeue").write_text("#!/bin/sh\necho 'Invalid job id specified' >&2; exit 1\n")
     for name in ("scancel", "scontrol", "sacct"):
         (tmp_path / name).write_text("#!/bin/sh\necho 'Invalid job id specified' >&2; exit 1\n")
@@ -58,7 +58,7 @@ def test_what_is_shown_for_slurm_is_what_sbatch_gets(with_data, capsys, tmp_path
         path.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr("stages.launchers.slurm.launcher.VISIBLE_SECONDS", 0.1)
-    monkeypatch.setattr("stages.launchers.slurm.launcher.LOOK_SECONDS", 0.1)
+    monkeypatch.setattr("stages.launchers.scheduled.LOOK_SECONDS", 0.1)
     config = load_recipe("embedded", [*OVERRIDES, HEADER, "execution.cluster.launcher=slurm"]).config
     inputs = {"model": found["embedded_model"], "tokenized": found["tokenize"], "bins": found["plan_bins"]}
     with pytest.raises(JobFailed, match="SLURM job 7 is gone"):

@@ -3,10 +3,9 @@ slots are taken over."""
 
 import contextlib
 import logging
-import subprocess
-import sys
 import threading
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,8 +13,8 @@ import flows  # noqa: F401  sets what Prefect reads at its import
 
 # isort: split
 import httpx
-import psutil
 import pytest
+from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.events.worker import EventsWorker
 from prefect.exceptions import PrefectHTTPStatusError
@@ -24,8 +23,8 @@ from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, tempor
 
 from dataset_builders.errors import InputError
 from flows.resources import limits
-from flows.resources.limits import DEFAULT_LIMITS, HOST_LIMIT, Slot, create_limits, has_server, slot_of
-from flows.resources.run_record import LeaseRecord, read_leases, record_lease, this_process
+from flows.resources.limits import HOST_LIMIT, create_limits, has_server, slot_of
+from flows.resources.run_record import RunRecord, read_runs
 from stages.launchers.config import ClusterConfig
 from tests.helpers.patience import at_most
 from tests.helpers.service import wait_for
@@ -61,6 +60,18 @@ def read(name: str):
         return client.read_global_concurrency_limit_by_name(name)
 
 
+def in_a_run(work: Callable[[], None]) -> None:
+    """Call a function in a flow run, because only a flow run's slot has a record."""
+    flow(work, name="holder", flow_run_name="the holder", validate_parameters=False)()
+
+
+def other_process(root: Path, **changes) -> None:
+    """Change the owner in the only record, as if another process had written it."""
+    (record,) = read_runs(root)
+    path = root / "service" / "runs" / f"{record.flow_run_id}.json"
+    path.write_text(record.model_copy(update=changes).model_dump_json())
+
+
 def in_thread(name: str, root: Path, api: str) -> tuple[threading.Thread, threading.Event]:
     """Ask for a slot in another thread. Return the thread, and an event that is set when the thread has the slot."""
     got = threading.Event()
@@ -77,7 +88,7 @@ def in_thread(name: str, root: Path, api: str) -> tuple[threading.Thread, thread
 def test_without_a_server_no_slot_is_asked_for(tmp_path):
     assert not has_server()
     with slot_of("gpu-host", tmp_path):
-        assert read_leases(tmp_path) == []
+        assert read_runs(tmp_path) == []
 
 
 def refused(status: int) -> PrefectHTTPStatusError:
@@ -114,7 +125,7 @@ def test_limits_are_made_once_and_a_persons_change_stays(server):
     with get_client(sync_client=True) as client, contextlib.suppress(Exception):
         client.delete_global_concurrency_limit_by_name(HOST_LIMIT)
     create_limits({})
-    assert read(HOST_LIMIT).limit == DEFAULT_LIMITS[HOST_LIMIT] == 1
+    assert read(HOST_LIMIT).limit == 1
     with get_client(sync_client=True) as client:
         client.upsert_global_concurrency_limit_by_name(HOST_LIMIT, 3)
     create_limits({})
@@ -127,15 +138,22 @@ def test_limits_are_made_once_and_a_persons_change_stays(server):
 
 def test_the_second_waits_for_the_first_and_says_for_what(name, server, tmp_path, caplog):
     caplog.set_level(logging.INFO, "athanor.limits")
-    with slot_of(name, tmp_path):
-        assert read(name).active_slots == 1
-        thread, got = in_thread(name, tmp_path, server)
-        said = f"waiting for a slot of the concurrency limit '{name}': 1 of 1 in use"
-        wait_for(lambda: said in caplog.text, 30, "line about the wait")
-        assert not got.is_set()
+    waiting = []
+
+    def hold() -> None:
+        with slot_of(name, tmp_path):
+            assert read(name).active_slots == 1
+            waiting.append(in_thread(name, tmp_path, server))
+            said = f"waiting for a slot of the concurrency limit '{name}': 1 of 1 in use, by the holder"
+            wait_for(lambda: said in caplog.text, 30, "line about the wait")
+            assert not waiting[0][1].is_set()
+
+    in_a_run(hold)
+    ((thread, got),) = waiting
     assert got.wait(at_most(30))
     thread.join()
-    assert read(name).active_slots == 0 and read_leases(tmp_path) == []
+    (record,) = read_runs(tmp_path)
+    assert read(name).active_slots == 0 and record.lease_id is record.limit is None
 
 
 def test_a_limit_that_is_not_there_is_made_with_one_slot(name, tmp_path, caplog):
@@ -159,44 +177,74 @@ def test_a_limit_of_no_slots_is_an_error_that_says_what_to_do(name, tmp_path):
         pass
 
 
-def test_the_slot_of_a_dead_holder_is_taken_over_at_once(name, tmp_path):
-    slot = Slot(name, tmp_path)
-    slot._try()
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    about = {**this_process(), "pid": child.pid, "pid_started": psutil.Process(child.pid).create_time()}
-    child.communicate(b"\n")
-    record_lease(tmp_path, LeaseRecord(lease_id=str(slot.lease_id), limit=name, **about))
-    with slot_of(name, tmp_path):
-        assert read(name).active_slots == 1
-        assert [lease.pid for lease in read_leases(tmp_path)] == [this_process()["pid"]]
+@pytest.mark.parametrize("host", ["here", "elsewhere"])
+def test_the_slot_of_a_dead_holder_is_taken_over_at_once(name, server, tmp_path, host):
+    """A holder of another host cannot be seen to be dead; its lease expires."""
+
+    def hold() -> None:
+        with slot_of(name, tmp_path):
+            elsewhere = {"host": "elsewhere"} if host == "elsewhere" else {}
+            other_process(tmp_path, pid_started=1.0, **elsewhere)  # the start of a process that is long gone
+            thread, got = in_thread(name, tmp_path, server)
+            if host == "here":
+                assert got.wait(at_most(30))
+            else:
+                assert not got.wait(1)
+        thread.join()
+
+    in_a_run(hold)
 
 
 def test_a_slot_that_was_lost_is_taken_again_and_the_work_goes_on(name, tmp_path, monkeypatch):
     monkeypatch.setattr(limits, "RENEW_SECONDS", 0.2)
-    with slot_of(name, tmp_path):
-        (before,) = read_leases(tmp_path)
-        with get_client(sync_client=True) as client:  # the server does this with a lease that was not renewed in time
-            client.release_concurrency_slots_with_lease(uuid.UUID(before.lease_id))
-        wait_for(lambda: read(name).active_slots == 1, 30, "slot again")
-        (after,) = read_leases(tmp_path)
-        assert after.lease_id != before.lease_id
+
+    def record() -> RunRecord:
+        (only,) = read_runs(tmp_path)
+        return only
+
+    def hold() -> None:
+        with slot_of(name, tmp_path):
+            before = record()
+            with get_client(sync_client=True) as client:  # as the server does with a lease that was not renewed in time
+                client.release_concurrency_slots_with_lease(uuid.UUID(before.lease_id))
+            wait_for(lambda: read(name).active_slots == 1 and record().lease_id != before.lease_id, 30, "slot again")
+
+    in_a_run(hold)
     assert read(name).active_slots == 0
 
 
 def test_a_server_that_is_away_does_not_end_the_work(name, tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "athanor.limits")
     monkeypatch.setattr(limits, "RENEW_SECONDS", 0.2)
-    slot = Slot(name, tmp_path)
-    slot.acquire()
-    real = limits.get_client
 
     def away(**_):
         raise OSError("connection refused")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(limits, "get_client", away)
-        wait_for(lambda: "could not be renewed, the job goes on" in caplog.text, 10, "warning")
-    assert limits.get_client is real and slot._thread.is_alive()
-    slot.release()
+    with slot_of(name, tmp_path):
+        with monkeypatch.context() as patch:
+            patch.setattr(limits, "get_client", away)
+            wait_for(lambda: "could not be renewed, the job goes on" in caplog.text, 10, "warning")
+        wait_for(lambda: "the slot of" in caplog.text and "is held" in caplog.text, 30, "renewal")
+    assert read(name).active_slots == 0
+
+
+def test_a_slot_that_another_job_has_taken_is_said_and_taken_again_later(name, tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "athanor.limits")
+    monkeypatch.setattr(limits, "RENEW_SECONDS", 0.2)
+
+    def hold() -> None:
+        with slot_of(name, tmp_path), get_client(sync_client=True) as client:
+            other = None
+            while other is None:  # the renewal may be first
+                client.release_concurrency_slots_with_lease(uuid.UUID(read_runs(tmp_path)[0].lease_id))
+                with contextlib.suppress(PrefectHTTPStatusError):
+                    answer = client.increment_concurrency_slots_with_lease([name], 1, "concurrency", 60.0)
+                    other = uuid.UUID(answer.json()["lease_id"])
+            wait_for(lambda: "another job took it while the server was away" in caplog.text, 30, "warning")
+            client.release_concurrency_slots_with_lease(other)
+            wait_for(lambda: "is held" in caplog.text, 30, "slot again")
+
+    in_a_run(hold)
     assert read(name).active_slots == 0
 
 

@@ -21,18 +21,11 @@ from prefect.client.schemas.objects import State, StateType, TaskRun
 from prefect.runtime import flow_run
 from prefect.states import Cancelling, Pending, Running
 
-from flows.resources.run_record import (
-    LeaseRecord,
-    RunRecord,
-    read_leases,
-    read_runs,
-    record_lease,
-    record_run,
-    this_process,
-)
+from flows.resources.run_record import RunRecord, read_runs, record_run, record_slot
 from flows.service import orphans, reconcile
 from flows.service.orphans import end_orphans, find_orphans
 from flows.service.reconcile import reconcile as put_right
+from stages.launchers.owner import Owner
 from tests.helpers.service import wait_for
 
 pytestmark = pytest.mark.promise(
@@ -40,6 +33,10 @@ pytestmark = pytest.mark.promise(
 )
 
 SLEEPS = "import time; time.sleep(600)"
+
+
+def this_process() -> dict[str, object]:
+    return Owner.of_this_process().model_dump()
 
 
 @pytest.fixture
@@ -120,9 +117,9 @@ def test_nothing_is_noted_outside_a_flow(tmp_path):
 
 def test_a_pid_that_another_process_has_now_is_dead(tmp_path):
     mine = this_process()
-    assert not LeaseRecord(lease_id="a", limit="b", **mine).is_dead()
-    assert LeaseRecord(lease_id="a", limit="b", **{**mine, "pid_started": 1.0}).is_dead()
-    assert not LeaseRecord(lease_id="a", limit="b", **{**mine, "pid_started": 1.0, "host": "elsewhere"}).is_dead()
+    assert not Owner(**mine).is_dead()
+    assert Owner(**{**mine, "pid_started": 1.0}).is_dead()
+    assert not Owner(**{**mine, "pid_started": 1.0, "host": "elsewhere"}).is_dead()
 
 
 @pytest.mark.parametrize(
@@ -219,10 +216,24 @@ def test_a_run_that_the_server_does_not_know_is_forgotten(tmp_path, dead_pid):
 
 
 def test_the_slot_of_a_dead_holder_is_given_back(tmp_path, dead_pid):
-    record_lease(tmp_path, LeaseRecord(lease_id=str(uuid.uuid4()), limit="gpu-host", **dead_pid))
-    record_lease(tmp_path, LeaseRecord(lease_id=str(uuid.uuid4()), limit="gpu-host", **this_process()))
-    put_right(tmp_path)
-    assert [lease.pid for lease in read_leases(tmp_path)] == [os.getpid()]
+    name, leases = f"gpu-{uuid.uuid4().hex[:8]}", []
+
+    @flow
+    def holder() -> str:
+        record_slot(tmp_path, name, leases[-1])
+        return str(flow_run.id)
+
+    with get_client(sync_client=True) as client:
+        client.upsert_global_concurrency_limit_by_name(name, 2)
+        for _ in range(2):
+            answer = client.increment_concurrency_slots_with_lease([name], 1, "concurrency", 60.0)
+            leases.append(answer.json()["lease_id"])
+            flow_run_id = holder()
+        note(tmp_path, flow_run_id, {**dead_pid, "limit": name, "lease_id": leases[-1]})
+        put_right(tmp_path)
+        assert client.read_global_concurrency_limit_by_name(name).active_slots == 1
+    (left,) = read_runs(tmp_path)
+    assert left.pid == os.getpid() and left.lease_id == leases[0]
 
 
 @contextlib.contextmanager

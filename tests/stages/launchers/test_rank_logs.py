@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from stages.launchers.rank_logs import as_rank, first_failure, last_lines, log_of_rank, remove_rank_logs
+from stages.launchers.job import as_rank, first_failure, last_lines, log_of_rank, remove_rank_logs
 
 
 def _report(*failures: tuple[str, int, int]) -> str:

@@ -20,12 +20,10 @@ from kubeflow_trainer_api.models import TrainerV1alpha1ClusterTrainingRuntime, T
 
 from dataset_builders.errors import InputError
 from stages.launchers.config import ClusterConfig
-from stages.launchers.job import Job, JobFailed, check_launcher, make_launcher, run_job
-from stages.launchers.kubernetes import client
-from stages.launchers.kubernetes.client import LogFollower
+from stages.launchers.job import Job, JobFailed, as_rank, check_launcher, make_launcher, run_job
+from stages.launchers.kubernetes import launcher as launch_kubernetes
 from stages.launchers.kubernetes.launcher import KubernetesHandle, KubernetesLauncher
 from stages.launchers.kubernetes.trainjob import make_trainjob, trainjob_name
-from stages.launchers.rank_logs import as_rank
 from tests.helpers.fake_kubernetes import FakeCluster, fake_cluster, pod_spec_of
 from tests.helpers.patience import at_most
 from tests.helpers.run_dir import metrics_of, result_of, write_job
@@ -41,7 +39,7 @@ REPO = Path(__file__).parents[4]
 def fake(tmp_path, monkeypatch) -> Iterator[FakeCluster]:
     """Yield a cluster that the kubeconfig points to, and remove everything of it afterwards."""
     (tmp_path / "root").mkdir()
-    monkeypatch.setattr("stages.launchers.kubernetes.launcher.LOOK_SECONDS", 0.1)
+    monkeypatch.setattr("stages.launchers.scheduled.LOOK_SECONDS", 0.1)
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     with fake_cluster(tmp_path / "kubeconfig") as cluster:
@@ -88,6 +86,7 @@ def _job(tmp_path: Path, code: str = "", **kwargs) -> Job:
 
 
 def _own_lines(lines) -> list[str]:
+    """Return the job's lines, without those of the launcher."""
     return [line for line in lines if not line.startswith("kubernetes: ")]
 
 
@@ -132,8 +131,8 @@ def test_the_manifest_is_the_users_with_this_job(tmp_path):
     manifest = make_trainjob(_full(tmp_path), job)
     trainer = manifest["spec"]["trainer"]
     rank = as_rank(job.log_path.parent, ["python", *job.arguments])
-    assert trainer["command"][:3] == ["torchrun", "--max-restarts=0", "--no-python"]
-    assert [word.replace("$$(", "$(") for word in trainer["command"][3:]] == rank
+    assert trainer["command"][3:7] == [str(job.log_path), "torchrun", "--max-restarts=0", "--no-python"]
+    assert [word.replace("$$(", "$(") for word in trainer["command"][7:]] == rank
     assert "$(" not in " ".join(trainer["command"]).replace("$$(", "")  # Kubernetes would expand a variable
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 8)
     assert manifest["spec"]["activeDeadlineSeconds"] == 3601
@@ -260,63 +259,29 @@ def test_lines_reach_the_callback_and_the_log(tmp_path, fake):
     seen = []
     job = _job(tmp_path, "print('one'); print('two')", on_line=seen.append)
     run_job(_launcher(tmp_path), job)
-    assert _own_lines(seen) == ["one", "two"]
-    assert job.log_path.read_text().splitlines() == seen
+    assert _own_lines(seen) == job.log_path.read_text().splitlines() == ["one", "two"]
     assert (tmp_path / "root" / "train-1" / "trainjob.yaml").read_text() == _launcher(tmp_path).plan(job)
 
 
-def test_a_stream_that_breaks_loses_and_doubles_no_line(tmp_path, fake):
-    code = "import time\nfor i in range(300):\n    print('line', i, flush=True)\n    time.sleep(0.004)"
-    job, launcher, breaks = _job(tmp_path, code), _launcher(tmp_path), 0
-    handle = launcher.submit(job)
-    while (status := launcher.poll(handle)) is None:
-        if breaks < 5 and not fake.breaks:
-            fake.breaks = 1
-            breaks += 1
-        time.sleep(0.02)
-    assert status == 0 and breaks > 1
-    assert _own_lines(handle.job.log_path.read_text().splitlines()) == [f"line {i}" for i in range(300)]
-    assert sum("sinceTime=" in call for call in fake.calls) >= breaks
+def test_only_the_first_pod_writes_the_log_and_its_own_output_says_where(tmp_path, fake):
+    job = _job(tmp_path, "import os\nprint('node', os.environ['PET_NODE_RANK'])")
+    run_job(_launcher(tmp_path, nodes=2, processes=2), job)
+    assert job.log_path.read_text() == "node 0\n"
+    first, second = fake.pods.values()
+    assert b"".join(first.log).decode() == f"the log is {job.log_path}\n" and second.log == [b"node 1\n"]
 
 
-def _rest(readings: list[list[str]]) -> tuple[list[str], list[str | None]]:
-    """Return the result of a follower that reads the log in these portions, and the times that it asked for."""
-    asked: list[str | None] = []
-
-    def follow(since: str | None) -> list[bytes]:
-        asked.append(since)
-        if not readings:
-            raise client.ClusterError("the pod is gone", False)
-        return [f"2026-01-01T00:00:{line}".encode() for line in readings.pop(0)]
-
-    return LogFollower(follow, 60).rest(10), asked
-
-
-def test_the_end_of_a_log_is_found_however_often_its_reading_breaks():
-    whole = ["01.1Z a\n", "02.2Z b\n", "03.3Z c\n"]
-    readings = [["01.1Z a\n", "02.2"], ["01.1Z a\n", "0"], ["01.1Z a\n"], whole, *[whole[2:]] * 9]
-    lines, asked = _rest(readings)
-    assert lines == ["a", "b", "c"]
-    assert asked[:5] == [None, *["2026-01-01T00:00:01Z"] * 3, "2026-01-01T00:00:03Z"]
-    assert len(readings) in (6, 7)  # two brought nothing; the first may have begun before the end was known
-
-
-def test_lines_of_one_second_are_told_apart():
-    first = ["01.1+02:00 a\n", "02.2+02:00 b\n", "02.2+02:00 b\n"]
-    late = ["02.2+02:00 b\n", "02.2+02:00 b\n", "02.2+02:00 b\n", "02.15+02:00 late\n", "01.9+02:00 later\n"]
-    lines, asked = _rest([first, late, [line for line in late if line.startswith("02")]])
-    assert lines == ["a", "b", "b", "b", "late", "later"]
-    assert asked[1:3] == ["2026-01-01T00:00:02+02:00"] * 2
-
-
-def test_a_log_that_falls_silent_can_be_closed(tmp_path, fake):
+def test_a_pod_that_cannot_write_the_log_is_heard(tmp_path, fake):
+    job = _job(tmp_path)
     launcher = _launcher(tmp_path)
-    handle = launcher.submit(_job(tmp_path, SAVES))
-    _poll_until(launcher, handle, lambda: "ready" in handle.lines)
-    handle.log.close()
-    handle.log._thread.join(5)
-    assert not handle.log._thread.is_alive()
+    handle = launcher.submit(job)
+    shutil.rmtree(job.log_path.parent)
     launcher.cancel(handle)
+    make = fake.make
+    fake.make = lambda trainjob: shutil.rmtree(job.log_path.parent) or make(trainjob)
+    with pytest.raises(JobFailed, match=r"exit status \d") as caught:
+        run_job(launcher, job)
+    assert f"{job.log_path}: " in str(caught.value).split("failed first; the end of its log:")[1]
 
 
 def test_failure_tells_command_status_log_and_last_lines(tmp_path, fake):
@@ -336,12 +301,10 @@ def test_the_pod_that_failed_first_is_heard(tmp_path, fake):
         sys.exit(9)
     """
     job = _job(tmp_path, code)
-    with pytest.raises(JobFailed, match="exit status 9"):
+    with pytest.raises(JobFailed, match="exit status 9") as caught:
         run_job(_launcher(tmp_path, nodes=2, processes=2), job)
-    lines = job.log_path.read_text().splitlines()
-    assert lines.index(f"kubernetes: {trainjob_name(job)}-node-0-1-abcde failed first; the end of its log:") < (
-        lines.index("node 1")
-    )
+    lines = str(caught.value).splitlines()
+    assert lines.index(f"{trainjob_name(job)}-node-0-1-abcde failed first; the end of its log:") < lines.index("node 1")
 
 
 def test_out_of_memory_is_said(tmp_path, fake):
@@ -352,21 +315,21 @@ def test_out_of_memory_is_said(tmp_path, fake):
 
 
 def test_an_outage_is_no_end_of_the_job(tmp_path, fake):
-    job = _job(tmp_path, "import time\nprint('ready', flush=True)\ntime.sleep(1)\nprint('done')")
+    code, said = "import time\nprint('ready', flush=True)\ntime.sleep(1)\nprint('done')", []
     launcher = _launcher(tmp_path)
-    handle = launcher.submit(job)
+    handle = launcher.submit(_job(tmp_path, code, on_line=said.append))
     _poll_until(launcher, handle, lambda: "ready" in handle.lines)
     fake.outage = True
-    _poll_until(launcher, handle, lambda: any("the job goes on" in line for line in handle.lines))
+    _poll_until(launcher, handle, lambda: any("the job goes on" in line for line in said))
     fake.outage = False
     run = time.monotonic() + at_most(120)
     while (status := launcher.poll(handle)) is None and time.monotonic() < run:
         time.sleep(0.02)
-    assert status == 0 and _own_lines(handle.job.log_path.read_text().splitlines()) == ["ready", "done"]
+    assert status == 0 and handle.job.log_path.read_text().splitlines() == _own_lines(said) == ["ready", "done"]
 
 
 def test_a_cluster_that_stays_silent_is_given_up(tmp_path, fake, monkeypatch):
-    monkeypatch.setattr("stages.launchers.kubernetes.launcher.OUTAGE_SECONDS", 0.5)
+    monkeypatch.setattr("stages.launchers.scheduled.OUTAGE_SECONDS", 0.5)
     launcher = _launcher(tmp_path)
     handle = launcher.submit(_job(tmp_path, SAVES))
     fake.outage = True
@@ -397,8 +360,7 @@ def test_who_ignores_sigterm_is_killed_after_the_grace(tmp_path, fake, monkeypat
 
 
 def test_pods_of_a_lost_node_are_removed_by_force(tmp_path, fake, monkeypatch):
-    monkeypatch.setattr("stages.launchers.kubernetes.launcher.LEFTOVER_SECONDS", 0)
-    monkeypatch.setattr("stages.launchers.kubernetes.launcher.DELETE_SECONDS", 4)
+    monkeypatch.setattr(KubernetesLauncher, "late_seconds", 1.0)
     launcher = _launcher(tmp_path, stop_grace_seconds=1)
     handle = launcher.submit(_job(tmp_path, SAVES))
     _poll_until(launcher, handle, lambda: "ready" in handle.lines)
@@ -429,8 +391,7 @@ def test_the_next_try_goes_on_with_a_living_job(tmp_path, fake):
     launcher = _launcher(tmp_path)
     left = launcher.submit(_job(tmp_path, code))
     _poll_until(launcher, left, lambda: "begun" in left.lines)
-    left.log.close()  # as after a kill -9 of the flow
-    seen = []
+    seen = []  # the first launcher asks no more, as after a kill -9 of the flow
     run_job(_launcher(tmp_path), _job(tmp_path, code, on_line=seen.append))
     assert _own_lines(seen) == ["begun", "done"] and any("going on with it" in line for line in seen)
     assert fake.count("POST trainjobs") == 1
@@ -440,10 +401,9 @@ def test_a_living_job_of_other_settings_is_ended_first(tmp_path, fake):
     launcher = _launcher(tmp_path)
     left = launcher.submit(_job(tmp_path, SAVES))
     _poll_until(launcher, left, lambda: "ready" in left.lines)
-    left.log.close()
     job = _job(tmp_path, "print('second')")  # same name, other file content
     run_job(_launcher(tmp_path), job)
-    assert _own_lines(job.log_path.read_text().splitlines()) == ["second"]
+    assert job.log_path.read_text().splitlines() == ["second"]
     assert (tmp_path / "root" / "train-1" / "job.py.saved").exists()
 
 
@@ -468,14 +428,13 @@ def test_what_a_job_waits_for_is_said_once(tmp_path, fake):
     fake.hold = True
     why = {"type": "Suspended", "status": "True", "reason": "Suspended", "message": "no quota"}
     fake.condition = why
-    launcher = _launcher(tmp_path)
-    handle = launcher.submit(_job(tmp_path))
-    _poll_until(launcher, handle, lambda: any("no gpu" in line for line in handle.lines))
+    launcher, said = _launcher(tmp_path), []
+    handle = launcher.submit(_job(tmp_path, on_line=said.append))
+    _poll_until(launcher, handle, lambda: any("no gpu" in line for line in said))
     calls = fake.count("GET pods")
     _poll_until(launcher, handle, lambda: fake.count("GET pods") > calls + 1)
-    lines = handle.job.log_path.read_text().splitlines()
-    assert len([line for line in lines if "no gpu" in line]) == 1
-    assert len([line for line in lines if "no quota" in line]) == 1
+    assert len([line for line in said if "no gpu" in line]) == 1
+    assert len([line for line in said if "no quota" in line]) == 1
     launcher.cancel(handle)
 
 
@@ -483,7 +442,7 @@ def test_what_a_job_waits_for_is_said_once(tmp_path, fake):
 
 
 def test_without_the_package_the_manifest_is_there_all_the_same(tmp_path, fake, monkeypatch):
-    monkeypatch.setattr(client, "kubernetes", None)
+    monkeypatch.setattr(launch_kubernetes, "kubernetes", None)
     missing = r"needs the package kubernetes, which is not installed; pip install -e '.\[kubernetes\]'"
     with pytest.raises(InputError, match=missing) as caught:
         _launcher(tmp_path).submit(_job(tmp_path))
@@ -529,17 +488,17 @@ def _recover(fake: FakeCluster) -> None:
 def test_a_cluster_that_cannot_now_is_asked_again(tmp_path, fake, status):
     fake.refusal = (status, "etcdserver: leader changed")
     threading.Thread(target=_recover, args=(fake,)).start()
-    job = _job(tmp_path, "print('here')")
-    run_job(_launcher(tmp_path), job)
-    assert "leader changed" in job.log_path.read_text()
+    said = []
+    run_job(_launcher(tmp_path), _job(tmp_path, "print('here')", on_line=said.append))
+    assert any("leader changed" in line and line.endswith("trying again") for line in said) and "here" in said
 
 
 def test_a_cluster_that_does_not_answer_at_submit(tmp_path, fake, monkeypatch):
     fake.outage = True
-    monkeypatch.setattr("stages.launchers.kubernetes.launcher.SUBMIT_SECONDS", 0.3)
+    monkeypatch.setattr("stages.launchers.scheduled.SUBMIT_SECONDS", 0.3)
     with pytest.raises(InputError, match="the API server does not answer"):
         _launcher(tmp_path).submit(_job(tmp_path))
-    monkeypatch.setattr("stages.launchers.kubernetes.launcher.SUBMIT_SECONDS", 60)
+    monkeypatch.setattr("stages.launchers.scheduled.SUBMIT_SECONDS", 60)
     threading.Timer(0.5, setattr, (fake, "outage", False)).start()
     run_job(_launcher(tmp_path), _job(tmp_path, "print('here')"))
 

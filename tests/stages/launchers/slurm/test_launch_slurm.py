@@ -13,13 +13,12 @@ from pathlib import Path
 import pytest
 
 from dataset_builders.errors import InputError
+from stages.launchers import scheduled
 from stages.launchers.config import ClusterConfig
 from stages.launchers.job import Job, JobFailed, check_launcher, make_launcher, run_job
 from stages.launchers.slurm import launcher as launch_slurm
-from stages.launchers.slurm.client import seconds_of
-from stages.launchers.slurm.header import read_header
-from stages.launchers.slurm.launcher import SlurmLauncher
-from stages.launchers.slurm.script import END_FILE, SBATCH_FILE, job_name, render_sbatch
+from stages.launchers.slurm.launcher import SlurmLauncher, seconds_of
+from stages.launchers.slurm.script import END_FILE, SBATCH_FILE, job_name, read_header, render_sbatch
 from tests.helpers.patience import at_most
 
 pytestmark = pytest.mark.promise(
@@ -31,7 +30,11 @@ COMMANDS = {
     "sbatch": """
         env >"$FAKE/environment"; echo "$*" >>"$FAKE/calls"
         if [ -f "$FAKE/refusal" ]; then cat "$FAKE/refusal" >&2; exit 1; fi
-        cp "$2" "$FAKE/submitted"; echo "7;cluster" """,
+        if [ -f "$FAKE/lost_answer" ]; then
+          rm "$FAKE/lost_answer"; cp "$FAKE/queue" "$FAKE/living"
+          echo "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation" >&2; exit 1
+        fi
+        cp "$3" "$FAKE/submitted"; echo "${2#--job-name=}" >"$FAKE/name"; echo "7;cluster" """,
     "squeue": """
         if [ -f "$FAKE/down" ]; then
           echo "slurm_load_jobs error: Unable to contact slurm controller (connect failure)" >&2; exit 1
@@ -45,14 +48,15 @@ COMMANDS = {
     "scontrol": """
         case "$*" in
           "show hostnames"*) printf 'n1\\nn2\\n' ;;
-          show*) [ -f "$FAKE/shown" ] && cat "$FAKE/shown" || { echo "Invalid job id specified" >&2; exit 1; } ;;
           *) echo "scontrol $*" >>"$FAKE/calls"; kill "$PPID" ;;
         esac""",
     "scancel": """
         echo "scancel $*" >>"$FAKE/calls"
         if [ -f "$FAKE/cancelled" ]; then cp "$FAKE/cancelled" "$FAKE/queue"; fi
         case "$*" in *--batch*) ;; *) if [ -f "$FAKE/step" ]; then kill -TERM "$(cat "$FAKE/step")"; fi ;; esac""",
-    "sacct": 'echo "Slurm accounting storage is disabled" >&2; exit 1',
+    "sacct": """
+        if [ -f "$FAKE/accounting" ]; then cat "$FAKE/accounting"; exit 0; fi
+        echo "Slurm accounting storage is disabled" >&2; exit 1""",
     "srun": """
         echo "$*" >"$FAKE/srun"; trap 'cp "$FAKE/result" result.json; exit 1' TERM
         echo "$$" >"$FAKE/step"; n=0
@@ -68,15 +72,16 @@ class Slurm:
         self.directory, self.run_dir = directory, run_dir
 
     def say(self, state: str, elapsed: str = "0:00", reason: str = "None", file: str = "queue") -> None:
-        name = job_name(_job(self.run_dir))
-        line = f"{JOB_ID}|{state}|{name}|{elapsed}|n[1-2]|{reason}|{self.run_dir}\n"
+        name = self.directory / "name"  # of the job that was submitted last
+        shown = name.read_text().strip() if name.exists() else job_name(_job(self.run_dir))
+        line = f"{JOB_ID}|{state}|{shown}|{elapsed}|n[1-2]|{reason}|{self.run_dir}\n"
         (self.directory / file).write_text(line)
 
-    def ended(self, state: str, code: str, file: str | None = None) -> None:
+    def ended(self, state: str, status: int | None = None) -> None:
+        """The job has ended in this state. If it could still do so, it has written its exit status."""
         self.say(state, "1:00")
-        (self.directory / "shown").write_text(f"JobId={JOB_ID} JobState={state} Restarts=0 ExitCode={code} Command=x\n")
-        if file is not None:
-            (self.run_dir / END_FILE).write_text(f"{JOB_ID} {file}\n")
+        if status is not None:
+            (self.run_dir / END_FILE).write_text(f"{JOB_ID} {status}\n")
 
     def calls(self) -> list[str]:
         path = self.directory / "calls"
@@ -106,7 +111,7 @@ def slurm(tmp_path, run_dir, monkeypatch) -> Slurm:
     monkeypatch.setenv("FAKE", str(directory))
     monkeypatch.setenv("PATH", f"{directory}:{os.environ['PATH']}")
     monkeypatch.setattr(launch_slurm, "VISIBLE_SECONDS", 0.3)
-    monkeypatch.setattr(launch_slurm, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(scheduled, "LOOK_SECONDS", 0.1)
     return Slurm(directory, run_dir)
 
 
@@ -263,7 +268,7 @@ def test_states_are_told_once_and_the_end_is_the_jobs_own(slurm, cluster, run_di
         slurm.say(state, reason=reason)
         _poll_until(launcher, handle, lambda state=state: f"is {state}" in said[-1])
         (run_dir / "logs" / "trainer.log").open("a").write(f"line in {state}\n")
-    slurm.ended("COMPLETED", "0:0", file="0")
+    slurm.ended("COMPLETED", 0)
     while launcher.poll(handle) is None:
         time.sleep(0.02)
     assert launcher.poll(handle) == 0
@@ -276,19 +281,20 @@ def test_states_are_told_once_and_the_end_is_the_jobs_own(slurm, cluster, run_di
 
 
 @pytest.mark.parametrize(
-    ("state", "code", "status", "words"),
+    ("state", "own", "status", "words"),
     [
-        ("FAILED", "3:0", 3, "exit status 3"),
-        ("TIMEOUT", "0:15", 143, "is TIMEOUT: it reached its time limit before it had saved; raise --time"),
-        ("OUT_OF_MEMORY", "0:125", 253, "is OUT_OF_MEMORY: it ran out of memory; raise --mem in"),
-        ("CANCELLED", "0:0", 143, "is CANCELLED: it was cancelled (scancel)"),
-        ("NODE_FAIL", "1:0", 1, "is NODE_FAIL: it lost a node"),
-        ("PREEMPTED", "0:0", 1, "is PREEMPTED: it had to make room"),
+        ("FAILED", 3, 3, "exit status 3"),
+        ("FAILED", None, 1, "exit status 1"),
+        ("TIMEOUT", None, 1, "is TIMEOUT: it reached its time limit before it had saved; raise --time"),
+        ("OUT_OF_MEMORY", 137, 137, "is OUT_OF_MEMORY: it ran out of memory; raise --mem in"),
+        ("CANCELLED", None, 143, "is CANCELLED: it was cancelled (scancel)"),
+        ("NODE_FAIL", None, 1, "is NODE_FAIL: it lost a node"),
+        ("PREEMPTED", None, 1, "is PREEMPTED: it had to make room"),
     ],
 )
-def test_how_a_job_ends_badly(slurm, cluster, run_dir, monkeypatch, state, code, status, words):
+def test_how_a_job_ends_badly(slurm, cluster, run_dir, monkeypatch, state, own, status, words):
     monkeypatch.setattr(launch_slurm, "RETURN_SECONDS", 0.3)
-    slurm.ended(state, code)
+    slurm.ended(state, own)
     job = _job(run_dir, on_line=lambda line: None)
     job.log_path.parent.mkdir()
     launcher = SlurmLauncher(cluster())
@@ -298,7 +304,7 @@ def test_how_a_job_ends_badly(slurm, cluster, run_dir, monkeypatch, state, code,
 
 
 def test_a_failure_without_a_line_names_the_shared_file_system(slurm, cluster, run_dir):
-    slurm.ended("FAILED", "0:53")
+    slurm.ended("FAILED")
     with pytest.raises(JobFailed, match="It must lie on a file system that all nodes share"):
         run_job(SlurmLauncher(cluster()), _job(run_dir))
 
@@ -307,7 +313,7 @@ def test_a_lost_node_is_no_end_while_the_job_may_be_queued_again(slurm, cluster,
     said: list[str] = []
     launcher = SlurmLauncher(cluster())
     handle = launcher.submit(_job(run_dir, on_line=said.append))
-    slurm.ended("NODE_FAIL", "0:1")
+    slurm.ended("NODE_FAIL")
     until = time.monotonic() + 1  # longer than the wait for the files of an ended job
     _poll_until(launcher, handle, lambda: "NODE_FAIL" in said[-1] and time.monotonic() > until)
     slurm.say("PENDING", reason="BeginTime")
@@ -325,7 +331,7 @@ def test_a_controller_that_is_away_ends_nothing(slurm, cluster, run_dir, monkeyp
     assert "the job goes on, asking again" in said[-1]
     (slurm.directory / "down").unlink()
     _poll_until(launcher, handle, lambda: "is RUNNING" in said[-1])
-    monkeypatch.setattr(launch_slurm, "OUTAGE_SECONDS", 0.2)
+    monkeypatch.setattr(scheduled, "OUTAGE_SECONDS", 0.2)
     (slurm.directory / "down").touch()
     with pytest.raises(JobFailed, match="run again to go on waiting"):
         _poll_until(launcher, handle, lambda: False)
@@ -343,6 +349,9 @@ def test_a_job_that_the_cluster_has_forgotten_left_its_status_on_disk(slurm, clu
     (run_dir / END_FILE).write_text("6 0\n")  # left by an earlier job
     with pytest.raises(JobFailed, match="is gone without an exit status"):
         run_job(launcher, _job(run_dir))
+    (slurm.directory / "accounting").write_text("CANCELLED by 1000\n")
+    with pytest.raises(JobFailed, match="is CANCELLED: it was cancelled"):
+        run_job(launcher, _job(run_dir))
 
 
 def test_a_living_job_that_was_asked_for_the_same_is_not_submitted_twice(slurm, cluster, run_dir):
@@ -354,6 +363,16 @@ def test_a_living_job_that_was_asked_for_the_same_is_not_submitted_twice(slurm, 
     assert handle.job_id == JOB_ID and handle.ran_seconds == 600
     assert said == ["slurm: job 7 is there already (RUNNING); waiting for it"]
     assert len([call for call in slurm.calls() if "--parsable" in call]) == 1
+
+
+def test_a_job_whose_id_was_lost_on_the_way_is_not_submitted_twice(slurm, cluster, run_dir):
+    said: list[str] = []
+    SlurmLauncher(cluster()).submit(_job(run_dir))
+    slurm.say("RUNNING")
+    (slurm.directory / "lost_answer").touch()
+    handle = SlurmLauncher(cluster()).submit(_job(run_dir, on_line=said.append))
+    assert handle.job_id == JOB_ID and "Socket timed out" in said[0]
+    assert said[1] == "slurm: job 7 is there already (RUNNING); waiting for it"
 
 
 def test_a_living_job_that_was_asked_for_something_else_saves_and_ends_first(slurm, cluster, run_dir):
