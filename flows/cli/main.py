@@ -28,9 +28,8 @@ from pydantic import ValidationError
 from dataset_builders.errors import LONGEST_LINE, InputError, first_line, printable, shown, without_middle
 from dataset_builders.storage.store import absolute, check_reachable, location, side_dir
 from flows.cli.bytecode import keep_bytecode
-from flows.prefect_server.home import check_prefect_database, prefect_home
 from flows.prefect_server.private_root import make_private_root, remove_unused_root
-from flows.prefect_server.service_record import DEFAULT_ROOT, use_service
+from flows.prefect_server.service_record import DEFAULT_ROOT, check_prefect_database, prefect_home, use_service
 from flows.resources.terminal import FirstLines, PrintableLines, PrintableParser, PrintableStream
 from trainer.contract.names import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED
 

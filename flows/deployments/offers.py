@@ -1,20 +1,16 @@
 """Register the deployments: the flows of a service for the Prefect UI, `prefect deployment run` and schedules.
 
-`athanor up` registers them. With a Prefect server of your own, set PREFECT_API_URL, run
-`python -m flows.deployments.offers --root DIR` once and after every upgrade, and start workers:
-`ATHANOR_ROOT=DIR python -m flows.service.work`.
+A worker registers them at its start: that of `athanor up`, and `ATHANOR_ROOT=DIR python -m flows.service.work` with a
+Prefect server of your own at PREFECT_API_URL.
 
 The pool's job template has no variables, so no request can set the command, the environment or the directory of a flow
 run. Athanor's worker (service/closed_worker.py) ignores such variables in any case.
 """
 
-import argparse
 import contextlib
 import importlib.metadata
 import logging
-import os
 import re
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,12 +27,10 @@ from prefect.client.schemas.schedules import CronSchedule
 from prefect.deployments.runner import EntrypointType, RunnerDeployment
 from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound, PrefectHTTPStatusError
 
-from dataset_builders.errors import InputError
-from dataset_builders.storage.store import StorePath, absolute, location
 from flows.deployments.flows import evaluate_request, prepare_data_request, vlm_sft_request
 from flows.deployments.sweep import sweep_request
 from flows.libraries.prefect_private import parameter_schema
-from flows.prefect_server.service_record import DEFAULT_ROOT, POOL
+from flows.prefect_server.service_record import POOL
 
 TAG = "athanor"  # of every deployment, and so of its flow runs
 NIGHTLY = "vlm-sft-nightly"
@@ -114,21 +108,19 @@ a table of all runs, with a link to MLflow's page that compares them.
 )
 
 
-def register(root: StorePath, pool: str = POOL, *, max_runs: int | None = None) -> list[str]:
+def register(pool: str = POOL, *, max_runs: int | None = None) -> list[str]:
     """Register every deployment with the server of PREFECT_API_URL, or bring it up to date.
 
     Schedules, default parameters, tags and pauses that people have set are kept. Job variables and another job template
     of the pool are overwritten.
 
     Args:
-        root: root of the pool's workers, which get it from their environment; here it is only checked.
         pool: name of a process work pool, which is made if it does not exist.
         max_runs: number of flow runs of the pool at a time; None keeps the pool's present number.
 
     Returns:
         the full names of the deployments, "flow/deployment".
     """
-    absolute(root)
     with get_client(sync_client=True) as client:
         with contextlib.suppress(ObjectAlreadyExists):
             client.create_work_pool(WorkPoolCreate(name=pool, type="process", base_job_template=JOB_TEMPLATE))
@@ -183,26 +175,3 @@ def _register(client: SyncPrefectClient, offer: Offer, pool: str) -> str:
         reason = " ".join(str(error.response.json().get("detail")).split())
         log.warning("deployment %s keeps default parameters that no longer fit: %s; edit them", full_name, reason)
     return full_name
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Register the deployments with the server of PREFECT_API_URL, and print the command that starts a worker."""
-    parser = argparse.ArgumentParser(prog="python -m flows.deployments.offers", description=__doc__)
-    parser.add_argument("--root", default=DEFAULT_ROOT, help="root of the workers (default: %(default)s)")
-    parser.add_argument("--pool", default=POOL, help="name of the process work pool (default: %(default)s)")
-    args = parser.parse_args(argv)
-    try:
-        if not os.environ.get("PREFECT_API_URL"):
-            raise InputError("PREFECT_API_URL is not set: start `athanor up`, or give it a Prefect server's address")
-        root = absolute(location(args.root))
-        names = register(root, args.pool)
-    except InputError as error:
-        print(f"athanor: {error}", file=sys.stderr)
-        return 2
-    print(f"registered {', '.join(names)}")
-    print(f"start workers: ATHANOR_ROOT={root} python -m flows.service.work --pool {args.pool}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

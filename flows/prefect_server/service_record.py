@@ -1,4 +1,4 @@
-"""The record of a running service: a file in its root, by which other commands on this machine find the service."""
+"""The files of a root's servers, and the record by which other commands on this machine find a running service."""
 
 import json
 import os
@@ -8,6 +8,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from dataset_builders.storage.files import write_json
+from dataset_builders.storage.sqlite_file import check_database
 from dataset_builders.storage.store import StorePath, side_dir
 from flows.prefect_server.access import (
     MLFLOW_PASSWORD,
@@ -18,10 +19,10 @@ from flows.prefect_server.access import (
 )
 from stages.launchers.owner import Owner
 
-FORMAT_VERSION = 1
 POOL = "athanor"
 FILES_VARIABLE = "ATHANOR_MLFLOW_FILES"  # the directory that `mlflow-artifacts:` of a root's own service stands for
 DEFAULT_ROOT = "athanor-root"
+SCHEMA_LOCK = "schema.lock"  # in Prefect's home, held while the tables of its database are made
 
 
 class ServiceRecord(Owner):
@@ -34,12 +35,10 @@ class ServiceRecord(Owner):
         ready: whether all programs answer.
     """
 
-    format_version: int = FORMAT_VERSION
     root: str
     prefect_api: str
     prefect_ui: str
     mlflow: str
-    pool: str = POOL
     started: str
     ready: bool = False
 
@@ -52,6 +51,21 @@ def service_dir(root: StorePath) -> Path:
 def mlflow_files(root: StorePath) -> Path:
     """Return the directory for the files of a root's own MLflow."""
     return side_dir(root).resolve() / "mlflow-artifacts"
+
+
+def prefect_home(root: StorePath) -> Path:
+    """Return the directory of Prefect's settings, and of its database unless Postgres is used: PREFECT_HOME if it is
+    set, else a directory below the root."""
+    return Path(os.environ.get("PREFECT_HOME") or side_dir(root) / "prefect")
+
+
+def check_prefect_database(home: Path) -> None:
+    """Check the database of Prefect's server, if it is a file of PREFECT_HOME.
+
+    Raises:
+        InputError: the database is ruined or cannot be written.
+    """
+    check_database(home / "prefect.db", "the states of earlier flow runs; artifacts and scores stay")
 
 
 def write_record(root: StorePath, record: ServiceRecord) -> None:
@@ -77,8 +91,7 @@ def read_record(root: StorePath) -> ServiceRecord | None:
         record = ServiceRecord.model_validate(values)
     except (OSError, ValueError, ValidationError):
         return None  # there is no record, or it is of another version
-    lives = record.host == socket.gethostname() and not record.is_dead()
-    return record if record.format_version == FORMAT_VERSION and lives else None
+    return record if record.host == socket.gethostname() and not record.is_dead() else None
 
 
 def use_service(root: StorePath) -> ServiceRecord | None:

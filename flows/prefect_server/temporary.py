@@ -15,10 +15,7 @@ import importlib.metadata
 import os
 import secrets
 import subprocess
-import sys
 import time
-import urllib.error
-import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,9 +24,16 @@ from prefect.context import refresh_global_settings_context
 from prefect.settings import PREFECT_API_URL, PREFECT_HOME, PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS
 
 from flows.prefect_server.access import NAMES_VARIABLE, PREFECT_CLIENT_SECRET, PREFECT_SECRET, past_the_proxy
-from flows.prefect_server.home import SCHEMA_LOCK, check_prefect_database
 from flows.prefect_server.ports import any_port, is_free
-from flows.prefect_server.processes import begin_log, end_process, log_tail, start_process
+from flows.prefect_server.processes import (
+    answer_of,
+    begin_log,
+    end_process,
+    log_tail,
+    server_command,
+    start_process,
+)
+from flows.prefect_server.service_record import SCHEMA_LOCK, check_prefect_database
 
 HOST = "127.0.0.1"
 LOG = "temporary-server.log"
@@ -39,7 +43,6 @@ _TURN_SECONDS = 0.05
 _END_SECONDS = 30.0  # a server that is making its tables must finish that first
 _LOCK_SECONDS = 300.0  # a first start on a loaded laptop takes a minute
 _ENVIRONMENT = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @dataclass(slots=True)
@@ -70,9 +73,9 @@ class TemporaryServer:
         inherited = {name: value for name, value in os.environ.items() if name != PREFECT_CLIENT_SECRET}
         own = {"PREFECT_HOME": str(self.home), PREFECT_SECRET: self.login, NAMES_VARIABLE: HOST}
         environment = {**inherited, **_ENVIRONMENT, **own}
-        app = ["--factory", "flows.prefect_server.prefect_app:make_app", "--lifespan", "on"]
-        place = ["--host", HOST, "--port", str(self.port), "--log-level", "error"]
-        self.process = start_process([sys.executable, "-m", "uvicorn", *app, *place], environment, self.home / LOG)
+        options = ("--lifespan", "on", "--log-level", "error")
+        command = server_command("flows.prefect_server.prefect_app:make_app", HOST, self.port, *options)
+        self.process = start_process(command, environment, self.home / LOG)
 
     def wait(self) -> None:
         """Return when the server answers. Start it again if another program has taken its port.
@@ -118,11 +121,7 @@ class TemporaryServer:
             end_process(self.process, _END_SECONDS)
 
     def _answers(self) -> bool:
-        try:
-            with _OPENER.open(f"{self.api}/health", timeout=5) as answer:
-                return answer.status == 200
-        except (urllib.error.URLError, OSError):
-            return False
+        return answer_of(f"{self.api}/health") is not None
 
     def _last_words(self) -> str:
         lines = log_tail(self.home / LOG, 1)

@@ -1,5 +1,5 @@
 """`athanor up`: starts Prefect, MLflow and a worker on this machine, keeps them running, and ends them together.
 
 In: a root and an address to listen on. Out: a running service.
-Read first: `run_service.py`, then `supervisor.py`.
+Read first: `supervisor.py`, then `programs.py`.
 """

@@ -5,11 +5,14 @@ and change the work pool. This worker uses only the name of the deployment. The 
 Any other difference from the registration by `offers.py` is refused, with a line in the run's state.
 """
 
+import logging
 import os
 import shlex
 import sys
-from typing import Any, Self
+from typing import Any, ClassVar, Self
+from uuid import UUID
 
+import anyio.to_thread
 from prefect import Flow
 from prefect.client.schemas.objects import FlowRun, WorkPool
 from prefect.client.schemas.responses import DeploymentResponse
@@ -18,11 +21,13 @@ from prefect.workers import process
 from dataset_builders.errors import InputError
 from dataset_builders.storage.row_objects import DATA_STORES_VARIABLE
 from flows.deployments.offers import JOB_TEMPLATE, OFFERS
+from flows.deployments.request import service_root
 from flows.libraries.prefect_private import ENTRYPOINT_VARIABLE, replace_flow_loader
-from flows.prefect_server.processes import SERVICE_VARIABLE
+from flows.service.reconcile import reconcile
 
 TYPE = "athanor"  # for `prefect worker start --type`; the pool's own type is `process`
 _WAY_OUT = "restart athanor's worker, which registers everything again"
+log = logging.getLogger("athanor.service")
 
 
 class ClosedConfiguration(process.ProcessJobConfiguration):
@@ -32,18 +37,31 @@ class ClosedConfiguration(process.ProcessJobConfiguration):
     async def from_template_and_values(cls, *_args: Any, **_values: Any) -> Self:
         """Return the fixed job. Prefect calls this method to merge the template, the deployment and the run."""
         # Prefect's default command would first look for a workspace, in two more processes.
-        module = "flows.service.engine" if SERVICE_VARIABLE in os.environ else "prefect.engine"
-        return cls(command=shlex.join([sys.executable, "-m", module]))
+        return cls(command=shlex.join([sys.executable, "-m", "flows.service.engine", str(os.getpid())]))
 
 
 class ClosedWorker(process.ProcessWorker):
-    """A worker that runs only the flows of `OFFERS`."""
+    """A worker that runs only the flows of `OFFERS`, and settles the runs of dead processes.
+
+    Attributes:
+        active: ids of the flow runs of this process's worker. It settles them by itself.
+    """
 
     job_configuration = ClosedConfiguration
+    active: ClassVar[set[UUID]] = set()
 
     @classmethod
     def __dispatch_key__(cls) -> str:
         return TYPE
+
+    async def sync_with_backend(self) -> None:
+        """Send a heartbeat, as Prefect's worker does before it takes flow runs and then every few seconds. Settle the
+        runs that killed processes have left since the last one."""
+        await super().sync_with_backend()
+        try:
+            await anyio.to_thread.run_sync(reconcile, service_root(), self.name, frozenset(self.active))
+        except Exception as error:  # the next heartbeat tries again; no error of it may end the worker
+            log.warning("flow runs of dead processes could not be settled: %s", error)
 
     async def run(self, flow_run: FlowRun, configuration: ClosedConfiguration, task_status: Any = None) -> Any:
         """Run a flow run as Prefect's process worker does.
@@ -57,7 +75,11 @@ class ClosedWorker(process.ProcessWorker):
         # Set even if it is empty: the rows of a request may name no store then.
         configuration.env[DATA_STORES_VARIABLE] = os.environ.get(DATA_STORES_VARIABLE, "")
         configuration.env[ENTRYPOINT_VARIABLE] = entrypoint_to_run(flow_run, deployment, self.work_pool)
-        return await super().run(flow_run, configuration, task_status)
+        self.active.add(flow_run.id)
+        try:
+            return await super().run(flow_run, configuration, task_status)
+        finally:
+            self.active.discard(flow_run.id)
 
 
 def entrypoint_to_run(flow_run: FlowRun, deployment: DeploymentResponse | None, pool: WorkPool) -> str:

@@ -4,8 +4,8 @@ import base64
 import json
 import os
 import socket
+import subprocess
 import sys
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -25,9 +25,8 @@ from flows.prefect_server.access import (
     mlflow_login,
     past_the_proxy,
 )
-from flows.prefect_server.home import prefect_home
-from flows.prefect_server.processes import PART_VARIABLE, ROOT_VARIABLE, SERVICE_VARIABLE
-from flows.prefect_server.service_record import FILES_VARIABLE, POOL, mlflow_files, service_dir
+from flows.prefect_server.processes import ROOT_VARIABLE, SERVICE_VARIABLE, answer_of, server_command
+from flows.prefect_server.service_record import FILES_VARIABLE, POOL, mlflow_files, prefect_home, service_dir
 
 # Variables that the service's programs must not inherit, because they configure other servers or hold passwords.
 _NOT_INHERITED = (
@@ -38,29 +37,41 @@ _NOT_INHERITED = (
     *("MLFLOW_AUTH_ADMIN_USERNAME", "MLFLOW_AUTH_ADMIN_PASSWORD", "MLFLOW_FLASK_SERVER_SECRET_KEY"),
     *("MLFLOW_SERVER_DISABLE_SECURITY_MIDDLEWARE", "PREFECT_SERVER_CORS_ALLOWED_ORIGINS"),
 )
-_ANSWER_SECONDS = 10.0
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy on the way to this machine
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Program:
-    """One program of a service.
+    """One program of a service, and its process. Times are from time.monotonic(), except `started`.
 
     Attributes:
-        is_up: function of the time of the start, in seconds since 1970, that returns whether the program answers. May
-            raise OSError.
+        answers: function of the program that returns whether it answers now.
         address: text that is shown to people.
-        shares_session: whether processes that must outlive the program share its session, such as the flow runs of a
-            killed worker, which save.
+        may_be_silent: whether the program is left alone if it no longer answers.
+        process: None while the program waits for its restart.
+        started: time of the process's start, in seconds since 1970.
+        since: time of the process's start or, once it has answered, of its first answer.
+        answered: time of its last answer.
+        next_at: earliest time of the next start or of the next health check.
+        deaths: number of deaths in a row.
+        starts: number of starts in all.
     """
 
     name: str
     command: list[str]
     environment: Mapping[str, str] = field(repr=False)
     log_path: Path
-    is_up: Callable[[float], bool]
+    answers: Callable[["Program"], bool]
     address: str
-    shares_session: bool = False
+    may_be_silent: bool = False
+    process: subprocess.Popen | None = None
+    is_ready: bool = False
+    was_ready: bool = False
+    started: float = 0.0
+    since: float = 0.0
+    answered: float = 0.0
+    next_at: float = 0.0
+    deaths: int = 0
+    starts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +110,7 @@ def prefect_server(plan: Plan) -> Program:
     """Return Prefect's server, on the same database that `athanor run` uses without a service."""
     port = plan.ports["prefect"]
     environment = {
-        **service_environment(plan.root, "prefect"),
+        **service_environment(plan.root),
         "PREFECT_API_URL": plan.prefect_api,
         "PREFECT_UI_API_URL": f"{plan.prefect_ui}/api",  # old and new name, since some versions read only one
         "PREFECT_SERVER_UI_API_URL": f"{plan.prefect_ui}/api",
@@ -114,12 +125,13 @@ def prefect_server(plan: Plan) -> Program:
         PREFECT_SECRET: plan.access.prefect,
         PREFECT_CLIENT_SECRET: plan.access.prefect,
     }
+    factory = "flows.prefect_server.prefect_app:make_app"
     return Program(
         name="prefect",
-        command=_uvicorn(plan, "prefect", "flows.prefect_server.prefect_app:make_app", "warning"),
+        command=server_command(factory, plan.access.host, port, "--log-level", "warning"),
         environment=environment,
         log_path=plan.log_path("prefect"),
-        is_up=lambda _: _answers(f"{plan.prefect_api}/health"),
+        answers=lambda _: answer_of(f"{plan.prefect_api}/health") is not None,
         address=plan.prefect_ui,
     )
 
@@ -129,30 +141,25 @@ def mlflow_server(plan: Plan) -> Program:
 
     Clients on other machines read and write the files over HTTP. Commands on this machine do so in the root.
     """
-    files = mlflow_files(plan.root)
+    port, files = plan.ports["mlflow"], mlflow_files(plan.root)
     environment = {
-        **service_environment(plan.root, "mlflow"),
+        **service_environment(plan.root),
         "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false",
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # jobs are for judges of generated text, and need more processes
         **server_variables(f"sqlite:///{files.with_name('mlflow.db')}", files.as_uri()),
         "MLFLOW_SERVER_ALLOWED_HOSTS": "*",  # the guard in front of the server checks the host names
-        "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS": plan.access.url(plan.ports["mlflow"]),
+        "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS": plan.access.url(port),
         NAMES_VARIABLE: ",".join(plan.access.names()),
         **mlflow_login(plan.access.mlflow),
     }
     return Program(
         name="mlflow",
-        command=_uvicorn(plan, "mlflow", "flows.service.mlflow_app:make_app", "info"),
+        command=server_command("flows.service.mlflow_app:make_app", plan.access.host, port, "--log-level", "info"),
         environment=environment,
         log_path=plan.log_path("mlflow"),
-        is_up=lambda _: _answers(f"{plan.mlflow}/health"),
-        address=plan.access.url(plan.ports["mlflow"]),
+        answers=lambda _: answer_of(f"{plan.mlflow}/health") is not None,
+        address=plan.access.url(port),
     )
-
-
-def _uvicorn(plan: Plan, part: str, factory: str, log_level: str) -> list[str]:
-    place = ["--host", plan.access.host, "--port", str(plan.ports[part]), "--log-level", log_level]
-    return [sys.executable, "-m", "uvicorn", "--factory", factory, *place]
 
 
 def worker(plan: Plan) -> Program:
@@ -162,18 +169,26 @@ def worker(plan: Plan) -> Program:
     """
     name = f"athanor-{socket.gethostname()}-{os.getpid()}"  # reconcile.py recognises lost runs by this name
     limits = [word for limit, slots in plan.limits.items() for word in ("--limit", f"{limit}={slots}")]
+    environment = {
+        **service_environment(plan.root),
+        "PREFECT_API_URL": plan.prefect_api,
+        "PREFECT_UI_URL": plan.prefect_ui,
+        "PREFECT_WORKER_QUERY_SECONDS": "3",
+        "PREFECT_WORKER_HEARTBEAT_SECONDS": "7",
+        "MLFLOW_TRACKING_URI": plan.mlflow,
+        "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+        FILES_VARIABLE: str(mlflow_files(plan.root)),
+        PREFECT_CLIENT_SECRET: plan.access.prefect,
+        **mlflow_login(plan.access.mlflow),
+    }
     return Program(
         name="worker",
         command=[sys.executable, "-m", "flows.service.work", "--name", name, "--max-runs", str(plan.max_runs), *limits],
-        environment={
-            "PREFECT_WORKER_QUERY_SECONDS": "3",
-            "PREFECT_WORKER_HEARTBEAT_SECONDS": "7",
-            **client_environment(plan, "worker"),
-        },
+        environment=environment,
         log_path=plan.log_path("worker"),
-        is_up=lambda started: _worker_is_online(plan, name, started),
+        answers=lambda program: _worker_is_online(plan, name, program.started),
         address=f"up to {plan.max_runs} flow runs at a time",
-        shares_session=True,
+        may_be_silent=True,  # its flow runs would end with it
     )
 
 
@@ -192,13 +207,11 @@ def parse_limits(texts: Sequence[str]) -> dict[str, int]:
     return limits
 
 
-def service_environment(root: StorePath, part: str) -> dict[str, str]:
+def service_environment(root: StorePath) -> dict[str, str]:
     """Return the environment of every process of the service: this process's own without secrets, and the mark."""
-    side = side_dir(root)
     inherited = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
     fixed = {
-        SERVICE_VARIABLE: str(side),
-        PART_VARIABLE: part,
+        SERVICE_VARIABLE: str(side_dir(root)),
         ROOT_VARIABLE: str(root),
         "PREFECT_HOME": str(prefect_home(root)),
         **NO_TELEMETRY,
@@ -212,33 +225,10 @@ def service_environment(root: StorePath, part: str) -> dict[str, str]:
     return {**inherited, **past_the_proxy(inherited), **console, **fixed}
 
 
-def client_environment(plan: Plan, part: str) -> dict[str, str]:
-    """Return the environment of a process that calls the servers."""
-    return {
-        **service_environment(plan.root, part),
-        "PREFECT_API_URL": plan.prefect_api,
-        "PREFECT_UI_URL": plan.prefect_ui,
-        "MLFLOW_TRACKING_URI": plan.mlflow,
-        "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
-        FILES_VARIABLE: str(mlflow_files(plan.root)),
-        PREFECT_CLIENT_SECRET: plan.access.prefect,
-        **mlflow_login(plan.access.mlflow),
-    }
-
-
-def _answers(url: str) -> bool:
-    """Whether a server reports that it is healthy."""
-    with _OPENER.open(url, timeout=_ANSWER_SECONDS) as answer:
-        return answer.status == 200
-
-
 def _worker_is_online(plan: Plan, name: str, started: float) -> bool:
     """Whether the server has had a heartbeat of the worker since the worker's start."""
     login = base64.b64encode(plan.access.prefect.encode()).decode()
     headers = {"Content-Type": "application/json", "Authorization": f"Basic {login}"}
-    url = f"{plan.prefect_api}/work_pools/{POOL}/workers/filter"
-    request = urllib.request.Request(url, b"{}", headers, method="POST")
-    with _OPENER.open(request, timeout=_ANSWER_SECONDS) as answer:
-        workers = json.load(answer)
+    workers = json.loads(answer_of(f"{plan.prefect_api}/work_pools/{POOL}/workers/filter", b"{}", headers) or "[]")
     ours = [entry for entry in workers if entry["name"] == name and entry["status"] == "ONLINE"]
     return any(datetime.fromisoformat(entry["last_heartbeat_time"]).timestamp() >= started for entry in ours)

@@ -1,32 +1,209 @@
-"""Starts programs, checks that they answer, restarts programs that die, and ends all of them.
+"""`athanor up`: starts Prefect's server, MLflow's server and the worker, keeps them running, and ends them together.
 
-One thread starts and ends the programs, in a loop with a period of a quarter of a second, because Linux ends a child
-together with the thread that started it.
+One thread does all of it, in a loop with a period of a quarter of a second, because Linux ends a child together with
+the thread that started it: if this process is killed, the three programs get SIGTERM. In the same way, the flow runs
+get SIGTERM if the worker is killed, and a trainer if its flow is (`stages/launchers/parent.py`); so nothing is left.
+What a killed process left in Prefect and MLflow, the worker settles (`reconcile.py`).
 """
 
 import contextlib
-import http.client
+import os
 import signal
-import subprocess
+import socket
+import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
 
-from flows.prefect_server.processes import begin_log, end_process, log_tail, start_process, trim_log
-from flows.service.programs import Program
+import filelock
+import psutil
+
+from dataset_builders.errors import InputError
+from dataset_builders.storage.files import write_json
+from dataset_builders.storage.sqlite_file import check_database
+from dataset_builders.storage.store import StorePath, side_dir
+from flows.prefect_server.access import MLFLOW_PASSWORD, MLFLOW_USER, PREFECT_SECRET, USER, Access, make_access
+from flows.prefect_server.ports import reserve_ports
+from flows.prefect_server.processes import begin_log, end_process, kill_after, log_tail, start_process, trim_log
+from flows.prefect_server.service_record import (
+    SCHEMA_LOCK,
+    ServiceRecord,
+    check_prefect_database,
+    mlflow_files,
+    prefect_home,
+    read_record,
+    remove_record,
+    service_dir,
+    write_record,
+)
+from flows.service.programs import Plan, Program, mlflow_server, prefect_server, worker
+from stages.launchers.owner import Owner
+from stages.launchers.parent import adopt_orphans
+from stages.launchers.processes import runs
+from trainer.contract.names import EXIT_FAILED
 
 TURN_SECONDS = 0.25
 START_SECONDS = 300.0  # for a loaded laptop with a cold disk; the worker also waits for Prefect's server in this time
 FIRST_TRIES = 2  # number of deaths after which a program that never answered is given up
 STEADY_SECONDS = 60.0  # after answering for this long, a program's next death counts as its first
 MAX_BACKOFF_SECONDS = 30.0
-STOP_SECONDS = 15.0
 HEALTH_SECONDS = 10.0  # between two health checks of a server that has answered
 HANG_SECONDS = 120.0  # silence after which a server hangs; on a machine at load 20 single answers take over ten seconds
+STOP_SECONDS = 15.0
+SAVE_SECONDS = 150.0  # time for flow runs to stop and save: more than a trainer's stop_grace_seconds
+LEFTOVER_SECONDS = 10.0
+SCHEMA_SECONDS = 120.0
 
 
-class StartFailed(Exception):
-    """Raised if a program never answered. The message has the end of the program's log."""
+def run_service(root: StorePath, host: str, max_runs: int, limits: Mapping[str, int]) -> int:
+    """Run a service until a signal arrives, and return the exit status.
+
+    Args:
+        host: address on which the servers listen.
+        max_runs: number of flow runs at a time.
+        limits: name of a concurrency limit -> number of slots.
+
+    Raises:
+        InputError: a service is already running on this root, another process is making its databases, a database is
+            ruined, or a login is wrong.
+    """
+    directory = service_dir(root)
+    directory.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(directory / "service.lock")
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        raise InputError(_runs_already(root)) from None
+    try:
+        access = make_access(host, directory)
+        check_prefect_database(prefect_home(root))
+        check_database(mlflow_files(root).with_name("mlflow.db"), "earlier runs")
+        with stop_signals() as stop:
+            if ended := end_leftovers(directory, LEFTOVER_SECONDS):  # they still occupy last time's ports
+                print(f"ended {ended} processes that a killed `athanor up` had left", flush=True)
+            with reserve_ports(directory, host) as ports:
+                _serve(Plan(root, access, ports, max_runs, limits), stop)
+        return 0
+    except StartFailed as error:
+        print(f"athanor: {error}", file=sys.stderr, flush=True)
+        return EXIT_FAILED
+    finally:
+        lock.release()
+
+
+def _runs_already(root: StorePath) -> str:
+    record = read_record(root)
+    if record is None:
+        return f"--root {root}: another `athanor up` is starting or stopping there; wait for it, or choose another root"
+    return (
+        f"--root {root} is served already by process {record.pid}: Prefect {record.prefect_ui}, "
+        f"MLflow {record.mlflow}; use it, stop it with Ctrl-C there, or choose another root"
+    )
+
+
+def _serve(plan: Plan, stop: "StopSignal") -> None:
+    adopt_orphans()
+    start, lines = time.monotonic(), StatusLines()
+    record = ServiceRecord(
+        **Owner.of_this_process().model_dump(),
+        root=str(plan.root),
+        prefect_api=plan.prefect_api,
+        prefect_ui=plan.prefect_ui,
+        mlflow=plan.mlflow,
+        started=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+    write_record(plan.root, record)
+    lines.say(f"athanor up: root {plan.root}, logs in {service_dir(plan.root)}")
+    lines.say(tell_password(plan.access, sys.stdout.isatty()))
+    supervisor = Supervisor([prefect_server(plan), mlflow_server(plan), worker(plan)], lines)
+    try:
+        with schemas_alone(plan.root):
+            supervisor.turn_until(lambda: stop.times or supervisor.is_ready("prefect", "mlflow"))
+        supervisor.turn_until(lambda: stop.times or supervisor.is_ready("worker"))
+        if not stop.times:
+            write_record(plan.root, record.model_copy(update={"ready": True}))
+            lines.say(f"ready after {time.monotonic() - start:.1f} s; Ctrl-C stops everything")
+        supervisor.turn_until(lambda: stop.times)
+    finally:
+        remove_record(plan.root)
+        supervisor.end(stop)
+
+
+class StopSignal:
+    """A counter of Ctrl-C, SIGTERM and SIGHUP. The first asks for an orderly stop, the second for a quick one."""
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def __call__(self, _signum: int, _frame: FrameType | None) -> None:
+        self.times += 1
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[StopSignal]:
+    """Count the signals while the block lasts. They raise no exception."""
+    stop = StopSignal()
+    before = {signum: signal.signal(signum, stop) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield stop
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def end_leftovers(directory: Path, seconds: float) -> int:
+    """Wait until the programs of a killed service, which got SIGTERM when it died, have ended. Kill them after
+    `seconds`. Return how many were still running."""
+    owners = []
+    for path in directory.glob("*.pid"):
+        with contextlib.suppress(OSError, ValueError):  # it is half written: its writer was killed
+            owners.append(Owner.model_validate_json(path.read_bytes()))
+    left = [owner for owner in owners if owner.host == socket.gethostname() and not owner.is_dead()]
+    _wait(lambda: all(owner.is_dead() for owner in left), seconds)
+    for owner in left:
+        if not owner.is_dead():
+            os.kill(owner.pid, signal.SIGKILL)
+    _wait(lambda: all(owner.is_dead() for owner in left), 5)
+    return len(left)
+
+
+def _wait(is_enough: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_enough() and time.monotonic() < deadline:
+        time.sleep(TURN_SECONDS)
+
+
+@contextlib.contextmanager
+def schemas_alone(root: StorePath) -> Iterator[None]:
+    """Keep other processes from making the tables of the databases while the block lasts.
+
+    Two processes that make tables at the same time would ruin the database.
+
+    Raises:
+        InputError: another process holds a lock for longer than SCHEMA_SECONDS.
+    """
+    home = prefect_home(root)
+    home.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as locks:
+        # the locks that flows/tracking/store.py and flows/prefect_server/temporary.py hold
+        for path in (side_dir(root) / "mlflow.db.lock", home / SCHEMA_LOCK):
+            try:
+                locks.enter_context(filelock.FileLock(path, timeout=SCHEMA_SECONDS))
+            except filelock.Timeout:
+                raise InputError(f"{path} is held by another process; end what runs on that root") from None
+        yield
+
+
+def tell_password(access: Access, is_terminal: bool) -> str:
+    """Return the line that says how to log in. It shows the password only on a terminal, as others may read a log."""
+    path = access.password_path
+    made = path.read_text(encoding="utf-8").strip() if path else ""
+    line, word = (made, made.partition(":")[2]) if is_terminal else (f"the line in {path}", "what follows its colon")
+    prefect = line if access.prefect == made else f"${PREFECT_SECRET}"
+    mlflow = f"the user {USER} with {word}" if access.mlflow == made else f"${MLFLOW_USER} with ${MLFLOW_PASSWORD}"
+    return f"log in: Prefect's page takes {prefect}, MLflow's {mlflow}" + (f" (kept in {path})" if is_terminal else "")
 
 
 class StatusLines:
@@ -47,55 +224,32 @@ class StatusLines:
         print(text, flush=True)
 
 
-@dataclass(slots=True)
-class Child:
-    """A program and its process. Times are from time.monotonic(), except `started`.
+class StartFailed(Exception):
+    """Raised if a program never answered. The message has the end of the program's log."""
 
-    Attributes:
-        process: None while the program waits for its restart.
-        started: time of the process's start, in seconds since 1970.
-        since: time of the process's start or, once it has answered, of its first answer.
-        answered: time of its last answer.
-        next_at: earliest time of the next start or of the next health check.
-        deaths: number of deaths in a row.
-        starts: number of starts in all.
-    """
-
-    program: Program
-    process: subprocess.Popen | None = None
-    is_ready: bool = False
-    was_ready: bool = False
-    started: float = 0.0
-    since: float = 0.0
-    answered: float = 0.0
-    next_at: float = 0.0
-    deaths: int = 0
-    starts: int = 0
-
-    def answers(self) -> bool:
-        """Whether the program answers now."""
-        with contextlib.suppress(OSError, http.client.HTTPException, ValueError, KeyError):
-            return self.program.is_up(self.started)
-        return False
+    def __init__(self, program: Program, what: str) -> None:
+        tail = "\n  ".join(log_tail(program.log_path))
+        super().__init__(f"{program.name} {what}; the end of {program.log_path}:\n  {tail}")
 
 
 class Supervisor:
-    """A supervisor that keeps programs running.
-
-    Attributes:
-        revived: names of programs that died and answer again; the caller that reacts to this removes them.
-    """
+    """A supervisor that keeps programs running."""
 
     def __init__(self, programs: Sequence[Program], lines: StatusLines) -> None:
-        self.children = {program.name: Child(program) for program in programs}
+        self.programs = {program.name: program for program in programs}
         self.lines = lines
-        self.revived: set[str] = set()
         for program in programs:
             begin_log(program.log_path)
 
-    def answers(self, *names: str) -> bool:
+    def is_ready(self, *names: str) -> bool:
         """Whether these programs have answered since they were last started."""
-        return all(self.children[name].is_ready for name in names)
+        return all(self.programs[name].is_ready for name in names)
+
+    def turn_until(self, is_enough: Callable[[], object]) -> None:
+        """Keep the programs running until something is so. See `turn`."""
+        while not is_enough():
+            self.turn()
+            time.sleep(TURN_SECONDS)
 
     def turn(self) -> None:
         """Handle every program once: start it, restart it, or check whether it answers.
@@ -103,91 +257,128 @@ class Supervisor:
         Raises:
             StartFailed: a program that never answered has died FIRST_TRIES times or takes longer than START_SECONDS.
         """
-        for child in self.children.values():
-            if child.process is None:
-                if time.monotonic() >= child.next_at:
-                    self._start(child)
-            elif (status := child.process.poll()) is not None:
-                self._died(child, f"died (signal {-status})" if status < 0 else f"died (status {status})")
-            elif child.is_ready:
-                trim_log(child.program.log_path)
-                self._check(child)
+        for program in self.programs.values():
+            if program.process is None:
+                if time.monotonic() >= program.next_at:
+                    self._start(program)
+            elif (status := program.process.poll()) is not None:
+                self._died(program, f"died (signal {-status})" if status < 0 else f"died (status {status})")
+            elif not program.is_ready:
+                self._ask(program)
             else:
-                self._ask(child)
+                trim_log(program.log_path)
+                if not program.may_be_silent and time.monotonic() >= program.next_at:
+                    self._check(program)
 
-    def _start(self, child: Child) -> None:
-        program = child.program
-        child.started, child.since = time.time(), time.monotonic()
-        child.process = start_process(program.command, program.environment, program.log_path)
-        child.starts += 1
+    def _start(self, program: Program) -> None:
+        program.started, program.since = time.time(), time.monotonic()
+        program.process = start_process(program.command, program.environment, program.log_path)
+        program.starts += 1
+        born = psutil.Process(program.process.pid).create_time()
+        owner = Owner(pid=program.process.pid, pid_started=born, host=socket.gethostname())
+        write_json(program.log_path.with_suffix(".pid"), owner.model_dump())  # for `end_leftovers`
         self.lines.show(program.name, "starting", program.address)
 
-    def _check(self, child: Child) -> None:
-        """Kill a server that has not answered for HANG_SECONDS; `turn` starts it again.
+    def _ask(self, program: Program) -> None:
+        """Check whether a starting program answers now."""
+        if _answers(program):
+            program.is_ready, program.was_ready, program.since = True, True, time.monotonic()
+            program.answered = program.next_at = program.since
+            note = "  started again" if program.starts > 1 else ""
+            note += f", {program.starts - 1} times in all" if program.starts > 2 else ""
+            self.lines.show(program.name, "ready", program.address + note)
+        elif time.monotonic() - program.since > START_SECONDS:
+            if not program.was_ready:
+                raise StartFailed(program, f"did not answer within {START_SECONDS:.0f} s")
+            end_process(program.process, STOP_SECONDS)
 
-        A worker is never killed for its silence, because its flow runs would end with it.
-        """
-        if child.program.shares_session or time.monotonic() < child.next_at:
-            return
-        if child.answers():
-            child.answered = time.monotonic()
-        elif time.monotonic() - child.answered > HANG_SECONDS:
-            self.lines.show(child.program.name, "hangs", f"no answer for {HANG_SECONDS:.0f} s")
-            child.process.kill()
-            child.process.wait()
-        child.next_at = time.monotonic() + HEALTH_SECONDS
+    def _check(self, program: Program) -> None:
+        """Kill a server that has not answered for HANG_SECONDS; `turn` starts it again."""
+        if _answers(program):
+            program.answered = time.monotonic()
+        elif time.monotonic() - program.answered > HANG_SECONDS:
+            self.lines.show(program.name, "hangs", f"no answer for {HANG_SECONDS:.0f} s")
+            program.process.kill()
+            program.process.wait()
+        program.next_at = time.monotonic() + HEALTH_SECONDS
 
-    def _died(self, child: Child, how: str) -> None:
-        program = child.program
-        if not program.shares_session:
-            end_process(child.process, 0)  # ends the rest of its session
-        was_steady = child.is_ready and time.monotonic() - child.since > STEADY_SECONDS
-        child.deaths = 1 if was_steady else child.deaths + 1
-        child.process, child.is_ready = None, False
-        if not child.was_ready and child.deaths >= FIRST_TRIES:
-            raise StartFailed(_last_words(program, f"{how}, {child.deaths} times"))
-        delay = min(MAX_BACKOFF_SECONDS, 2.0 ** (child.deaths - 1) - 1)
-        child.next_at = time.monotonic() + delay
+    def _died(self, program: Program, how: str) -> None:
+        was_steady = program.is_ready and time.monotonic() - program.since > STEADY_SECONDS
+        program.deaths = 1 if was_steady else program.deaths + 1
+        program.process, program.is_ready = None, False
+        if not program.was_ready and program.deaths >= FIRST_TRIES:
+            raise StartFailed(program, f"{how}, {program.deaths} times")
+        delay = min(MAX_BACKOFF_SECONDS, 2.0 ** (program.deaths - 1) - 1)
+        program.next_at = time.monotonic() + delay
         when = f" in {delay:.0f} s" if delay else ""
         self.lines.show(program.name, "waiting", f"{how}; starts again{when}")
 
-    def _ask(self, child: Child) -> None:
-        """Check whether a starting program answers now."""
-        program = child.program
-        if child.answers():
-            if child.was_ready:
-                self.revived.add(program.name)
-            child.is_ready, child.was_ready, child.since = True, True, time.monotonic()
-            child.answered = child.next_at = child.since
-            note = "  started again" if child.starts > 1 else ""
-            note += f", {child.starts - 1} times in all" if child.starts > 2 else ""
-            self.lines.show(program.name, "ready", program.address + note)
-        elif time.monotonic() - child.since > START_SECONDS:
-            if not child.was_ready:
-                raise StartFailed(_last_words(program, f"did not answer within {START_SECONDS:.0f} s"))
-            end_process(child.process, STOP_SECONDS)
+    def end(self, stop: StopSignal) -> None:
+        """End everything: first the flow runs, so that they save, then the worker, the servers, and what is left.
+        `turn` must not be called afterwards."""
+        # At SIGTERM a worker kills its flow runs at once. Without it, it takes the next run. So it is suspended.
+        self._signal("worker", signal.SIGSTOP)
+        self._end_flow_runs(stop)
+        self._signal("worker", signal.SIGTERM)
+        self._signal("worker", signal.SIGCONT)
+        self._wait_for("worker")
+        self._kill_others()
+        for name in ("mlflow", "prefect"):
+            self._signal(name, signal.SIGTERM)  # only once: at a second SIGTERM uvicorn drops its work
+        for name in ("mlflow", "prefect"):
+            self._wait_for(name)
 
-    def ask_to_end(self, name: str) -> None:
-        """Tell a program to stop, without waiting. `turn` must not be called afterwards."""
-        self.lines.show(name, "stopping")
-        self.signal(name, signal.SIGTERM)  # only once: at a second SIGTERM uvicorn and Prefect drop their work
-
-    def signal(self, name: str, signum: int) -> None:
-        """Send a signal to a program's own process, if it is running."""
-        process = self.children[name].process
-        if process is not None and process.poll() is None:
+    def _signal(self, name: str, signum: int) -> None:
+        """Send a signal to a program that is running."""
+        if signum == signal.SIGTERM:
+            self.lines.show(name, "stopping")
+        process = self.programs[name].process
+        if process is not None:
             process.send_signal(signum)
 
-    def end(self, name: str) -> None:
-        """Wait for a program after `ask_to_end`, and kill the rest of its session."""
-        process = self.children[name].process
-        if process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(STOP_SECONDS)
-            end_process(process, 0)
+    def _wait_for(self, name: str) -> None:
+        program = self.programs[name]
+        if program.process is not None:
+            kill_after(program.process, STOP_SECONDS)
+        program.log_path.with_suffix(".pid").unlink(missing_ok=True)
         self.lines.show(name, "stopped")
 
+    def _end_flow_runs(self, stop: StopSignal) -> None:
+        """Send SIGTERM once to each flow run. Wait until the runs and their children have ended, or for a second
+        Ctrl-C."""
+        signalled: set[psutil.Process] = set()
+        deadline, patience = time.monotonic() + SAVE_SECONDS, max(1, stop.times)
+        while self._others() and time.monotonic() < deadline and stop.times <= patience:
+            flow_runs = self._children_of_worker()
+            for process in flow_runs - signalled:
+                with contextlib.suppress(psutil.Error):
+                    process.terminate()
+            signalled |= flow_runs
+            about = f"flow runs stop and save ({len(flow_runs)}); Ctrl-C again does not wait"
+            self.lines.show("worker", "stopping", about)
+            time.sleep(TURN_SECONDS)
 
-def _last_words(program: Program, what: str) -> str:
-    tail = "\n  ".join(log_tail(program.log_path))
-    return f"{program.name} {what}; the end of {program.log_path}:\n  {tail}"
+    def _children_of_worker(self) -> set[psutil.Process]:
+        process = self.programs["worker"].process
+        with contextlib.suppress(psutil.Error):
+            if process is not None:
+                return {child for child in psutil.Process(process.pid).children() if runs(child)}
+        return set()
+
+    def _others(self) -> list[psutil.Process]:
+        """Return the processes below this one that are no programs: flow runs, trainers, and their helpers."""
+        ours = {program.process.pid for program in self.programs.values() if program.process is not None}
+        below = psutil.Process().children(recursive=True)
+        return [process for process in below if process.pid not in ours and runs(process)]
+
+    def _kill_others(self) -> None:
+        for process in self._others():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        _wait(lambda: not self._others(), 5)
+
+
+def _answers(program: Program) -> bool:
+    with contextlib.suppress(ValueError, KeyError):  # another program has the port, and answers otherwise
+        return program.answers(program)
+    return False

@@ -5,14 +5,12 @@ processes nor their machines. Every task commits its files by itself, so a run t
 tasks.
 """
 
-import ctypes
 import dataclasses
 import itertools
 import multiprocessing
 import os
 import queue
 import signal
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -20,6 +18,7 @@ from typing import TypeVar
 
 from dataset_builders.errors import InputError
 from stages.launchers.config import ClusterConfig
+from stages.launchers.parent import end_with_parent
 from trainer.contract.answer import MetricsRow
 from trainer.contract.run import TrainerExecution
 
@@ -96,7 +95,9 @@ def run_tasks(
         return
     # spawn: a fork of a process with threads (Prefect, Arrow) may hang
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(resources.num_workers, context, _die_with_parent, (os.getpid(),)) as pool:
+    # A worker that outlived its parent would write into the shards of the stage's next run.
+    ends = (os.getpid(), signal.SIGKILL)
+    with ProcessPoolExecutor(resources.num_workers, context, end_with_parent, ends) as pool:
         try:
             yield from _spread(pool, function, numbered, _AHEAD_PER_WORKER * resources.num_workers)
         except BrokenExecutor as error:
@@ -131,11 +132,3 @@ def _spread(
     finally:
         # A task that cannot be cancelled continues to write: its directory is free only when it has ended.
         wait([future for future in numbers if not future.cancel()])
-
-
-def _die_with_parent(parent: int) -> None:
-    """Kill this worker when its parent dies: otherwise it would write into the shards of the stage's next run."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 = PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # the parent died before the line above
-        os._exit(1)

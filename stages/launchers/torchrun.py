@@ -18,6 +18,7 @@ import psutil
 from dataset_builders.storage.files import GrowingFile
 from stages.launchers.config import ClusterConfig
 from stages.launchers.job import Handle, Job, as_rank, rank_environment, remove_rank_logs, timed_out
+from stages.launchers.parent import with_parent
 from stages.launchers.processes import LEFTOVER_SECONDS, end_processes, processes_of
 
 _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
@@ -61,7 +62,7 @@ class TorchrunLauncher:
         # A file, not a pipe: a job blocks on a pipe if its parent does not read.
         with job.log_path.open("wb") as log:
             process = subprocess.Popen(
-                command,
+                with_parent(command),  # a flow that is killed lets its job save and end
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -1,4 +1,5 @@
-"""`athanor run` without a service, killed with -9: the next start on the same root ends the processes that it left."""
+"""`athanor run` without a service, killed with -9: its trainer saves, its processes end, and the next start settles its
+run."""
 
 import json
 import subprocess
@@ -10,7 +11,6 @@ import psutil
 import pytest
 
 from flows.resources.run_record import read_runs
-from flows.service.orphans import end_orphans
 from tests.helpers.service import clean_environment, processes_with, wait_for
 from tests.helpers.small_run import SMALL
 
@@ -43,22 +43,24 @@ def servers(root: Path) -> list[psutil.Process]:
 @pytest.fixture
 def root(tmp_path) -> Iterator[Path]:
     yield tmp_path / "root"
-    end_orphans(tmp_path / "root")
+    for process in [*trainers(tmp_path / "root"), *servers(tmp_path / "root")]:
+        process.kill()
 
 
 @pytest.mark.full
-def test_the_server_ends_too_and_the_next_start_ends_the_trainer_and_settles_the_run(root, tmp_path):
+def test_trainer_and_server_end_by_themselves_and_the_next_start_settles_the_run(root, tmp_path):
     words = [f"--set={key}={value}" for key, value in SETTINGS.items()]
     command = [sys.executable, "-m", "flows.cli.main", "run", "--root", str(root), *words]
     with (tmp_path / "run.txt").open("wb") as out:
         run = subprocess.Popen(command, env=clean_environment(), stdout=out, stderr=out)
     try:
         wait_for(lambda: any(p.stat().st_size for p in root.glob("scratch/train-*/metrics.jsonl")), 240, "step")
+        assert trainers(root) and servers(root)
     finally:
         run.kill()
         run.wait()
-    assert trainers(root), "the trainer outlives the flow"
-    wait_for(lambda: not servers(root), 20, "end of the temporary server, which is tied to the flow's process")
+    wait_for(lambda: not trainers(root) and not servers(root), 60, "end of what the flow's process had started")
+    assert list(root.glob("scratch/train-*/checkpoints/step-*")), "the trainer saved when its parent was killed"
     records = read_runs(root)  # of the flow and of its subflow
     assert any(record.tracking_run for record in records) and all(record.is_dead() for record in records)
     environment = {**clean_environment(), "PREFECT_HOME": str(root / "prefect")}
@@ -68,5 +70,4 @@ def test_the_server_ends_too_and_the_next_start_ends_the_trainer_and_settles_the
     assert done.returncode == 0, done.stderr
     settled, states = json.loads(done.stdout.splitlines()[-1])
     assert settled == 1 and states.count("Crashed: its process died; the same command resumes from the last checkpoint")
-    wait_for(lambda: not trainers(root) and not servers(root), 20, "end of what was left")
-    assert list(root.glob("scratch/train-*/checkpoints/step-*")), "the trainer saved when it was told to stop"
+    wait_for(lambda: not servers(root), 20, "end of the server of the second process")

@@ -19,7 +19,7 @@ import psutil
 
 from flows.prefect_server.access import PREFECT_CLIENT_SECRET, client_logins
 from flows.prefect_server.ports import is_free
-from flows.prefect_server.processes import SERVICE_VARIABLE, service_processes
+from flows.prefect_server.processes import SERVICE_VARIABLE
 from flows.prefect_server.service_record import ServiceRecord, read_service, service_dir
 from tests.helpers.patience import at_most, wait_for
 from tests.helpers.small_run import SMALL
@@ -151,8 +151,12 @@ class RunningService:
 
     def program(self, part: str) -> psutil.Process | None:
         """Return the process of the worker or of a server that `athanor up` has started itself, while it is running."""
-        started = {process.pid for process in psutil.Process(self.process.pid).children()}
-        return next((process for process in service_processes(self.root, part) if process.pid in started), None)
+        try:
+            pid = json.loads((self.root / "service" / f"{part}.pid").read_text())["pid"]
+        except (OSError, ValueError):
+            return None
+        started = psutil.Process(self.process.pid).children()
+        return next((one for one in started if one.pid == pid and one.status() != psutil.STATUS_ZOMBIE), None)
 
     def athanor(self, command: str, *arguments: str, **changes: object) -> subprocess.CompletedProcess:
         """Run an athanor command on the root. A recipe gets the quick settings."""
@@ -181,13 +185,13 @@ class RunningService:
         return processes_with(SERVICE_VARIABLE, str(self.root))
 
     def log(self, part: str) -> str:
-        """Return the log of prefect, mlflow, worker or provision."""
+        """Return the log of prefect, mlflow or worker."""
         path = self.root / "service" / f"{part}.log"
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
     def tell(self) -> str:
         """Return the output and the ends of the logs, for a failed assertion."""
-        logs = {part: self.log(part)[-1500:] for part in ("prefect", "mlflow", "worker", "provision")}
+        logs = {part: self.log(part)[-1500:] for part in ("prefect", "mlflow", "worker")}
         return "\n".join([self.output.read_text(errors="replace")[-3000:], *(f"== {k}\n{v}" for k, v in logs.items())])
 
     def printed(self) -> list[str]:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 import websockets
 
-from flows.prefect_server.processes import service_processes
 from tests.helpers.canary import SECRETS, assert_nowhere, athanor, environment, seen_command_lines
 from tests.helpers.patience import at_most
 from tests.helpers.service import RunningService, nested, request, running_service
@@ -109,10 +108,7 @@ def test_prefects_streams_open_with_the_password(guarded, place):
 
 
 def test_mlflows_pickle_switch_is_off(guarded):
-    """This holds for the server and for every process that logs to it."""
-    environments = [process.environ() for process in service_processes(guarded.root)]
-    servers = [each for each in environments if each.get("ATHANOR_SERVICE_PART") == "mlflow"]
-    assert servers and {each.get("MLFLOW_ALLOW_PICKLE_DESERIALIZATION") for each in servers} == {"false"}
+    assert guarded.program("mlflow").environ()["MLFLOW_ALLOW_PICKLE_DESERIALIZATION"] == "false"
 
 
 def test_servers_do_not_know_each_others_passwords(guarded):
@@ -120,8 +116,8 @@ def test_servers_do_not_know_each_others_passwords(guarded):
         ("prefect", "PREFECT_SERVER_API_AUTH_STRING", "MLFLOW_TRACKING_PASSWORD"),
         ("mlflow", "MLFLOW_TRACKING_PASSWORD", "PREFECT_API_AUTH_STRING"),
     ):
-        environments = [process.environ() for process in service_processes(guarded.root, part)]
-        assert environments and all(own in each and others not in each for each in environments)
+        environment = guarded.program(part).environ()
+        assert own in environment and others not in environment
 
 
 @pytest.fixture(scope="module")

@@ -6,27 +6,17 @@ import os
 import sys
 from collections.abc import Iterator
 from datetime import UTC
-from typing import Protocol
 
 from dataset_builders.storage.store import StorePath
 from flows.cli.text_table import print_table
-from flows.prefect_server.home import prefect_home
-from flows.prefect_server.service_record import ServiceRecord, read_service
-from flows.prefect_server.stored_runs import Run, stored_runs
+from flows.prefect_server.runs import Run, Runs, served_runs, stored_runs
+from flows.prefect_server.service_record import ServiceRecord, prefect_home, read_service
 
 WAITING = "waiting for "  # start of a log line about what a run waits for
 _RUNS = 20
 _NEWEST_LOGS = 5
 # A server that is not the root's, or a database that is no file of it.
 _SERVERS = ("PREFECT_API_URL", "PREFECT_API_DATABASE_CONNECTION_URL", "PREFECT_SERVER_DATABASE_CONNECTION_URL")
-
-
-class Runs(Protocol):
-    """Where the runs are read: a server, or the database file of a root that no server serves."""
-
-    def newest(self, count: int) -> list[Run]: ...
-    def running_tasks(self, run: str) -> list[str]: ...
-    def newest_logs(self, run: str, count: int) -> list[str]: ...
 
 
 def status_command(args: argparse.Namespace) -> int:
@@ -49,8 +39,6 @@ def _runs_of(root: StorePath, service: ServiceRecord | None) -> Iterator[Runs | 
     database = home / "prefect.db"
     has_server = service is not None or any(name in os.environ for name in _SERVERS)
     if has_server or (home.is_dir() and not database.is_file()):
-        from flows.prefect_server.served_runs import served_runs  # Prefect's client takes three seconds to import
-
         with served_runs() as runs:
             yield runs
     elif database.is_file():

@@ -3,7 +3,7 @@
 import argparse
 
 from flows.service.programs import parse_limits
-from flows.service.run_service import run_service
+from flows.service.supervisor import run_service
 
 
 def up_command(args: argparse.Namespace) -> int:

@@ -104,8 +104,8 @@ def test_who_may_not_read_the_password_gets_one_line(tmp_path, record, capsys, m
 
 @pytest.mark.parametrize(
     "change",
-    [{"pid": 2**22 + 1}, {"pid_started": 1.0}, {"host": "another"}, {"ready": False}, {"format_version": 2}],
-    ids=["no such process", "another process", "another machine", "still starting", "another version"],
+    [{"pid": 2**22 + 1}, {"pid_started": 1.0}, {"host": "another"}, {"ready": False}],
+    ids=["no such process", "another process", "another machine", "still starting"],
 )
 def test_what_does_not_live_is_not_used(tmp_path, record, change):
     write_record(tmp_path, record.model_copy(update=change))

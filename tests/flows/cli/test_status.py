@@ -6,7 +6,7 @@ import pytest
 
 from flows.cli.commands.status import _now, _when
 from flows.cli.main import main
-from flows.prefect_server.stored_runs import Run
+from flows.prefect_server.runs import Run
 
 HOUR = timedelta(hours=1)
 

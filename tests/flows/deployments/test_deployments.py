@@ -11,9 +11,10 @@ from prefect.client.schemas.schedules import CronSchedule
 from prefect.flows import load_flow_from_entrypoint
 
 from flows.deployments.flows import evaluate_request, prepare_data_request, vlm_sft_request
-from flows.deployments.offers import NIGHTLY, OFFERS, main, make_deployment, register
+from flows.deployments.offers import NIGHTLY, OFFERS, make_deployment, register
+from flows.service.work import main
 from tests.flows.deployments.test_sweep import nested
-from tests.helpers.small_run import SMALL, error_line
+from tests.helpers.small_run import SMALL
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +56,8 @@ def test_an_entrypoint_is_a_module_that_loads_anywhere(tmp_path):
 
 
 @pytest.mark.full
-def test_registered_again_it_keeps_what_people_have_set(tmp_path):
-    names = register(tmp_path)
+def test_registered_again_it_keeps_what_people_have_set():
+    names = register()
     assert "vlm-sft/vlm-sft-nightly" in names and "sweep/sweep" in names
     with get_client(sync_client=True) as client:
         nightly = client.read_deployment_by_name("vlm-sft/vlm-sft-nightly")
@@ -69,7 +70,7 @@ def test_registered_again_it_keeps_what_people_have_set(tmp_path):
         from prefect.client.schemas.actions import DeploymentUpdate
 
         client.update_deployment(nightly.id, DeploymentUpdate(**own))
-        assert register(tmp_path) == names
+        assert register() == names
         after = client.read_deployment_by_name("vlm-sft/vlm-sft-nightly")
         (kept,) = after.schedules
         assert kept.active and kept.schedule.cron == "0 6 * * *" and kept.id == schedule.id
@@ -77,24 +78,27 @@ def test_registered_again_it_keeps_what_people_have_set(tmp_path):
         assert after.id == nightly.id and len(client.read_deployments()) >= len(OFFERS)
 
 
-def test_parameters_that_no_longer_fit_are_told_and_kept(tmp_path, caplog):
+def test_parameters_that_no_longer_fit_are_told_and_kept(caplog):
     from prefect.client.schemas.actions import DeploymentUpdate
 
-    register(tmp_path)
+    register()
     with get_client(sync_client=True) as client:
         there = client.read_deployment_by_name("evaluate/evaluate")
         older = {"parameters": {"overrides": {"train": {"gone": 1}}}, "enforce_parameter_schema": False}
         client.update_deployment(there.id, DeploymentUpdate(**older))
-        register(tmp_path)
+        register()
         assert "deployment evaluate/evaluate keeps default parameters that no longer fit" in caplog.text
         assert "overrides.train" in caplog.text and "gone" in caplog.text
         assert client.read_deployment(there.id).parameters == older["parameters"]
         client.delete_deployment(there.id)
 
 
-def test_python_m_needs_an_address(capsys):
-    assert main([]) == 2
-    assert "PREFECT_API_URL is not set" in error_line(capsys)
+def test_a_worker_needs_an_address_and_a_root(capsys, monkeypatch):
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    monkeypatch.delenv("ATHANOR_ROOT", raising=False)
+    assert main([]) == 2 and capsys.readouterr().out.startswith("PREFECT_API_URL is not set: start `athanor up`")
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:1/api")
+    assert main([]) == 2 and capsys.readouterr().out.startswith("ATHANOR_ROOT is not set, so this worker serves no")
 
 
 @pytest.mark.parametrize("flow", [vlm_sft_request, prepare_data_request, evaluate_request])

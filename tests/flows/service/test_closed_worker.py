@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -24,9 +25,9 @@ from prefect.workers.base import BaseWorker
 from dataset_builders.errors import InputError
 from dataset_builders.storage.row_objects import DATA_STORES_VARIABLE
 from flows.deployments.offers import JOB_TEMPLATE, OFFERS, make_deployment, register
+from flows.prefect_server.service_record import POOL
 from flows.prefect_server.stored_results import refuse_stored_results
 from flows.service.closed_worker import TYPE, ClosedConfiguration, ClosedWorker, entrypoint_to_run
-from flows.service.provision import POOL
 
 pytestmark = pytest.mark.promise(
     "A page of another origin, another user of the machine, and somebody with the password run no command."
@@ -92,7 +93,7 @@ def test_a_job_is_the_same_whatever_template_and_values_say():
     }
     values = {"command": "touch /tmp/x", "env": {"ATHANOR_DATA_DIRS": "/"}, "env.B": "2", "working_dir": "/"}
     made = asyncio.run(ClosedConfiguration.from_template_and_values(template, values))
-    assert made == ClosedConfiguration(command=f"{sys.executable} -m prefect.engine")
+    assert made == ClosedConfiguration(command=f"{sys.executable} -m flows.service.engine {os.getpid()}")
     assert made.env == {} and made.working_dir is None
 
 
@@ -115,22 +116,22 @@ def test_the_rows_of_a_request_may_name_the_stores_of_the_service_alone(stores, 
     monkeypatch.setattr("flows.service.closed_worker.entrypoint_to_run", lambda *_: "flow")
     worker = object.__new__(ClosedWorker)
     worker._work_pool = pool()
-    made = asyncio.run(worker.run(SimpleNamespace(deployment_id=None), ClosedConfiguration()))
+    made = asyncio.run(worker.run(SimpleNamespace(id=uuid4(), deployment_id=None), ClosedConfiguration()))
     assert made[DATA_STORES_VARIABLE] == (stores or "")
 
 
 @pytest.mark.full
-def test_a_pool_and_deployments_of_before_are_put_right(tmp_path):
+def test_a_pool_and_deployments_of_before_are_put_right():
     """Such deployments were left by a version without a job template of its own, or made by somebody
     with the password."""
-    register(tmp_path)
+    register()
     open_template = process.ProcessWorker.get_default_base_job_template()
     with get_client(sync_client=True) as client:
         there = client.read_deployment_by_name("prepare-data/prepare-data")
         client.update_work_pool(POOL, WorkPoolUpdate(base_job_template=open_template, concurrency_limit=5))
         wrong = {"job_variables": {"command": "x"}, "pull_steps": [{"run": {}}], "entrypoint": "os.system"}
         client.update_deployment(there.id, DeploymentUpdate(**wrong))
-        register(tmp_path)
+        register()
         after, own = client.read_deployment(there.id), client.read_work_pool(POOL)
         assert own.base_job_template == JOB_TEMPLATE and own.concurrency_limit == 5
         assert entrypoint_to_run(run(), after, own) == "flows.deployments.flows.prepare_data_request"
@@ -140,7 +141,7 @@ def test_a_pool_and_deployments_of_before_are_put_right(tmp_path):
         client.update_deployment(there.id, DeploymentUpdate(job_variables={"command": "x"}))  # it lets this pass
         with pytest.raises(InputError, match="is not as registered"):
             entrypoint_to_run(run(), client.read_deployment(there.id), own)
-        register(tmp_path)
+        register()
 
 
 class Bomb:

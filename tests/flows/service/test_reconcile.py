@@ -1,12 +1,11 @@
-"""Killed processes leave running flow runs, slots, trainers and servers. All of them are cleaned up."""
+"""Killed processes leave running flow runs and slots. All of them are cleaned up."""
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
+import time
 import uuid
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import flows  # noqa: F401  sets what Prefect reads at its import
@@ -16,14 +15,16 @@ import psutil
 import pytest
 from prefect import flow, task
 from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.client.schemas.objects import State, StateType, TaskRun
+from prefect.exceptions import ObjectAlreadyExists
 from prefect.runtime import flow_run
 from prefect.states import Cancelling, Pending, Running
 
+from flows.prefect_server.service_record import POOL
 from flows.resources.run_record import RunRecord, read_runs, record_run, record_slot
-from flows.service import orphans, reconcile
-from flows.service.orphans import end_orphans, find_orphans
+from flows.service import reconcile
 from flows.service.reconcile import reconcile as put_right
 from stages.launchers.owner import Owner
 from tests.helpers.service import wait_for
@@ -31,8 +32,6 @@ from tests.helpers.service import wait_for
 pytestmark = pytest.mark.promise(
     "Cancel, a deadline or kill -9 leaves a checkpoint and no process, and a retry gives an undisturbed run's losses."
 )
-
-SLEEPS = "import time; time.sleep(600)"
 
 
 def this_process() -> dict[str, object]:
@@ -169,45 +168,30 @@ def test_tasks_and_flow_runs_within_are_settled_too(tmp_path, dead_pid):
         assert [run.state.type for run in tasks_of(client, ids["inner"])] == [StateType.CRASHED]
 
 
-def test_a_run_that_a_dead_worker_had_taken_is_scheduled_again():
-    flow_run_id = outer()
-    force(flow_run_id, Pending())
-    with get_client(sync_client=True) as client:
-        assert reconcile._settle_lost(client, client.read_flow_run(uuid.UUID(flow_run_id))) == 1
-    state = state_of(flow_run_id)
-    assert state.type == StateType.SCHEDULED and state.message == reconcile.AGAIN
-
-
-@pytest.fixture
-def begin_again() -> Iterator[Callable[[str], None]]:
-    """Give a flow run a running process, as a worker does."""
-    with contextlib.ExitStack() as living:
-
-        def begin(flow_run_id: str) -> None:
-            environment = {**os.environ, "ATHANOR_SERVICE": "/another", "PREFECT__FLOW_RUN_ID": flow_run_id}
-            process = living.enter_context(subprocess.Popen([sys.executable, "-c", SLEEPS], env=environment))
-            living.callback(process.kill)
-            wait_for(lambda: psutil.Process(process.pid).environ().get("PREFECT__FLOW_RUN_ID"), 20, "its mark")
-
-        yield begin
-
-
 @pytest.mark.parametrize("is_begun", [True, False], ids=["running again", "about to"])
-def test_what_was_within_a_dead_try_does_not_end_the_next_one(tmp_path, dead_pid, begin_again, is_begun, monkeypatch):
+def test_what_was_within_a_dead_try_does_not_end_the_next_one(tmp_path, dead_pid, is_begun, monkeypatch):
     """This was seen on a loaded machine: a retried run became Crashed while it trained, and a second retry ran in
     parallel."""
     ids = one_within_another()
     force(ids["inner"], Running())
     force(ids["around"], Running() if is_begun else Pending())
-    if is_begun:
-        begin_again(ids["around"])
     note(tmp_path, ids["inner"], dead_pid)
-    note(tmp_path, ids["around"], dead_pid)
+    note(tmp_path, ids["around"], this_process() if is_begun else dead_pid)  # the engine records its run as it starts
     monkeypatch.setattr(reconcile.Tracker, "finish", lambda *_: pytest.fail("its MLflow run is the new try's"))
     assert put_right(tmp_path) == 1
     assert state_of(ids["inner"]).type == StateType.CRASHED
     assert state_of(ids["around"]).type == (StateType.RUNNING if is_begun else StateType.PENDING)
-    assert read_runs(tmp_path) == []
+    assert [record.flow_run_id for record in read_runs(tmp_path)] == ([ids["around"]] if is_begun else [])
+
+
+def test_a_run_that_this_worker_settles_by_itself_is_left_alone(tmp_path, dead_pid):
+    """A retry of a cancelled run, which a user may ask for once it is Cancelled, would be cancelled too."""
+    ids = one_within_another()
+    force(ids["around"], Cancelling())
+    note(tmp_path, ids["inner"], dead_pid)
+    assert put_right(tmp_path, active=[uuid.UUID(ids["around"])]) == 0
+    assert state_of(ids["around"]).type == StateType.CANCELLING and len(read_runs(tmp_path)) == 1
+    assert put_right(tmp_path) == 1 and state_of(ids["around"]).type == StateType.CANCELLED
 
 
 def test_a_run_that_the_server_does_not_know_is_forgotten(tmp_path, dead_pid):
@@ -236,67 +220,36 @@ def test_the_slot_of_a_dead_holder_is_given_back(tmp_path, dead_pid):
     assert left.pid == os.getpid() and left.lease_id == leases[0]
 
 
-@contextlib.contextmanager
-def orphan(**environment: str):
-    """Start a process whose parent has ended."""
-    words = [f"{name}={value}" for name, value in environment.items()]
-    script = f"{sys.executable} -c '{SLEEPS}' >/dev/null 2>&1 & echo $!"
-    command = ["/usr/bin/env", *words, "/bin/sh", "-c", script]
-    pid = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    try:
-        yield psutil.Process(pid)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+def test_the_runs_that_dead_workers_had_taken_are_settled_and_no_others(tmp_path, monkeypatch):
+    worker = f"athanor-{reconcile.socket.gethostname()}-{os.getpid()}"
+    with get_client(sync_client=True) as client:
+        with contextlib.suppress(ObjectAlreadyExists):
+            client.create_work_pool(WorkPoolCreate(name=POOL, type="process"))
+
+        def taken(state: State, by: str = worker) -> uuid.UUID:
+            run = client.create_flow_run(outer, state=state, work_pool_name=POOL)
+            client.update_flow_run_labels(run.id, {"prefect.worker.name": by})
+            return run.id
+
+        waiting, running, stopping = taken(Pending()), taken(Running()), taken(Cancelling())
+        of_another, active, alive = taken(Running(), "athanor-elsewhere-1"), taken(Running()), taken(Running())
+        note(tmp_path, str(alive), this_process())
+        assert put_right(tmp_path, worker, [active]) == 0, "this worker has just taken them"
+        monkeypatch.setattr(reconcile.psutil.Process, "create_time", lambda _: time.time())
+        monkeypatch.setattr(RunRecord, "is_dead", lambda _: False)
+        assert put_right(tmp_path, worker, [active]) == 3
+    settled = {waiting: "SCHEDULED", running: "CRASHED", stopping: "CANCELLED"}
+    untouched = dict.fromkeys((of_another, active, alive), "RUNNING")
+    expected = settled | untouched
+    assert {run: state_of(str(run)).type.value for run in expected} == expected
+    assert state_of(str(waiting)).message == reconcile.AGAIN
 
 
-def is_gone(process: psutil.Process) -> bool:
-    return not orphans.runs(process)
-
-
-def marks(root: Path) -> dict[str, dict[str, str]]:
-    service = {"ATHANOR_SERVICE": str(root), "ATHANOR_SERVICE_PART": "worker"}
-    return {
-        "flow": {**service, "PREFECT__FLOW_RUN_ID": "f-1"},
-        "trainer": {"ATHANOR_JOB": str(root / "scratch" / "train-0123456789abcdef")},
-        "export": {"ATHANOR_JOB": str(root / "scratch" / "export-0123456789abcdef" / "job")},
-        "server": {"PREFECT__SERVER_EPHEMERAL": "1", "PREFECT_HOME": str(root / "prefect")},
-    }
-
-
-@pytest.mark.parametrize("kind", ["flow", "trainer", "export", "server"])
-def test_an_orphan_of_this_root_is_ended_and_no_other(tmp_path, kind):
-    root, other = tmp_path / "root", tmp_path / "other"
-    (root / "scratch").mkdir(parents=True)
-    with orphan(**marks(root)[kind]) as ours, orphan(**marks(other)[kind]) as theirs:
-        wait_for(lambda: ours.environ() and theirs.environ(), 10, "environment")
-        assert end_orphans(root) == 1
-        assert is_gone(ours) and not is_gone(theirs)
-
-
-def test_a_trainer_whose_flow_works_is_no_orphan(tmp_path):
-    (tmp_path / "scratch").mkdir()
-    lock = tmp_path / "scratch" / "train-0123456789abcdef.lock"
-    code = (
-        f"import filelock; held = filelock.FileLock({str(lock)!r}); held.acquire(); print('held', flush=True); {SLEEPS}"
-    )
-    holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    try:
-        assert holder.stdout.readline() == "held\n"
-        with orphan(**marks(tmp_path)["trainer"]) as trainer:
-            assert list(find_orphans(tmp_path)) == [] and not is_gone(trainer)
-            holder.kill()
-            holder.wait()
-            assert end_orphans(tmp_path) == 1 and is_gone(trainer)
-    finally:
-        holder.kill()
-        holder.wait()
-        holder.stdout.close()
-
-
-def test_whose_worker_it_was(tmp_path):
+def test_whose_worker_it_was():
     host, mine = reconcile.socket.gethostname(), os.getpid()
-    assert not reconcile._was_ours(f"athanor-{host}-{mine}", tmp_path)  # running, but not this root's service
-    assert not reconcile._was_ours("athanor-elsewhere-99999999", tmp_path)
-    assert not reconcile._was_ours(None, tmp_path)
-    assert reconcile._was_ours(f"athanor-{host}-99999999", tmp_path)
+    worker = f"athanor-{host}-{mine}"
+    assert reconcile._was_ours(worker, worker), "an earlier worker of the same service"
+    assert reconcile._was_ours(f"athanor-{host}-99999999", worker)
+    assert not reconcile._was_ours(f"athanor-{host}-{os.getppid()}", worker)  # running, but not this root's service
+    assert not reconcile._was_ours("athanor-elsewhere-99999999", worker)
+    assert not reconcile._was_ours(None, worker)

@@ -3,10 +3,11 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,21 +15,14 @@ import psutil
 import pytest
 
 from flows.prefect_server.ports import is_free
-from flows.prefect_server.processes import (
-    PART_VARIABLE,
-    SERVICE_VARIABLE,
-    end_leftovers,
-    log_tail,
-    service_processes,
-    trim_log,
-)
-from flows.service import run_service
+from flows.prefect_server.processes import log_tail, trim_log
 from flows.service import supervisor as supervised
 from flows.service.programs import Program
 from flows.service.supervisor import StartFailed, StatusLines, Supervisor
+from stages.launchers.owner import Owner
 from tests.helpers.object_store import free_port
 from tests.helpers.patience import at_most
-from tests.helpers.service import wait_for
+from tests.helpers.service import processes_with, wait_for
 
 LASTING = "import time; print('here', flush=True); time.sleep(600)"
 
@@ -55,12 +49,12 @@ def make(tmp_path) -> Callable[..., Program]:
 
     def make(name: str, code: str = LASTING, is_up: Callable[[], bool] | None = None) -> Program:
         log = tmp_path / f"{name}.log"
-        environment = {**os.environ, SERVICE_VARIABLE: str(tmp_path), PART_VARIABLE: name}
+        environment = {**os.environ, "IN_TEST": str(tmp_path)}
         answers = is_up or (lambda: "here" in log.read_text())
         return Program(name, [sys.executable, "-c", code], environment, log, lambda _: answers(), "http://here")
 
     yield make
-    for process in service_processes(tmp_path):
+    for process in processes_with("IN_TEST", str(tmp_path)):
         process.kill()
 
 
@@ -72,27 +66,22 @@ def run(watcher: Supervisor, until: Callable[[], bool], seconds: float = 30) -> 
     wait_for(turn, seconds, "end", lambda: str(watcher.lines.said))
 
 
-def test_programs_are_started_ended_and_told(make, lines):
+def test_programs_are_started_and_told(make, lines):
     watcher = Supervisor([make("prefect"), make("mlflow")], lines)
-    run(watcher, lambda: watcher.answers("prefect", "mlflow"))
+    run(watcher, lambda: watcher.is_ready("prefect", "mlflow"))
     assert lines.said[:2] == ["prefect starting http://here", "mlflow starting http://here"]
     assert set(lines.said[2:]) == {"prefect ready http://here", "mlflow ready http://here"}
-    for name in ("prefect", "mlflow"):
-        watcher.ask_to_end(name)
-        watcher.end(name)
-        assert watcher.children[name].process.poll() is not None
-    assert lines.said[-2:] == ["mlflow stopping", "mlflow stopped"] and not watcher.revived
 
 
 def test_a_dead_one_is_started_again_and_that_is_told(make, lines):
     watcher = Supervisor([make("mlflow")], lines)
-    run(watcher, lambda: watcher.answers("mlflow"))
-    old = watcher.children["mlflow"].process
+    run(watcher, lambda: watcher.is_ready("mlflow"))
+    old = watcher.programs["mlflow"].process
     old.kill()
     old.wait()
-    (watcher.children["mlflow"].program.log_path).write_text("")
-    run(watcher, lambda: watcher.revived == {"mlflow"})
-    assert watcher.children["mlflow"].process.pid != old.pid
+    (watcher.programs["mlflow"].log_path).write_text("")
+    run(watcher, lambda: watcher.programs["mlflow"].starts == 2 and watcher.is_ready("mlflow"))
+    assert watcher.programs["mlflow"].process.pid != old.pid
     assert "mlflow waiting died (signal 9); starts again" in lines.said
     assert lines.said[-1] == "mlflow ready http://here started again"
 
@@ -100,7 +89,7 @@ def test_a_dead_one_is_started_again_and_that_is_told(make, lines):
 def test_one_that_dies_again_and_again_is_started_less_and_less_often(make, lines, monkeypatch):
     monkeypatch.setattr(supervised, "FIRST_TRIES", 99)
     watcher = Supervisor([make("mlflow", "raise SystemExit(3)")], lines)
-    run(watcher, lambda: watcher.children["mlflow"].deaths >= 3)
+    run(watcher, lambda: watcher.programs["mlflow"].deaths >= 3)
     assert [line for line in lines.said if "died" in line] == [
         "mlflow waiting died (status 3); starts again",
         "mlflow waiting died (status 3); starts again in 1 s",
@@ -114,29 +103,28 @@ def test_a_server_that_hangs_is_killed_and_started_again(make, lines, monkeypatc
     answers = iter([True, *[False, True] * 3])  # one miss is no hang
 
     def is_up() -> bool:
-        if psutil.Process(watcher.children["prefect"].process.pid).status() == psutil.STATUS_STOPPED:
-            raise TimeoutError
-        return next(answers, True)
+        is_stopped = psutil.Process(watcher.programs["prefect"].process.pid).status() == psutil.STATUS_STOPPED
+        return not is_stopped and next(answers, True)
 
     watcher = Supervisor([make("prefect", is_up=is_up), make("mlflow")], lines)
-    run(watcher, lambda: watcher.answers("prefect", "mlflow") and next(answers, None) is None)
-    old = watcher.children["prefect"].process
-    assert watcher.children["prefect"].starts == 1, "one that answers is left alone"
+    run(watcher, lambda: watcher.is_ready("prefect", "mlflow") and next(answers, None) is None)
+    old = watcher.programs["prefect"].process
+    assert watcher.programs["prefect"].starts == 1, "one that answers is left alone"
     old.send_signal(signal.SIGSTOP)
     monkeypatch.setattr(supervised, "HANG_SECONDS", 0.5)  # not before: two answers can be as far apart
-    run(watcher, lambda: watcher.revived == {"prefect"})
+    run(watcher, lambda: watcher.programs["prefect"].starts == 2 and watcher.is_ready("prefect"))
     told = [line for line in lines.said if line.startswith("prefect")][2:]
     assert told[0] == "prefect hangs no answer for 0 s" and old.returncode == -signal.SIGKILL
-    assert told[-1] == "prefect ready http://here started again" and watcher.children["mlflow"].starts == 1
+    assert told[-1] == "prefect ready http://here started again" and watcher.programs["mlflow"].starts == 1
 
 
 def test_a_worker_is_not_killed_for_its_silence(make, lines, monkeypatch):
     monkeypatch.setattr(supervised, "HANG_SECONDS", 0.0)
     asked: list[bool] = []
-    worker = replace(make("worker", is_up=lambda: not asked and not asked.append(True)), shares_session=True)
+    worker = replace(make("worker", is_up=lambda: not asked and not asked.append(True)), may_be_silent=True)
     watcher, until = Supervisor([worker], lines), time.monotonic() + 1
-    run(watcher, lambda: time.monotonic() > until and watcher.answers("worker"))
-    assert watcher.children["worker"].starts == 1
+    run(watcher, lambda: time.monotonic() > until and watcher.is_ready("worker"))
+    assert watcher.programs["worker"].starts == 1
 
 
 def test_one_that_never_answers_ends_the_start_with_the_end_of_its_log(make, lines):
@@ -148,13 +136,13 @@ def test_one_that_never_answers_ends_the_start_with_the_end_of_its_log(make, lin
 def test_one_that_answers_no_more_after_a_death_is_ended_and_started_again(make, lines, monkeypatch):
     health = [True]
     watcher = Supervisor([make("prefect", is_up=lambda: health[0])], lines)
-    run(watcher, lambda: watcher.answers("prefect"))
+    run(watcher, lambda: watcher.is_ready("prefect"))
     monkeypatch.setattr(supervised, "START_SECONDS", 0.5)
     health[0] = False
-    watcher.children["prefect"].process.kill()
-    run(watcher, lambda: watcher.children["prefect"].starts == 3)
+    watcher.programs["prefect"].process.kill()
+    run(watcher, lambda: watcher.programs["prefect"].starts == 3)
     health[0] = True
-    run(watcher, lambda: watcher.answers("prefect"))
+    run(watcher, lambda: watcher.is_ready("prefect"))
 
 
 def test_one_that_is_silent_from_its_start_on_ends_the_start(make, lines, monkeypatch):
@@ -170,53 +158,122 @@ def test_one_that_is_silent_from_its_start_on_ends_the_start(make, lines, monkey
         run(watcher, lambda: False)
 
 
-def test_children_are_told_to_stop_when_the_one_that_watches_is_killed(tmp_path):
-    code = (
-        "import os, signal, sys, time\nfrom pathlib import Path\n"
-        "from flows.prefect_server.processes import start_process\n"
-        "child = start_process([sys.executable, '-c', 'import time; time.sleep(600)'], os.environ, Path(sys.argv[1]))\n"
-        "print(child.pid, flush=True)\ntime.sleep(600)"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path / "log")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
-        child = psutil.Process(int(parent.stdout.readline()))
-        wait_for(lambda: "flows.service.leash" not in child.cmdline(), 20, "exec")
-        parent.kill()
-    if sys.platform == "linux":
-        wait_for(lambda: not child.is_running(), 20, "end of the child")
-    else:
-        child.kill()
+# A service of three programs. The worker has a flow run that needs a second to save, and ignores a second SIGTERM.
+SERVICE = """
+import os, sys, time
+from pathlib import Path
+from flows.service import supervisor
+from flows.service.programs import Program
+
+FLOW_RUN = '''
+import signal, subprocess, sys, time
+helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+def save(*_):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(1)
+    open(sys.argv[1] + "/saved", "w").close()
+    helper.kill()
+    helper.wait()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+open(sys.argv[1] + "/runs", "w").close()
+time.sleep(600)
+'''
+WORKER = f'''
+import os, subprocess, sys, time
+from stages.launchers.parent import with_parent
+subprocess.Popen(with_parent([sys.executable, "-c", {FLOW_RUN!r}, sys.argv[1]]), start_new_session=True)
+time.sleep(600)
+'''
+place = Path(sys.argv[1])
 
 
-def test_leftovers_of_a_killed_service_are_ended_and_flow_runs_are_not(tmp_path):
-    def start(**marks: str) -> subprocess.Popen:
-        return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env={**os.environ, **marks})
+def program(name, code):
+    def answers(_):
+        return (place / "runs").exists()
+    return Program(name, [sys.executable, "-c", code, str(place)], os.environ, place / f"{name}.log", answers, "here")
 
-    mine = {SERVICE_VARIABLE: str(tmp_path), PART_VARIABLE: "worker"}
-    server, run_of_flow = start(**mine), start(**mine, PREFECT__FLOW_RUN_ID="1")
-    other = start(**{SERVICE_VARIABLE: str(tmp_path / "other")})
+
+names = {"prefect": "import time; time.sleep(600)", "mlflow": "import time; time.sleep(600)", "worker": WORKER}
+service = supervisor.Supervisor([program(*each) for each in names.items()], supervisor.StatusLines())
+supervisor.adopt_orphans()
+with supervisor.stop_signals() as stop:
     try:
-        wait_for(lambda: len(service_processes(tmp_path)) == 2, 20, "start")
-        assert end_leftovers(tmp_path, 10) == 1
-        assert server.wait(at_most(10)) == -signal.SIGTERM and run_of_flow.poll() is None and other.poll() is None
+        service.turn_until(lambda: stop.times)
     finally:
-        for process in (server, run_of_flow, other):
+        service.end(stop)
+"""
+
+
+@pytest.fixture
+def service(tmp_path) -> Iterator[subprocess.Popen]:
+    """Start the service, and wait until its flow run runs."""
+    environment = {**os.environ, "IN_TEST": str(tmp_path)}
+    command = [sys.executable, "-c", SERVICE, str(tmp_path)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            wait_for((tmp_path / "runs").exists, 60, "flow run")
+            yield process
+        finally:
             process.kill()
-            process.wait()
+    wait_for(lambda: not processes_with("IN_TEST", str(tmp_path)), 20, "end of every process")
+
+
+def owner_of(path: Path) -> Owner:
+    return Owner.model_validate_json(path.read_bytes())
+
+
+def test_a_signal_ends_everything_after_the_flow_runs_have_saved(service, tmp_path):
+    service.send_signal(signal.SIGINT)
+    said = [" ".join(line.split()) for line in service.communicate(timeout=at_most(60))[0].splitlines()]
+    assert service.returncode == 0 and (tmp_path / "saved").exists()
+    assert not processes_with("IN_TEST", str(tmp_path)) and not list(tmp_path.glob("*.pid"))
+    saving = said.index("worker stopping flow runs stop and save (1); Ctrl-C again does not wait")
+    assert [line for line in said[saving:] if "flow runs stop" not in line] == [
+        *("worker stopping", "worker stopped", "mlflow stopping", "prefect stopping"),
+        *("mlflow stopped", "prefect stopped"),
+    ]
+
+
+def test_a_second_signal_ends_everything_at_once(service, tmp_path):
+    service.send_signal(signal.SIGINT)
+    wait_for(lambda: "save (1)" in service.stdout.readline(), 20, "line")
+    service.send_signal(signal.SIGINT)
+    assert service.wait(at_most(60)) == 0
+    assert not (tmp_path / "saved").exists() and not processes_with("IN_TEST", str(tmp_path))
+
+
+@pytest.mark.parametrize("part", ["service", "worker"])
+def test_the_kernel_lets_flow_runs_save_if_a_process_above_them_is_killed(service, tmp_path, part):
+    """The worker of this test does not end its flow runs at SIGTERM, as Prefect's does."""
+    os.kill(service.pid if part == "service" else owner_of(tmp_path / "worker.pid").pid, signal.SIGKILL)
+    wait_for((tmp_path / "saved").exists, 20, "end of the flow run")
+    if part == "worker":
+        wait_for(lambda: len(list(tmp_path.glob("*.pid"))) == 3 and service.poll() is None, 20, "the others")
+        service.send_signal(signal.SIGTERM)
+        assert service.wait(at_most(60)) == 0
 
 
 def test_what_a_killed_service_left_is_ended_before_its_ports_are_taken(tmp_path, monkeypatch):
+    """A server that does not react to the SIGTERM that it got when its parent was killed."""
+    directory = tmp_path / "service"
+    directory.mkdir()
     ports = {"prefect": free_port(), "mlflow": free_port()}
-    (tmp_path / "service").mkdir()
-    (tmp_path / "service" / "ports.json").write_text(json.dumps(ports))
+    (directory / "ports.json").write_text(json.dumps(ports))
+    (directory / "mlflow.pid").write_text('{"pid": ')  # its writer was killed
     code = f"import socket, time; s = socket.create_server(('127.0.0.1', {ports['prefect']})); time.sleep(600)"
-    left = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, SERVICE_VARIABLE: str(tmp_path)})
+    left = subprocess.Popen([sys.executable, "-c", code])
+    born = psutil.Process(left.pid).create_time()
+    owner = Owner(pid=left.pid, pid_started=born, host=socket.gethostname())
+    (directory / "prefect.pid").write_text(owner.model_dump_json())
+    (directory / "worker.pid").write_text(owner.model_copy(update={"pid_started": 1.0}).model_dump_json())
     plans = []
-    monkeypatch.setattr(run_service, "_serve", lambda plan, *_: plans.append(plan))
+    monkeypatch.setattr(supervised, "LEFTOVER_SECONDS", 0.5)
+    monkeypatch.setattr(supervised, "_serve", lambda plan, *_: plans.append(plan))
     try:
         wait_for(lambda: not is_free("127.0.0.1", ports["prefect"]), 20, "server")
-        assert run_service.run_service(tmp_path, "127.0.0.1", 2, {}) == 0
-        assert plans[0].ports == ports and left.wait(at_most(10)) == -signal.SIGTERM
+        assert supervised.run_service(tmp_path, "127.0.0.1", 2, {}) == 0
+        assert plans[0].ports == ports and left.wait(at_most(10)) == -signal.SIGKILL
     finally:
         left.kill()
 

@@ -34,7 +34,7 @@ def switches(settings: Mapping[str, object], path: str = "") -> Iterator[tuple[s
 
 @pytest.mark.parametrize("part", ["command line", "service"])
 def test_every_switch_for_telemetry_is_off(part, tmp_path, monkeypatch):
-    environment = flows.NO_TELEMETRY if part == "command line" else service_environment(tmp_path, "prefect")
+    environment = flows.NO_TELEMETRY if part == "command line" else service_environment(tmp_path)
     for name in ("_IS_IN_CI_ENV_OR_TESTING", "_IS_MLFLOW_DEV_VERSION"):
         monkeypatch.setattr(utils, name, False)
     monkeypatch.setattr("prefect._internal.analytics.enabled.is_ci_environment", lambda: False)

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import textwrap
 import threading
 import time
@@ -14,7 +16,8 @@ from stages.launchers.config import ClusterConfig
 from stages.launchers.job import Handle, Job, JobFailed, make_launcher, run_job
 from stages.launchers.processes import processes_of, runs
 from stages.launchers.torchrun import TorchrunLauncher
-from tests.helpers.patience import at_most
+from tests.helpers.patience import at_most, wait_for
+from tests.helpers.tiers import tiered
 
 
 def _job(tmp_path: Path, code: str, **kwargs) -> Job:
@@ -190,6 +193,40 @@ def test_a_new_try_ends_what_a_killed_parent_left(tmp_path):
     run_job(launcher, _job(tmp_path, "print('second')"))
     assert left.process.wait(at_most(30)) != 0
     assert not _alive(str(tmp_path))
+
+
+# A parent that runs a job, and the job, which saves at SIGTERM.
+PARENT = """
+import sys
+from pathlib import Path
+from stages.launchers.config import ClusterConfig
+from stages.launchers.job import Job, make_launcher, run_job
+place = Path(sys.argv[1])
+job = Job(name=str(place), arguments=(str(place / "job.py"), str(place)), log_path=place / "logs" / "job.log")
+run_job(make_launcher(ClusterConfig(processes=int(sys.argv[2]), stop_grace_seconds=5)), job)
+"""
+SAVES = """
+import os, signal, sys, time
+path = f"{sys.argv[1]}/{os.environ['RANK']}"
+def save(*_):
+    time.sleep(0.5)
+    os.rename(path, path + "-saved")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+open(path, "w").close()
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("processes", tiered([1, 2], core=[1]))
+def test_a_job_whose_parent_is_killed_saves_and_ends(tmp_path, processes):
+    (tmp_path / "job.py").write_text(SAVES)
+    command = [sys.executable, "-c", PARENT, str(tmp_path), str(processes)]
+    with subprocess.Popen(command) as parent:
+        wait_for(lambda: len(list(tmp_path.glob("[01]"))) == processes, 60, "start of the ranks")
+        parent.kill()
+    wait_for(lambda: len(list(tmp_path.glob("[01]-saved"))) == processes, 20, "what the ranks save")
+    wait_for(lambda: not _alive(str(tmp_path)), 20, "end of the job")
 
 
 @pytest.mark.parametrize("processes", [1, 2])

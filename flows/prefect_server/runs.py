@@ -1,0 +1,149 @@
+"""The flow runs of a root, for `athanor status`: read from a server, or from the database file that no server serves.
+
+A server on the file takes 13 processor seconds to start, and a second server beside the one of a running `athanor run`
+would write into the same file. So the file is read as it is, in the tables of Prefect 3.8.8;
+`tests/flows/prefect_server/test_runs.py` compares what is read with what Prefect's own client reads. The client takes
+three seconds to import, so it is imported where a server is asked.
+"""
+
+import contextlib
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_OUTERMOST = """
+    SELECT run.id, run.name, run.state_type, run.state_name, state.message,
+           run.start_time, run.expected_start_time, run.total_run_time
+    FROM flow_run AS run JOIN flow_run_state AS state ON state.id = run.state_id
+    WHERE run.parent_task_run_id IS NULL
+    ORDER BY run.expected_start_time DESC LIMIT ?
+"""
+_TASKS = "SELECT name FROM task_run WHERE flow_run_id = ? AND state_type = 'RUNNING'"
+_LOGS = "SELECT message FROM log WHERE flow_run_id = ? ORDER BY timestamp DESC LIMIT ?"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A flow run that no other flow run started.
+
+    Attributes:
+        state_type: Prefect's type of the state, as RUNNING.
+        state_name: the name that Prefect's pages show, as Late.
+        start: when it started, or else when it will; UTC.
+        is_due: whether it should have started by now.
+        seconds: how long it ran.
+    """
+
+    id: str
+    name: str
+    state_type: str
+    state_name: str
+    message: str
+    start: datetime | None
+    is_due: bool
+    seconds: float
+
+
+class Runs(Protocol):
+    """Where the runs are read.
+
+    `newest` returns the newest runs, `running_tasks` the names of a run's tasks that run, and `newest_logs` the last
+    lines of a run's log, the newest first.
+    """
+
+    def newest(self, count: int) -> list[Run]: ...
+    def running_tasks(self, run: str) -> list[str]: ...
+    def newest_logs(self, run: str, count: int) -> list[str]: ...
+
+
+@contextlib.contextmanager
+def stored_runs(database: Path) -> Iterator[Runs]:
+    """Open Prefect's database file to read it.
+
+    Raises:
+        sqlite3.Error: it is no such database.
+    """
+    with contextlib.closing(sqlite3.connect(f"{database.resolve().as_uri()}?mode=ro", uri=True)) as connection:
+        yield _StoredRuns(connection)
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredRuns:
+    connection: sqlite3.Connection
+
+    def newest(self, count: int) -> list[Run]:
+        if not self.connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'flow_run'").fetchone():
+            return []  # a first start was interrupted before it made the tables
+        runs = []
+        for key, name, kind, state, message, start, expected, took in self.connection.execute(_OUTERMOST, (count,)):
+            at = _time(start) or _time(expected)
+            due = expected is not None and _time(expected) < datetime.now(UTC)
+            # Prefect stores a duration as a time after 1970; the default of the table's column is a plain 0.
+            seconds = 0.0 if took == "0" else (_time(took) - _EPOCH) / timedelta(seconds=1)
+            runs.append(Run(key, name, kind, state, message or "", at, due, seconds))
+        return runs
+
+    def running_tasks(self, run: str) -> list[str]:
+        return [name for (name,) in self.connection.execute(_TASKS, (run,))]
+
+    def newest_logs(self, run: str, count: int) -> list[str]:
+        return [message for (message,) in self.connection.execute(_LOGS, (run, count))]
+
+
+def _time(text: str | None) -> datetime | None:
+    return datetime.fromisoformat(text).replace(tzinfo=UTC) if text else None
+
+
+@contextlib.contextmanager
+def served_runs() -> Iterator[Runs]:
+    """Open a client of the server at PREFECT_API_URL, or of one that Prefect starts for this process."""
+    from prefect.client.orchestration import get_client
+
+    with get_client(sync_client=True) as client:
+        yield _ServedRuns(client)
+
+
+@dataclass(frozen=True, slots=True)
+class _ServedRuns:
+    client: "SyncPrefectClient"
+
+    def newest(self, count: int) -> list[Run]:
+        from prefect.client.schemas.sorting import FlowRunSort
+
+        # More than are wanted, because the flow runs inside a run are read too.
+        found = self.client.read_flow_runs(sort=FlowRunSort.EXPECTED_START_TIME_DESC, limit=4 * count)
+        return [
+            Run(
+                id=str(run.id),
+                name=run.name,
+                state_type=run.state.type.value,
+                state_name=run.state.name,
+                message=run.state.message or "",
+                start=run.start_time or run.expected_start_time,
+                is_due=run.expected_start_time is not None and run.expected_start_time < datetime.now(UTC),
+                seconds=run.total_run_time.total_seconds(),
+            )
+            for run in found
+            if run.parent_task_run_id is None and run.state is not None
+        ][:count]
+
+    def running_tasks(self, run: str) -> list[str]:
+        from prefect.client.schemas.filters import FlowRunFilter, TaskRunFilter
+
+        running = TaskRunFilter.model_validate({"state": {"type": {"any_": ["RUNNING"]}}})
+        mine = FlowRunFilter.model_validate({"id": {"any_": [run]}})
+        return [task.name for task in self.client.read_task_runs(flow_run_filter=mine, task_run_filter=running)]
+
+    def newest_logs(self, run: str, count: int) -> list[str]:
+        from prefect.client.schemas.filters import LogFilter
+        from prefect.client.schemas.sorting import LogSort
+
+        mine = LogFilter.model_validate({"flow_run_id": {"any_": [run]}})
+        return [log.message for log in self.client.read_logs(mine, limit=count, sort=LogSort.TIMESTAMP_DESC)]
