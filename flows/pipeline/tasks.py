@@ -101,7 +101,7 @@ def stage_task(
             result = run_stage(stage, node.config, inputs, location(root), resources)
         wait_for_server()
         _report(node.name, result)
-    tracker.log_stage(result.artifact, result.reused, node.name, stage.dataset)
+    tracker.log_stage(result.artifact, node.name, stage.dataset)
     directory, seconds = str(result.artifact.dir), round(result.seconds, 2)
     return StageRun(stage=node.name, dir=directory, reused=result.reused, seconds=seconds)
 

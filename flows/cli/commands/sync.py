@@ -2,7 +2,7 @@
 
 import argparse
 
-from flows.tracking.sender import Published, publish_waiting
+from flows.tracking.tracker import Published, publish_waiting
 from trainer.contract.names import EXIT_FAILED
 
 
