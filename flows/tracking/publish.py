@@ -12,10 +12,12 @@ import math
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import filelock
 import mlflow
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -36,11 +38,13 @@ from flows.tracking.record import (
     Registration,
     StageEntry,
     TrackedRun,
+    end_killed_run,
     error_line,
     find_place,
     live_path,
     load_record,
     now_ms,
+    publish_lock,
     samples_path,
     save_learnt,
 )
@@ -79,25 +83,62 @@ _TEXT_ONLY_PNG = bytes.fromhex(
 log = logging.getLogger("athanor.tracking")
 
 
+@dataclass(frozen=True, slots=True)
+class Published:
+    """The outcome for a run that was not completely in MLflow.
+
+    Attributes:
+        name: name of the MLflow run.
+        sent: kind of content that was added -> number.
+        problem: why the rest could not be sent; empty if nothing is left, or if the run's own process publishes it.
+        is_sending: whether the run's own process publishes it.
+    """
+
+    name: str
+    sent: Mapping[str, int] = field(default_factory=dict)
+    problem: str = ""
+    is_sending: bool = False
+
+
 class Publication:
-    """The publication of one run. `run` may be called again and again. The owner must hold the run's `publish_lock`.
+    """The publication of one run, which may be tried again and again.
 
     Args:
         announce: function that is called before an upload with the seconds that the upload may take, and with 0
             whenever a part of the run is complete.
 
     Attributes:
+        lock: the lock that the process that publishes the run holds.
         sent: kind of content that was added -> number.
     """
 
     def __init__(self, root: StorePath, key: str, announce: Callable[[float], None] = lambda seconds: None) -> None:
         self.root, self.key, self.announce = root, key, announce
+        self.lock = publish_lock(root, key)
         self.sent: Counter[str] = Counter()
         self.record: TrackedRun | None = None
         self._client: MlflowClient | None = None
         self._writer: RunWriter | None = None
         self._followed: dict[Path, GrowingFile] = {}
         self._held_files: dict[str, list[str]] = {}  # stage -> names of its files that the run holds
+
+    def attempt(self) -> Published:
+        """Publish the run, unless another process does, and keep the lock. A run whose process was killed is ended."""
+        name = self.key
+        try:
+            record = load_record(self.root, self.key)
+            name = record.opening.name
+            with contextlib.suppress(filelock.Timeout):
+                if not self.lock.is_locked:
+                    self.lock.acquire(timeout=0)
+            if not self.lock.is_locked:
+                return Published(name, is_sending=True)
+            if record.is_killed():
+                end_killed_run(self.root, self.key)
+            self.run()
+        except Exception as error:
+            return Published(name, self.sent, error_line(error))
+        return Published(name, self.sent)
 
     def run(self) -> None:
         """Bring MLflow up to the newest revision of the record and the newest lines of metrics.

@@ -11,13 +11,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
-import filelock
-
 from dataset_builders.storage.store import StorePath, absolute, side_dir
-from flows.tracking.publish import Publication
+from flows.tracking.publish import Publication, Published
 from flows.tracking.record import (
     MlflowState,
     Opening,
@@ -25,13 +22,11 @@ from flows.tracking.record import (
     StageEntry,
     TrackedRun,
     changed,
-    end_killed_run,
     error_line,
     load_record,
     now_ms,
     open_record,
     place_in,
-    publish_lock,
     samples_path,
     waiting_records,
 )
@@ -205,7 +200,7 @@ class Sender:
 
     def __init__(self, root: StorePath) -> None:
         self.root, self.problem = root, ""
-        self._runs: dict[str, tuple[Publication, filelock.BaseFileLock]] = {}
+        self._runs: dict[str, Publication] = {}
         self._mutex = threading.Lock()  # held while `_runs` changes
         self._thread: threading.Thread | None = None
         self._failed_looks = 0
@@ -216,7 +211,7 @@ class Sender:
         """Let the thread send a run's record and metrics whenever they change, until the run has ended."""
         with self._mutex:
             if key not in self._runs:
-                self._runs[key] = Publication(self.root, key, self._announce), publish_lock(self.root, key)
+                self._runs[key] = Publication(self.root, key, self._announce)
             if self._thread is None:
                 self._others_at = 0.0
                 self._thread = threading.Thread(target=self._work, name="tracking-sender", daemon=True)
@@ -266,20 +261,13 @@ class Sender:
 
     def _look(self, key: str) -> str:
         """Send what MLflow lacks of a run, and forget a run that has ended. Return the error; "" if all went well."""
-        (publication, lock), problem = self._runs[key], ""
-        try:
-            if not lock.is_locked:
-                lock.acquire(timeout=0)
-            publication.run()
-        except filelock.Timeout:  # another process publishes the run
-            pass
-        except Exception as error:
-            problem = error_line(error)
+        publication = self._runs[key]
+        problem = publication.attempt().problem
         with self._mutex, contextlib.suppress(OSError, ValueError):
             record = load_record(self.root, key)  # again, since a new try of the run may have begun
             if record.status is not None and not record.is_waiting():
                 del self._runs[key]
-                lock.release()
+                publication.lock.release()
         return problem
 
     def _announce(self, seconds: float) -> None:
@@ -296,42 +284,14 @@ def sender_of(root: StorePath) -> Sender:
         return _senders.setdefault(side_dir(root).resolve(), Sender(root))
 
 
-@dataclass(frozen=True, slots=True)
-class Published:
-    """The outcome for a run that was not completely in MLflow.
-
-    Attributes:
-        name: name of the MLflow run.
-        sent: kind of content that was added -> number.
-        problem: why the rest could not be sent; empty if nothing is left, or if the run's own process publishes it.
-        is_sending: whether the run's own process publishes it.
-    """
-
-    name: str
-    sent: Mapping[str, int] = field(default_factory=dict)
-    problem: str = ""
-    is_sending: bool = False
-
-
 def publish_waiting(
     root: StorePath, but: Collection[str] = (), announce: Callable[[float], None] = lambda seconds: None
 ) -> list[Published]:
-    """Publish the rest of earlier runs of this root, the oldest run first, except the runs with the keys `but`. A run
-    whose process was killed is ended. An error of MLflow is part of the outcome."""
+    """Publish the rest of earlier runs of this root, the oldest run first, except the runs with the keys `but`."""
     outcomes = []
-    for key, record in waiting_records(root):
-        if key in but:
-            continue
-        publication, problem, name = Publication(root, key, announce), "", record.opening.name
-        try:
-            with publish_lock(root, key).acquire(timeout=0):
-                if record.is_killed():
-                    end_killed_run(root, key)
-                publication.run()
-        except filelock.Timeout:
-            outcomes.append(Published(name, is_sending=True))
-            continue
-        except Exception as error:
-            problem = error_line(error)
-        outcomes.append(Published(name, publication.sent, problem))
+    for key, _ in waiting_records(root):
+        if key not in but:
+            publication = Publication(root, key, announce)
+            outcomes.append(publication.attempt())
+            publication.lock.release()
     return outcomes

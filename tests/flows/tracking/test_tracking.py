@@ -8,6 +8,7 @@ from urllib.parse import unquote
 import pytest
 
 import flows.tracking.record
+import flows.tracking.tracker
 from dataset_builders.contracts.manifest import ShardEntry
 from dataset_builders.contracts.sample_record import to_fields
 from dataset_builders.contracts.shard_io import ShardWriter
@@ -25,6 +26,7 @@ from tests.helpers.samples import make_sample
 from tests.helpers.store_writer import connect_and_log
 from tests.helpers.tracked_run import (
     SCORES,
+    Nobody,
     make_artifact,
     make_evaluated,
     make_exported,
@@ -232,6 +234,16 @@ def test_a_run_that_is_refused_before_its_first_stage_leaves_none(root):
     later.log_stage(make_artifact(root, "convert", "8" * 16))
     later.finish("REFUSED")
     assert connect(root).get_run(_delivered(later)).info.status == "FAILED"
+
+
+def test_the_next_run_sends_what_an_earlier_one_could_not_send(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(flows.tracking.tracker, "sender_of", lambda root: Nobody())
+        earlier = open_tracker(tmp_path, "earlier")
+        earlier.finish("FAILED")
+    assert not earlier.is_sent()
+    open_tracker(tmp_path, "later").finish("REFUSED")
+    assert earlier.is_sent()
 
 
 def test_a_run_is_compared_with_the_newest_finished_one_on_the_same_data(root):
