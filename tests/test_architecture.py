@@ -36,7 +36,7 @@ IMPORTERS = {
     "dask": ("flows.resources.dask_pool",),
     "mlflow": (
         *("flows.tracking.store", "flows.tracking.publish", "flows.tracking.run_writer"),
-        *("flows.tracking.registry", "flows.tracking.system", "flows.tracking.tables"),
+        *("flows.tracking.registry", "flows.tracking.system"),
         "flows.service.mlflow_app",  # the server's own process
         "stages.release.flavor.mlflow_model",  # copied into a release, never imported here
     ),
@@ -70,7 +70,7 @@ ENVIRONMENT_WRITERS = (
         "flows.cli.main",
         "flows.prefect_server.service_record",
         "flows.prefect_server.temporary",
-        "flows.tracking.store",
+        "flows.tracking",
     ),
     "flows.cli.commands.chat",  # where Gradio keeps uploaded images, and no analytics
     "stages.answer.worker",  # selects the GPU that vLLM may use

@@ -12,9 +12,10 @@ import pyarrow.parquet as pq
 from dataset_builders.storage.store import StorePath, local_copy, location, side_dir
 from flows.cli.text_table import print_table
 from flows.pipeline.plan import Plan
+from flows.prefect_server.service_record import read_service
 from flows.tracking.notes import score_text
 from flows.tracking.record import MlflowState
-from flows.tracking.store import has_own_database, is_served
+from flows.tracking.store import has_own_database
 from stages.artifacts.artifact import Artifact
 from stages.artifacts.quarantine import QUARANTINE, reason_words
 from stages.evaluate.predictions import PREDICTIONS
@@ -90,9 +91,8 @@ def registration(
         return [f"Not registered as {name}: {reason}" for reason in reasons]
     if not is_sent:
         return [f"Not registered as {name} yet: MLflow does not hold all of the run; see the warning above."]
-    size = f" with {learnt.model_bytes / 1e6:,.1f} MB of files" if learnt.model_bytes else ""
     verdict = f": {learnt.verdict}" if learnt.verdict else ""
-    return [f"Registered as {name} in MLflow{size}{verdict}."]
+    return [f"Registered as {name} in MLflow{verdict}."]
 
 
 def print_scores(
@@ -165,7 +165,8 @@ def example_question(evaluate_dir: StorePath, root: StorePath) -> tuple[Path | N
 def service_command(root: StorePath) -> str | None:
     """Return the command that serves the runs of a root to a browser. Return None if a server is already running, or
     if the runs are in a database of the user's, whose server athanor does not know."""
-    return f"{program('athanor')} up --root {quoted(root)}" if has_own_database() and not is_served(root) else None
+    is_unserved = has_own_database() and read_service(root) is None
+    return f"{program('athanor')} up --root {quoted(root)}" if is_unserved else None
 
 
 def program(name: str) -> str:

@@ -24,14 +24,9 @@ def ends_with_failure(tracker: Tracker) -> Iterator[None]:
     error of the input leaves no run."""
     try:
         yield
-    except InputError:
-        tracker.finish("REFUSED")
-        raise
-    except Exception:
-        tracker.finish("FAILED")
-        raise
-    except BaseException:
-        tracker.finish("KILLED")
+    except BaseException as error:
+        status = "FAILED" if isinstance(error, Exception) else "KILLED"
+        tracker.finish("REFUSED" if isinstance(error, InputError) else status)
         raise
 
 

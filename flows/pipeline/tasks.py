@@ -95,7 +95,7 @@ def stage_task(plan: Plan, name: str, tracking_run: str | None, stop: threading.
         wait_for_server()
         _report(name, step.result)
     step.artifact = step.result.artifact
-    tracker.log_stage(step.artifact, step.result.reused, name, stage.dataset)
+    tracker.log_stage(step.artifact, name, stage.dataset)
 
 
 def run_of(step: Step) -> StageRun:

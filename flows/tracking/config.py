@@ -83,16 +83,10 @@ class RegistryConfig(StrictModel):
     )
     push_private: bool = Field(default=True, description="whether a repository made by the push is private")
 
-    @field_validator("metric")
+    @field_validator("metric", "gates")
     @classmethod
-    def _metric_exists(cls, value: str) -> str:
-        check_score(value)
-        return value
-
-    @field_validator("gates")
-    @classmethod
-    def _scores_exist(cls, value: dict[str, Gate]) -> dict[str, Gate]:
-        for name in value:
+    def _scores_exist(cls, value: str | dict[str, Gate]) -> str | dict[str, Gate]:
+        for name in [value] if isinstance(value, str) else value:
             check_score(name)
         return value
 
@@ -113,29 +107,20 @@ def refusals(
     """
     failures = []
     for name, gate in gates.items():
-        failures += [": ".join(filter(None, (line, why.get(name)))) for line in _on_score(name, gate, scores)]
-        if gate.min_gain is not None:
-            failures += _on_gain(name, gate.min_gain, gains)
+        value, line = scores.get(name), ""
+        if value is None and (gate.min is not None or gate.max is not None):
+            line = f"{name} was not measured; there are {', '.join(scores) or 'no scores'}"
+        elif gate.min is not None and not value >= gate.min:  # also if the score is not a number
+            line = f"{name} {value:.4f} is below {gate.min:g}"
+        elif gate.max is not None and not value <= gate.max:
+            line = f"{name} {value:.4f} is above {gate.max:g}"
+        if line:
+            failures.append(": ".join(filter(None, (line, why.get(name)))))
+        if gate.min_gain is None:
+            continue
+        if gains is None or name not in gains:
+            failures.append(f"{name} was not compared with the model before training")
+        elif not gains[name][0] > gate.min_gain:
+            low, high = gains[name]
+            failures.append(f"the gain in {name}, {low:+.4f} to {high:+.4f}, does not lie above {gate.min_gain:g}")
     return failures
-
-
-def _on_score(name: str, gate: Gate, scores: Mapping[str, float]) -> list[str]:
-    if gate.min is None and gate.max is None:
-        return []
-    value = scores.get(name)
-    if value is None:
-        return [f"{name} was not measured; there are {', '.join(scores) or 'no scores'}"]
-    if gate.min is not None and not value >= gate.min:
-        return [f"{name} {value:.4f} is below {gate.min:g}"]
-    if gate.max is not None and not value <= gate.max:
-        return [f"{name} {value:.4f} is above {gate.max:g}"]
-    return []
-
-
-def _on_gain(name: str, least: float, gains: Mapping[str, tuple[float, float]] | None) -> list[str]:
-    if gains is None or name not in gains:
-        return [f"{name} was not compared with the model before training"]
-    low, high = gains[name]
-    if low > least:
-        return []
-    return [f"the gain in {name}, {low:+.4f} to {high:+.4f}, does not lie above {least:g}"]

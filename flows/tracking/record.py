@@ -1,7 +1,7 @@
 """The run record, which decides the content of a pipeline run in MLflow together with the artifacts that it names.
 
     <side_dir(root)>/tracking/<identity>.json           the record, written atomically by a rename
-    <side_dir(root)>/tracking/<identity>.system.jsonl   samples of the machine, one `HostSample` per line
+    <side_dir(root)>/tracking/<identity>.system.jsonl   samples of the machine (see `system.py`)
     <side_dir(root)>/tracking/<identity>.edit.lock      held while the record is read, changed and written
     <side_dir(root)>/tracking/<identity>.publish.lock   held by the process that publishes the run
 
@@ -26,7 +26,6 @@ from dataset_builders.storage.store import StorePath, absolute, location, side_d
 from flows.tracking.config import ArtifactLevel, RegistryConfig
 from stages.launchers.owner import Owner
 
-FORMAT_VERSION = 1
 REFUSED = "REFUSED"  # status of a run that ended with an error of its input before its first stage
 log = logging.getLogger("athanor.tracking")
 
@@ -39,15 +38,12 @@ class Opening(_Part):
     """The facts that are known when an MLflow run starts.
 
     Attributes:
-        experiment, name: the experiment and the name of the MLflow run.
         identity: fingerprint of everything that decides the outcome. A repeated pipeline run continues its MLflow run.
         params: nested config, which becomes dotted parameters.
         tags: tags of the run, which may change between two tries.
         note: description in Markdown.
         recipe_yaml: the whole configuration, stored as a file of the run.
         execution_yaml: the settings of execution, a file of the run which may change between two tries.
-        registry: the conditions under which the run's model becomes champion.
-        artifacts: the level of files that are uploaded.
         samples_host: whether the trainer runs on this machine, so that this machine's system metrics are useful.
     """
 
@@ -69,14 +65,11 @@ class StageEntry(_Part):
 
     Attributes:
         dir: directory of the artifact, in the form that `place_in` returns.
-        fingerprint: fingerprint of the artifact.
-        reused: whether the artifact was made before the run.
         dataset: the artifact's use as data, for example "training"; None if it is not data.
     """
 
     dir: str
     fingerprint: str
-    reused: bool
     dataset: str | None = None
 
 
@@ -84,7 +77,6 @@ class Registration(_Part):
     """A request to the model registry.
 
     Attributes:
-        name: name of the registered model.
         exported, evaluated: directories of the artifacts with the model and its scores, in the form of `place_in`.
         scores: subset -> metric -> value.
         hf_dir: directory of the model's files and card, in the form of `place_in`.
@@ -105,22 +97,20 @@ class MlflowState(_Part):
     Attributes:
         store: digest of the address of the tracking store that gave the answers.
         published: the newest revision of the record that is completely in MLflow.
-        compare: ids of the other runs on MLflow's compare page.
+        compare: id of the newest other run on the same data.
         refused: part of the run -> reason why MLflow will never take it.
         verdict: why the run's model is champion, or why not.
         decided_ms: time of that decision, in milliseconds since 1970.
-        model_bytes: bytes of the model's files that were copied or uploaded.
     """
 
     store: str = ""
     published: int = 0
     run_id: str | None = None
     experiment_id: str | None = None
-    compare: list[str] = []
+    compare: str | None = None
     refused: dict[str, str] = {}
     verdict: str = ""
     decided_ms: int = 0
-    model_bytes: int = 0
 
 
 class TrackedRun(_Part):
@@ -137,7 +127,6 @@ class TrackedRun(_Part):
         revision: number of changes.
     """
 
-    format_version: int = FORMAT_VERSION
     opening: Opening
     creation: str = Field(default_factory=lambda: uuid.uuid4().hex)
     owner: Owner
@@ -159,9 +148,13 @@ class TrackedRun(_Part):
     def _has_no_work(self) -> bool:
         return not (self.stages or self.live or self.registration or self.learnt.run_id)
 
+    def is_killed(self) -> bool:
+        """Whether the run's process died without ending the run."""
+        return self.status is None and self.owner.is_dead()
+
     def is_waiting(self) -> bool:
-        """Whether MLflow lacks a known change of the record, or the run's process died without ending the run."""
-        return self.learnt.published < self.revision or (self.status is None and self.owner.is_dead())
+        """Whether MLflow lacks a known change of the record, or the end of a killed run."""
+        return self.learnt.published < self.revision or self.is_killed()
 
     def end(self, status: str, ended_ms: int) -> None:
         """End the current try. A finished run stays finished."""
@@ -193,7 +186,7 @@ def find_place(root: StorePath, place: str) -> StorePath:
     return location(place)
 
 
-def live_path(root: StorePath, record: "TrackedRun") -> Path | None:
+def live_path(root: StorePath, record: TrackedRun) -> Path | None:
     """Return the path of the running training's metrics on this machine; None if no training is running."""
     return None if record.live is None else find_place(side_dir(root), record.live)
 
@@ -209,25 +202,12 @@ def publish_lock(root: StorePath, key: str) -> filelock.BaseFileLock:
 
 
 def load_record(root: StorePath, key: str) -> TrackedRun:
-    """Load the record of a run.
-
-    Raises:
-        OSError: there is no record.
-        ValueError: the record cannot be parsed, or is of another version of athanor.
-    """
-    path = records_dir(root) / f"{key}.json"
-    record = TrackedRun.model_validate_json(path.read_bytes())
-    if record.format_version != FORMAT_VERSION:
-        raise ValueError(f"{path}: format_version is {record.format_version}, {FORMAT_VERSION} is read here; remove it")
-    return record
+    """Load the record of a run. Raise an OSError if there is none, a ValueError if it cannot be parsed."""
+    return TrackedRun.model_validate_json((records_dir(root) / f"{key}.json").read_bytes())
 
 
 def open_record(root: StorePath, opening: Opening) -> None:
-    """Create a run's record, or start a new try in the existing record of the same identity.
-
-    Raises:
-        OSError: the record cannot be written.
-    """
+    """Create a run's record, or start a new try in the existing record of the same identity."""
     records_dir(root).mkdir(parents=True, exist_ok=True)
     with _edit_lock(root, opening.identity):
         now = now_ms()
@@ -244,11 +224,7 @@ def open_record(root: StorePath, opening: Opening) -> None:
 
 @contextlib.contextmanager
 def changed(root: StorePath, key: str) -> Iterator[TrackedRun]:
-    """Load the record, let the block change it, and write it with a new revision, which is then to be published.
-
-    Raises:
-        OSError, ValueError: see `load_record`; or the record cannot be written.
-    """
+    """Load the record, let the block change it, and write it with a new revision, which is then to be published."""
     with _edit_lock(root, key):
         record = load_record(root, key)
         yield record
@@ -266,27 +242,26 @@ def save_learnt(root: StorePath, key: str, learnt: MlflowState) -> None:
             _write(root, record)
 
 
-_settled: dict[Path, int] = {}  # path of a record that is completely in MLflow -> its modification time in ns
-
-
 def waiting_records(root: StorePath) -> list[tuple[str, TrackedRun]]:
     """Return (key, record) of the runs that are not completely in MLflow, in the order of their opening."""
     waiting = []
     for path in records_dir(root).glob("*.json"):
-        written_ns = path.stat().st_mtime_ns
-        if _settled.get(path) == written_ns:
-            continue
         try:
             record = load_record(root, path.stem)
         except (OSError, ValueError) as error:
             log.warning("tracking: %s cannot be read (%s); its run is not sent", path, error_line(error))
-            _settled[path] = written_ns
             continue
         if record.is_waiting():
             waiting.append((path.stem, record))
-        elif record.status is not None:
-            _settled[path] = written_ns
     return sorted(waiting, key=lambda item: (item[1].opened_ms, item[0]))
+
+
+def end_killed_run(root: StorePath, key: str) -> None:
+    """End a run whose process was killed. Its end is the time of its last sign of life."""
+    with changed(root, key) as record:
+        if record.is_killed():
+            files = [path for path in (live_path(root, record), samples_path(root, key)) if path and path.is_file()]
+            record.end("KILLED", max([record.changed_ms, *(int(path.stat().st_mtime * 1000) for path in files)]))
 
 
 def now_ms() -> int:

@@ -7,14 +7,9 @@ is carried out later and not made again. Scores are compared only if they are fr
 """
 
 import contextlib
-import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from flows.tracking.config import RegistryConfig
-from flows.tracking.store import may_pass, store_lock
-
-# isort: split
 from mlflow import MlflowClient
 from mlflow.entities import LoggedModelOutput
 from mlflow.entities.model_registry import ModelVersion
@@ -23,9 +18,11 @@ from mlflow.exceptions import MlflowException
 from dataset_builders.contracts.fingerprint import flatten
 from dataset_builders.errors import InputError
 from dataset_builders.storage.store import StorePath, absolute
+from flows.tracking.config import RegistryConfig
 from flows.tracking.notes import score_text, version_note
 from flows.tracking.record import Registration, find_place
-from flows.tracking.run_writer import FINGERPRINT, HIDDEN, RunWriter
+from flows.tracking.run_writer import HIDDEN, RunWriter
+from flows.tracking.store import may_pass, store_lock
 from stages.artifacts.artifact import Artifact
 from stages.evaluate.predictions import PREDICTIONS, heldout_fingerprint
 from stages.scoring.names import flat_scores
@@ -38,35 +35,32 @@ MODEL_TAG, _VERSION_TAG = f"{HIDDEN}model_id", f"{HIDDEN}model_version"
 REASON_TAG = "athanor.champion"
 HELDOUT_TAG, EVALUATION_TAG, EXPORT_TAG = f"{HIDDEN}heldout", f"{HIDDEN}evaluation", f"{HIDDEN}export"
 SCORE_TAG = f"{HIDDEN}score."  # and the name of a score
-_CERTAINTY = "stages.compare.certainty"
 _NOT_COMPARED = "so that the two are not compared"
 _WAY_OUT = "the same command with --set execution.registry.other_heldout=champion"
 _BEATEN_TAG = f"{HIDDEN}beaten_version"  # tag of a new champion: the version of the previous champion, or "none"
 
 
-def log_model(writer: RunWriter, root: StorePath, registration: Registration) -> str:
-    """Return the id of the run's logged model, which has the stats of the export as parameters. Make it if needed."""
+def log_model(writer: RunWriter, root: StorePath, registration: Registration) -> None:
+    """Log the run's model, with the stats of the export as parameters. A tag of the run gets its id."""
     exported = Artifact.load(find_place(root, registration.exported))
     client, stats = writer.client, exported.manifest.stats
     tags = {"hf_dir": str(find_place(root, registration.hf_dir)), "fingerprint": exported.manifest.fingerprint}
     same = client.search_logged_models([writer.experiment_id], f"tags.fingerprint = '{tags['fingerprint']}'")
     model_id = next((model.model_id for model in same if model.source_run_id == writer.run_id), None)
     if model_id is None:
-        about = flatten({key: value for key, value in stats.items() if key != "files"})
-        model = client.create_logged_model(
+        model_id = client.create_logged_model(
             writer.experiment_id,
             name=registration.name,
             source_run_id=writer.run_id,
             tags=tags,
-            params={key: str(value) for key, value in about.items()},
+            params={key: str(value) for key, value in flatten(stats).items()},
             model_type="hf_directory",
-        )
-        model_id = model.model_id
+        ).model_id
     client.finalize_logged_model(model_id, "READY")
     outputs = client.get_run(writer.run_id).outputs
     if not any(output.model_id == model_id for output in (outputs.model_outputs if outputs else ())):
         client.log_outputs(writer.run_id, [LoggedModelOutput(model_id, step=stats.get("steps") or 0)])
-    return model_id
+    writer.set_tags({MODEL_TAG: model_id})
 
 
 def register_model(
@@ -74,35 +68,26 @@ def register_model(
 ) -> bool:
     """Register the run's logged model as a version with its scores, and decide whether it becomes champion.
 
-    If a gate failed, only the reasons are stored.
-
     Args:
         source: address of the model's files.
 
     Returns:
-        whether the model was registered or decided on by this call.
+        whether the decision is new to the run.
     """
-    if registration.refusals:  # no mark is set, so that the same model can be registered with other gates later
-        writer.set_tags({REASON_TAG: f"not registered: {'; '.join(registration.refusals)}"})
-        return False
     exported, evaluated = (
         Artifact.load(find_place(root, place)) for place in (registration.exported, registration.evaluated)
     )
-    fingerprint = exported.manifest.fingerprint
-    if writer.is_marked("export_model", fingerprint) and not _is_open(writer.tags.get(REASON_TAG), config):
-        return False
-    tags = {"hf_dir": str(find_place(root, registration.hf_dir)), EXPORT_TAG: fingerprint}
+    tags = {"hf_dir": str(find_place(root, registration.hf_dir)), EXPORT_TAG: exported.manifest.fingerprint}
     tags |= {HELDOUT_TAG: heldout_fingerprint(evaluated), EVALUATION_TAG: evaluated.manifest.fingerprint}
     tags |= {f"{SCORE_TAG}{name}": f"{value:.6g}" for name, value in flat_scores(registration.scores).items()}
-    model_id = writer.tags[MODEL_TAG]
-    version = register(writer.client, registration.name, source, writer.run_id, model_id, tags).version
-    reason = promote(writer.client, root, registration.name, version, config)
-    writer.client.update_model_version(
-        registration.name, version, version_note(reason, registration.scores, writer.page, tags["hf_dir"])
-    )
-    writer.set_tags({_VERSION_TAG: f"{registration.name}/{version}", REASON_TAG: reason})
-    writer.mark("export_model", fingerprint)
-    return True
+    client, name = writer.client, registration.name
+    version = register(client, name, source, writer.run_id, writer.tags[MODEL_TAG], tags).version
+    reason = promote(client, root, name, version, config)
+    note = version_note(reason, registration.scores, writer.page, tags["hf_dir"])
+    client.update_model_version(name, version, note)
+    is_new = writer.tags.get(REASON_TAG) != reason
+    writer.set_tags({_VERSION_TAG: f"{name}/{version}", REASON_TAG: reason})
+    return is_new
 
 
 def standing(writer: RunWriter) -> str:
@@ -150,14 +135,15 @@ def promote(client: MlflowClient, root: StorePath, name: str, number: str, confi
             client.set_registered_model_alias(name, CANDIDATE, number)
         version = client.get_model_version(name, number)
         reason = version.tags.get(REASON_TAG)
-        if reason is None or _is_open(reason, config):
-            heldouts = [_heldout_of(client, root, each) for each in (version, champion) if each is not None]
+        # An open decision was left to the user, who has decided with `other_heldout` in the meantime.
+        is_open = _NOT_COMPARED in (reason or "") and config.other_heldout == CHAMPION
+        if reason is None or is_open:
+            heldouts = [each.tags.get(HELDOUT_TAG) for each in (version, champion) if each is not None]
             is_comparable = None not in heldouts and len({*heldouts}) == 1
-            certainty = _certainty_of(client, root, version, champion if is_comparable else None, config.metric)
+            certainty = _certainty_of(root, version, champion if is_comparable else None, config.metric)
             wins, reason = decide(version, champion, config, certainty, is_comparable)
             if wins:
-                before = _number(champion)
-                client.set_model_version_tag(name, number, _BEATEN_TAG, before)
+                client.set_model_version_tag(name, number, _BEATEN_TAG, _number(champion))
             client.set_model_version_tag(name, number, REASON_TAG, reason)
             version = client.get_model_version(name, number)
         beaten = version.tags.get(_BEATEN_TAG)
@@ -228,49 +214,24 @@ def _doubt(lead: float, certainty: "Certainty | None") -> str:
     return "" if width <= lead else f"the lead of {lead:.4f} is smaller than the interval of the score, {width:.4f}"
 
 
-def _is_open(reason: str | None, config: RegistryConfig) -> bool:
-    """Whether a decision left the choice to the user, who has made it with `other_heldout` in the meantime."""
-    return _NOT_COMPARED in (reason or "") and config.other_heldout == CHAMPION
-
-
 def _certainty_of(
-    client: MlflowClient, root: StorePath, version: ModelVersion, champion: ModelVersion | None, metric: str
+    root: StorePath, version: ModelVersion, champion: ModelVersion | None, metric: str
 ) -> "Certainty | None":
     """Return the certainty of a version's score; None if its evaluation no longer exists or the score is not computed
     from answers."""
-    ours, theirs = (None if each is None else _evaluation_of(client, root, each) for each in (version, champion))
-    # Imported only here, because the libraries of the metrics take a second to import.
-    return None if ours is None else importlib.import_module(_CERTAINTY).certainty_of(ours, theirs, metric)
+    from stages.compare.certainty import certainty_of  # the libraries of the metrics take a second to import
+
+    ours, theirs = (None if each is None else _evaluation_of(root, each) for each in (version, champion))
+    return None if ours is None else certainty_of(ours, theirs, metric)
 
 
-def _heldout_of(client: MlflowClient, root: StorePath, version: ModelVersion) -> str | None:
-    """Return the fingerprint of the held-out samples that a version was scored on.
-
-    A version that was registered before this tag existed gets the tag from its evaluation in the root.
-
-    Returns:
-        None if the version has no tag and its evaluation no longer exists.
-    """
-    if heldout := version.tags.get(HELDOUT_TAG):
-        return heldout
-    if (evaluated := _evaluation_of(client, root, version)) is None:
-        return None
-    heldout = heldout_fingerprint(evaluated)
-    client.set_model_version_tag(version.name, version.version, HELDOUT_TAG, heldout)
-    return heldout
-
-
-def _evaluation_of(client: MlflowClient, root: StorePath, version: ModelVersion) -> Artifact | None:
-    """Return the evaluation that a version's scores are from; None if its run or its evaluation no longer exists."""
-    try:
-        fingerprint = version.tags.get(EVALUATION_TAG)
-        fingerprint = fingerprint or client.get_run(version.run_id).data.tags.get(f"{FINGERPRINT}evaluate", "")
-        evaluated = Artifact.load(absolute(root) / "artifacts" / "evaluate" / fingerprint)
+def _evaluation_of(root: StorePath, version: ModelVersion) -> Artifact | None:
+    """Return the evaluation that a version's scores are from; None if it no longer exists."""
+    directory = absolute(root) / "artifacts" / "evaluate" / version.tags.get(EVALUATION_TAG, "")
+    with contextlib.suppress(InputError, FileNotFoundError):
+        evaluated = Artifact.load(directory)
         return evaluated if (evaluated.dir / PREDICTIONS).is_file() else None
-    except (MlflowException, InputError, FileNotFoundError) as error:
-        if may_pass(error):
-            raise
-        return None
+    return None
 
 
 def _number(version: ModelVersion | None) -> str:

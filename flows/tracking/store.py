@@ -12,13 +12,6 @@ import os
 from collections.abc import Iterator, Sequence
 from urllib.parse import quote
 
-os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-os.environ.setdefault("MLFLOW_ALLOW_PICKLE_DESERIALIZATION", "false")
-# The sending thread tries again itself, after it has checked whether the last try arrived. MLflow's client would repeat
-# a request without that check.
-os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "180")  # long, since no other thread waits for the sending thread
-
 import filelock
 import sqlalchemy
 from mlflow import MlflowClient
@@ -30,7 +23,7 @@ from dataset_builders.storage.sqlite_file import check_database
 from dataset_builders.storage.store import StorePath, side_dir, without_userinfo
 from flows.libraries.mlflow_private import update_addresses
 from flows.prefect_server.ports import kept_ports
-from flows.prefect_server.service_record import mlflow_files, read_service, service_dir
+from flows.prefect_server.service_record import mlflow_files, service_dir
 
 # Error codes after which the same call can never succeed.
 _FINAL = {
@@ -86,11 +79,6 @@ def has_own_database() -> bool:
     return not os.environ.get("MLFLOW_TRACKING_URI")
 
 
-def is_served(root: StorePath) -> bool:
-    """Whether a server should answer at `server_url` now, as far as this machine knows."""
-    return tracking_uri(root).startswith("http") or (has_own_database() and read_service(root) is not None)
-
-
 def compare_url(run_ids: Sequence[str], experiment_id: str, base: str) -> str:
     """Return the address of MLflow's page that shows runs side by side and marks the parameters that differ."""
     runs, experiments = quote(json.dumps(list(run_ids))), quote(json.dumps([experiment_id]))
@@ -118,11 +106,7 @@ def connect(root: StorePath) -> MlflowClient:
 
 def make_tables(root: StorePath) -> None:
     """Make the root's own database if there is none. The file gets its name when it has all tables, because MLflow
-    refuses tables for ever that a killed process or a full disk left half made.
-
-    Raises:
-        InputError: what has the database's name is no file.
-    """
+    refuses tables for ever that a killed process or a full disk left half made."""
     database = (side_dir(root) / DATABASE).resolve()
     if database.is_file() and database.stat().st_size:
         return
@@ -135,21 +119,14 @@ def make_tables(root: StorePath) -> None:
 
 
 def migrate(root: StorePath) -> None:
-    """Update the addresses in a root's own database after the root was copied or moved.
-
-    Nothing changes in a root that was not moved, or that is reached by another name of the same directory.
-    """
+    """Update the addresses in a root's own database after the root was copied or moved."""
     database = (side_dir(root) / DATABASE).resolve()
     if database.is_file():
         update_addresses(database, FILES, _LOCK_SECONDS)
 
 
 def check_own_database(root: StorePath) -> None:
-    """Check the root's own database, if runs are stored there.
-
-    Raises:
-        InputError: the database is ruined or cannot be written.
-    """
+    """Raise an InputError if runs are stored in the root's own database and it is ruined or cannot be written."""
     if has_own_database():
         lost = "earlier runs; the same command sends its run again"
         check_database((side_dir(root) / DATABASE).resolve(), lost)

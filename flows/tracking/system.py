@@ -1,54 +1,29 @@
 """Samples of the trainer's machine (CPU, memory, disk, network, GPU), taken by MLflow's own monitors (psutil, pynvml).
 
-MLflow's SystemMetricsMonitor is not used: it stops for ever at the first error of MLflow.
+A sample is one line of JSON: its `step`, which is the seconds since the run was first opened, its `time_ms`, and its
+metrics. MLflow's SystemMetricsMonitor is not used: it stops for ever at the first error of MLflow.
 """
 
 import contextlib
+import json
 import logging
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
-from flows.tracking.record import now_ms
-from flows.tracking.store import connect  # noqa: F401  before mlflow: sets variables that mlflow reads at its import
-
-# isort: split
 from mlflow.system_metrics.metrics.base_metrics_monitor import BaseMetricsMonitor
 from mlflow.system_metrics.metrics.cpu_monitor import CPUMonitor
 from mlflow.system_metrics.metrics.disk_monitor import DiskMonitor
 from mlflow.system_metrics.metrics.gpu_monitor import GPUMonitor
 from mlflow.system_metrics.metrics.network_monitor import NetworkMonitor
 
+from flows.tracking.record import now_ms
+
 CPU_METRIC = "usage/cpu_utilization_percentage"  # in every sample
 INTERVAL_SECONDS = 10.0
 # Not "system/", since MLflow lists metrics of that name before the losses and scores of a run.
 _PREFIX = "usage/"
-_MONITORS = (CPUMonitor, DiskMonitor, NetworkMonitor, GPUMonitor)
 log = logging.getLogger("athanor.tracking")
-
-
-class HostSample(BaseModel):
-    """One line of a file of samples. The other fields are metrics, as "usage/cpu_utilization_percentage": 12.5.
-
-    Attributes:
-        step: seconds since the run was first opened.
-    """
-
-    model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, float]
-    step: int
-    time_ms: int
-
-
-def parse_samples(lines: bytes) -> list[HostSample]:
-    """Parse lines of a file of samples, without the lines that a crash has cut short."""
-    samples = []
-    for line in lines.splitlines():
-        with contextlib.suppress(ValidationError):
-            samples.append(HostSample.model_validate_json(line))
-    return samples
 
 
 @contextlib.contextmanager
@@ -58,7 +33,10 @@ def sampled_host(path: Path, first_ms: int) -> Iterator[None]:
     Args:
         first_ms: time of the run's first opening, in milliseconds since 1970.
     """
-    monitors, ended = [monitor for kind in _MONITORS if (monitor := _make(kind)) is not None], threading.Event()
+    monitors, ended = [], threading.Event()
+    for kind in (CPUMonitor, DiskMonitor, NetworkMonitor, GPUMonitor):
+        with contextlib.suppress(Exception):  # no device, no driver, no pynvml
+            monitors.append(kind())
     _measure(monitors)  # the first call starts the measurement of the CPU
 
     def work() -> None:
@@ -66,10 +44,10 @@ def sampled_host(path: Path, first_ms: int) -> Iterator[None]:
         while not is_last:
             is_last = ended.wait(INTERVAL_SECONDS)
             moment = now_ms()
-            sample = HostSample(step=(moment - first_ms) // 1000, time_ms=moment, **_measure(monitors))
+            sample = {"step": (moment - first_ms) // 1000, "time_ms": moment, **_measure(monitors)}
             try:
                 with path.open("a", encoding="utf-8") as file:
-                    file.write(sample.model_dump_json() + "\n")
+                    file.write(json.dumps(sample) + "\n")
             except OSError as error:
                 log.warning("tracking: a sample of this machine is lost (%s); the pipeline goes on", error)
 
@@ -93,10 +71,3 @@ def _measure(monitors: Sequence[BaseMetricsMonitor]) -> dict[str, float]:
         except Exception as error:  # for example a device that was removed
             log.debug("no figures of %s (%s)", type(monitor).__name__, error)
     return values
-
-
-def _make(kind: type[BaseMetricsMonitor]) -> BaseMetricsMonitor | None:
-    try:
-        return kind()
-    except Exception:  # no device, no driver, no pynvml
-        return None

@@ -2,7 +2,8 @@
 
 import argparse
 
-from flows.tracking.sender import Published, publish_waiting
+from flows.tracking.publish import Published
+from flows.tracking.tracker import publish_waiting
 from trainer.contract.names import EXIT_FAILED
 
 

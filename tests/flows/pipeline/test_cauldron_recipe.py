@@ -53,8 +53,8 @@ def test_a_directory_of_rows_and_one_of_a_model_go_in_place_of_the_hub_s(rows, t
 
 def test_what_is_said_of_the_registration():
     assert registration("m", [], True, MlflowState()) == ["Registered as m in MLflow."]
-    answers = MlflowState(verdict="no champion before: champion", model_bytes=4_300_000_000)
-    expected = "Registered as m in MLflow with 4,300.0 MB of files: no champion before: champion."
+    answers = MlflowState(verdict="no champion before: champion")
+    expected = "Registered as m in MLflow: no champion before: champion."
     assert registration("m", [], True, answers) == [expected]
     assert registration("m", ["a", "b"], True, MlflowState()) == ["Not registered as m: a", "Not registered as m: b"]
     (line,) = registration("m", [], False, MlflowState())

@@ -3,7 +3,7 @@
 import sqlite3
 from contextlib import closing
 
-import flows.tracking.store  # noqa: F401  sets what MLflow reads at its import
+import flows.tracking  # noqa: F401  sets what MLflow reads at its import
 
 # isort: split
 import mlflow.store.db.utils

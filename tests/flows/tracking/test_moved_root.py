@@ -12,8 +12,8 @@ import pytest
 import flows.tracking.tracker
 from flows.tracking.publish import Publication
 from flows.tracking.record import find_place, load_record, place_in, records_dir
-from flows.tracking.sender import publish_waiting
 from flows.tracking.store import connect, tracking_uri
+from flows.tracking.tracker import publish_waiting
 from tests.helpers.tracked_run import EXPERIMENT, MODEL, Nobody, holdings, tell_a_run
 
 pytestmark = pytest.mark.promise(

@@ -44,7 +44,7 @@ def test_a_ruined_database_is_named_with_the_way_out(tmp_path, monkeypatch, how)
     else:
         database.write_bytes(os.urandom(50_000) if how == "garbage" else database.read_bytes()[:200_000])
     tracker = open_tracker(tmp_path, "a" * 16)
-    tracker.log_stage(make_trained(tmp_path, "d" * 16, 1), False)
+    tracker.log_stage(make_trained(tmp_path, "d" * 16, 1))
     with pytest.raises(InputError) as caught:
         Publication(tmp_path, tracker.key).run()
     line = error_line(caught.value)

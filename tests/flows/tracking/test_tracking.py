@@ -8,16 +8,16 @@ from urllib.parse import unquote
 import pytest
 
 import flows.tracking.record
+import flows.tracking.tracker
 from dataset_builders.contracts.manifest import ShardEntry
 from dataset_builders.contracts.sample_record import to_fields
 from dataset_builders.contracts.shard_io import ShardWriter
 from flows.prefect_server.ports import reserve_ports
+from flows.tracking.publish import wrong_first
 from flows.tracking.record import load_record, records_dir
 from flows.tracking.run_writer import metric_name
-from flows.tracking.sender import publish_waiting, sender_of
 from flows.tracking.store import compare_url, connect, server_url
-from flows.tracking.tables import wrong_first
-from flows.tracking.tracker import Opening, Tracker, open_run
+from flows.tracking.tracker import Opening, Tracker, open_run, publish_waiting, sender_of
 from stages.artifacts.artifact import Artifact
 from stages.scoring.names import flat_scores
 from tests.helpers.fake_trainer import metrics_row
@@ -26,6 +26,7 @@ from tests.helpers.samples import make_sample
 from tests.helpers.store_writer import connect_and_log
 from tests.helpers.tracked_run import (
     SCORES,
+    Nobody,
     make_artifact,
     make_evaluated,
     make_exported,
@@ -51,7 +52,7 @@ def _delivered(tracker: Tracker) -> str:
     """Return the id of the MLflow run, once the run holds everything that was logged so far."""
     assert sender_of(tracker.root).wait(tracker.key)
     learnt = load_record(tracker.root, tracker.key).learnt
-    assert tracker.problems == [] and learnt.refused == {}
+    assert learnt.refused == {}
     return learnt.run_id
 
 
@@ -73,8 +74,8 @@ def test_a_run_holds_everything_and_nothing_twice(root):
     times = []
     for _ in range(2):  # the second round repeats the same pipeline
         tracker = open_tracker(root, "whole")
-        tracker.log_stage(samples, False, dataset="samples")
-        tracker.log_stage(trained, True)
+        tracker.log_stage(samples, dataset="samples")
+        tracker.log_stage(trained)
         tracker.register(exported, evaluated, exported.dir / "hf", "athanor-test")
         tracker.finish("FINISHED")
         run_id = _delivered(tracker)
@@ -83,10 +84,7 @@ def test_a_run_holds_everything_and_nothing_twice(root):
     client = connect(root)
     assert times[0] == times[1] and run.info.status == "FINISHED", "a finished run keeps its times"
     assert run.data.params["train.optim.lr"] == "0.001" and len(run.data.params["long"]) == 6000
-    assert (
-        run.data.tags["mlflow.athanor.fingerprint.convert"] == "c" * 16
-        and run.data.tags["mlflow.athanor.reused.train"] == "true"
-    )
+    assert run.data.tags["mlflow.athanor.fingerprint.convert"] == "c" * 16
     (dataset,) = run.inputs.dataset_inputs
     assert (dataset.dataset.name, dataset.dataset.digest) == ("convert", "c" * 16)
     assert {tag.key: tag.value for tag in dataset.tags}["num_samples"] == "7"
@@ -154,7 +152,7 @@ def test_a_trace_of_steps_goes_with_its_training(root):
     (traced.dir / "profile" / "rank-0.json.gz").write_bytes(b"trace")
     (traced.dir / "profile" / "rank-0.md").write_text("# Steps 2 to 3")
     tracker = open_tracker(root, "traced")
-    tracker.log_stage(traced, False)
+    tracker.log_stage(traced)
     run_id, client = _delivered(tracker), connect(root)
     names = sorted(item.path for item in client.list_artifacts(run_id, "stages/train/profile"))
     assert names == ["stages/train/profile/rank-0.json.gz", "stages/train/profile/rank-0.md"]
@@ -207,7 +205,7 @@ def test_what_live_tracking_missed_is_added_exactly_once(root):
         _delivered(tracker)
     trained = make_trained(root, "2" * 16, 5)
     for _ in range(2):
-        tracker.log_stage(trained, False)
+        tracker.log_stage(trained)
         _delivered(tracker)
     history = connect(root).get_metric_history(_delivered(tracker), "loss")
     assert sorted(metric.step for metric in history) == [1, 2, 3, 4, 5]
@@ -219,7 +217,7 @@ def test_the_same_pipeline_goes_on_in_its_run_and_another_gets_its_own(root):
     run_id = _delivered(first)
     assert connect(root).get_run(run_id).info.status == "FAILED"
     again, other = open_tracker(root, "identity-a"), open_tracker(root, "identity-b", "embedded lr=0.01")
-    other.log_stage(make_artifact(root, "convert", "6" * 16), False)
+    other.log_stage(make_artifact(root, "convert", "6" * 16))
     assert _delivered(again) == run_id != _delivered(other)
     assert connect(root).get_run(run_id).info.status == "RUNNING"
     assert connect(root).get_run(_delivered(other)).info.run_name == "embedded lr=0.01"
@@ -233,9 +231,19 @@ def test_a_run_that_is_refused_before_its_first_stage_leaves_none(root):
     refused.finish("REFUSED")
     assert _delivered(refused) is None and publish_waiting(root) == []
     later = open_tracker(root, "refused")
-    later.log_stage(make_artifact(root, "convert", "8" * 16), False)
+    later.log_stage(make_artifact(root, "convert", "8" * 16))
     later.finish("REFUSED")
     assert connect(root).get_run(_delivered(later)).info.status == "FAILED"
+
+
+def test_the_next_run_sends_what_an_earlier_one_could_not_send(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(flows.tracking.tracker, "sender_of", lambda root: Nobody())
+        earlier = open_tracker(tmp_path, "earlier")
+        earlier.finish("FAILED")
+    assert not earlier.is_sent()
+    open_tracker(tmp_path, "later").finish("REFUSED")
+    assert earlier.is_sent()
 
 
 def test_a_run_is_compared_with_the_newest_finished_one_on_the_same_data(root):
@@ -249,7 +257,7 @@ def test_a_run_is_compared_with_the_newest_finished_one_on_the_same_data(root):
         ("last", data, "FINISHED"),
     ):
         tracker = open_tracker(root, name)
-        tracker.log_stage(samples, False)
+        tracker.log_stage(samples)
         if status is not None:
             tracker.finish(status)
         runs[name] = _delivered(tracker)
@@ -282,13 +290,13 @@ def test_a_run_that_is_made_again_says_who_is_champion_now(root):
 
 def test_without_a_key_nothing_is_said(tmp_path):
     tracker = Tracker(tmp_path, None)
-    tracker.log_stage(make_artifact(tmp_path, "convert", "c" * 16), False)
+    tracker.log_stage(make_artifact(tmp_path, "convert", "c" * 16))
     exported = make_exported(tmp_path, "e" * 16)
     tracker.register(exported, make_evaluated(tmp_path, "f" * 16), exported.dir / "hf", "m")
     with tracker.follow(tmp_path / "metrics.jsonl"):
         pass
     tracker.finish("FINISHED")
-    assert tracker.url() is None and tracker.compare_with_last() is None and tracker.problems == []
+    assert tracker.url() is None and tracker.compare_with_last() is None
     assert not (tmp_path / "tracking").exists()
 
 
@@ -297,12 +305,12 @@ def test_a_record_that_cannot_be_written_stops_nothing(tmp_path, caplog, monkeyp
     _delivered(tracker)
     with monkeypatch.context() as patch:
         patch.setattr(flows.tracking.record, "write_text", lambda path, text: 1 / 0)
-        tracker.log_stage(make_artifact(tmp_path, "convert", "9" * 16), False)
-    assert len(tracker.problems) == 1 and "division by zero" in tracker.problems[0]
-    assert "the pipeline goes on" in caplog.text
+        tracker.log_stage(make_artifact(tmp_path, "convert", "9" * 16))
+    assert "log_stage of convert failed (ZeroDivisionError: division by zero); the pipeline goes on" in caplog.text
     (records_dir(tmp_path) / "problem.json").unlink()
     tracker.finish("FINISHED")
-    assert len(tracker.problems) == 2 and tracker.url(0) is None and tracker.compare_with_last() is None
+    assert "finish failed (FileNotFoundError" in caplog.text
+    assert tracker.url(0) is None and tracker.compare_with_last() is None
     (tmp_path / "file").write_text("")
     opening = Opening(experiment="x", name="x", identity="x", params={}, tags={})
     assert open_run(tmp_path / "file", opening) is None and "the pipeline goes on without" in caplog.text
@@ -310,13 +318,13 @@ def test_a_record_that_cannot_be_written_stops_nothing(tmp_path, caplog, monkeyp
 
 def test_what_mlflow_never_takes_is_noted_and_the_rest_goes_on(tmp_path, caplog):
     tracker = open_tracker(tmp_path, "gone")
-    tracker.log_stage(Artifact(tmp_path / "nowhere", make_artifact(tmp_path, "convert", "c" * 16).manifest), False)
-    tracker.log_stage(make_trained(tmp_path, "d" * 16, 2), False)
+    tracker.log_stage(Artifact(tmp_path / "nowhere", make_artifact(tmp_path, "convert", "c" * 16).manifest))
+    tracker.log_stage(make_trained(tmp_path, "d" * 16, 2))
     tracker.finish("FINISHED")
     assert sender_of(tmp_path).wait("gone")
     learnt = load_record(tmp_path, "gone").learnt
     assert "nowhere" in learnt.refused["stage convert"] and len(learnt.refused) == 1
-    assert caplog.text.count("MLflow never takes stage convert") == 1
+    assert caplog.text.count("MLflow never takes the stage convert") == 1
     run = connect(tmp_path).get_run(learnt.run_id)
     assert run.info.status == "FINISHED" and run.data.metrics["loss"] == 0.5
     assert publish_waiting(tmp_path) == []
@@ -332,7 +340,7 @@ def test_processes_that_meet_a_fresh_store_do_not_ruin_it(tmp_path, count):
     assert len(found) == count and all(run.data.metrics == {"loss": 1.0} for run in found)
 
 
-def test_calls_return_at_once_while_mlflow_is_away(tmp_path, monkeypatch):
+def test_calls_return_at_once_while_mlflow_is_away(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     tracker = open_tracker(tmp_path, "away")
     slowest = 0.0
@@ -343,7 +351,7 @@ def test_calls_return_at_once_while_mlflow_is_away(tmp_path, monkeypatch):
     assert slowest < 2, "a synced record; nothing waits for an answer"
     assert tracker.url() is None
     tracker.finish("FINISHED")
-    assert tracker.problems == [] and load_record(tmp_path, "away").is_waiting()
+    assert " failed (" not in caplog.text and load_record(tmp_path, "away").is_waiting()
 
 
 def test_scores_are_named_for_charts():

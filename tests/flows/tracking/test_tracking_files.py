@@ -13,18 +13,15 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-import flows.tracking.files
 import flows.tracking.publish
-import flows.tracking.sender
+import flows.tracking.run_writer
 import flows.tracking.tracker
 from dataset_builders.contracts.manifest import ShardEntry
-from flows.tracking.files import chosen_files, sizes_of
 from flows.tracking.publish import Publication
 from flows.tracking.record import changed, load_record
-from flows.tracking.run_writer import RunWriter
-from flows.tracking.sender import Sender
+from flows.tracking.run_writer import RunWriter, chosen_files, sizes_of
 from flows.tracking.store import connect, may_pass
-from flows.tracking.tracker import Tracker
+from flows.tracking.tracker import Sender, Tracker
 from stages.artifacts.artifact import Artifact
 from stages.release.flavor.mlmodel import FLAVOR_FILES, installed_versions, write_flavor
 from tests.helpers.mlflow_server import MlflowServer
@@ -93,8 +90,8 @@ def tell(root: Path, key: str, level: str = "small") -> Tracker:
     tracker = open_tracker(root, key)
     with changed(root, key) as record:
         record.opening.artifacts = level
-    tracker.log_stage(make_stage(root), False, dataset="samples")
-    tracker.log_stage(make_trained(root, "d" * 16, 3), False)
+    tracker.log_stage(make_stage(root), dataset="samples")
+    tracker.log_stage(make_trained(root, "d" * 16, 3))
     exported = make_exported(root, "e" * 16)
     shutil.copytree(tiny_hf_dir("first"), exported.dir / "hf", dirs_exist_ok=True)
     write_flavor(exported.dir, installed_versions(), "Which digit?", [], 8)
@@ -121,7 +118,6 @@ def test_over_http_a_champion_is_downloaded_and_loaded_after_its_root_is_gone(se
     learnt = load_record(root, "far").learnt
     assert learnt.refused == {} and learnt.verdict.endswith("no champion before: champion")
     weights = (root / "artifacts" / "export" / ("e" * 16) / "hf" / "model.safetensors").read_bytes()
-    assert learnt.model_bytes > len(weights)
     run_id, expected = learnt.run_id, {"quarantine.jsonl", "logs/one.log", "references.json", "manifest.json"}
     client = MlflowClient(server.url)
     assert files_of(client, run_id, "stages/convert") >= {f"stages/convert/{name}" for name in expected}
@@ -197,7 +193,6 @@ def test_beside_a_server_on_this_disk_the_same_bytes_get_a_second_name(tmp_path,
         monkeypatch.setenv("MLFLOW_TRACKING_URI", server.url)
         tell(root, "beside")
         Publication(root, "beside").run()
-        assert load_record(root, "beside").learnt.model_bytes == 0
         done = subprocess.run([sys.executable, "-c", ELSEWHERE], capture_output=True, text=True)
     finally:
         server.stop()
@@ -209,8 +204,7 @@ def test_beside_a_server_on_this_disk_the_same_bytes_get_a_second_name(tmp_path,
 def test_without_a_server_the_same_bytes_get_a_second_name(tmp_path):
     tell(tmp_path, "near")
     Publication(tmp_path, "near").run()
-    client, learnt = connect(tmp_path), load_record(tmp_path, "near").learnt
-    assert learnt.model_bytes == 0
+    client = connect(tmp_path)
     weights = tmp_path / "artifacts" / "export" / ("e" * 16) / "hf" / "model.safetensors"
     (version,) = client.search_model_versions(f"name='{MODEL}'")
     place = Path(version.source.removeprefix("file://"))
@@ -254,7 +248,7 @@ def test_all_takes_every_file_also_of_a_run_that_was_sent_before(tmp_path):
 def test_a_large_file_stays(tmp_path, monkeypatch):
     made = make_stage(tmp_path)
     (made.dir / "large.parquet").write_bytes(b"123")
-    monkeypatch.setattr(flows.tracking.files, "SMALL_BYTES", 2)
+    monkeypatch.setattr(flows.tracking.run_writer, "SMALL_BYTES", 2)
     assert {*chosen_files(made, "small", sizes_of(made.dir))} == {*made.shown_files(), "quarantine.jsonl"}
 
 
@@ -282,7 +276,7 @@ def test_an_adapter_goes_with_its_model(server, tmp_path, monkeypatch):
         (exported.dir / folder / "adapter_config.json").write_text("{}")
         (exported.dir / folder / "adapter_model.safetensors").write_bytes(b"adapter")
     tracker = open_tracker(tmp_path, "adapter")
-    tracker.log_stage(exported, False)
+    tracker.log_stage(exported)
     tracker.register(exported, make_evaluated(tmp_path, "f" * 16, 12), exported.dir / "hf", f"{MODEL}-adapter")
     Publication(tmp_path, "adapter").run()
     client, run_id = MlflowClient(server.url), load_record(tmp_path, "adapter").learnt.run_id
@@ -312,13 +306,13 @@ class SlowUploads:
 @pytest.fixture
 def slow_uploads(monkeypatch):
     monkeypatch.setattr(flows.tracking.publish, "connect", lambda root: SlowUploads(connect(root)))
-    monkeypatch.setattr(flows.tracking.files, "_link", lambda source, target: False)
+    monkeypatch.setattr(flows.tracking.run_writer, "_link", lambda source, target: False)
 
 
 def test_an_upload_is_waited_for_as_long_as_its_bytes_may_take(tmp_path, monkeypatch, slow_uploads):
-    monkeypatch.setattr(flows.tracking.files, "_SLOWEST", 1.0)
-    monkeypatch.setattr(flows.tracking.sender, "WAIT_SECONDS", 3.0)
-    monkeypatch.setattr(flows.tracking.sender, "KILLED_SECONDS", 0.1)
+    monkeypatch.setattr(flows.tracking.run_writer, "_SLOWEST", 1.0)
+    monkeypatch.setattr(flows.tracking.tracker, "WAIT_SECONDS", 3.0)
+    monkeypatch.setattr(flows.tracking.tracker, "KILLED_SECONDS", 0.1)
     tell(tmp_path, "slow")
     sender = Sender(tmp_path)
     sender.follow("slow")
@@ -338,7 +332,7 @@ def test_what_a_training_writes_goes_on_between_the_files_of_an_upload(tmp_path,
     write_live(tracker, [timed_row(1)])
     publication = Publication(tmp_path, "live")
     publication.run()
-    assert len({row.step for row in rows if row.step > 10}) > 3, "while the model was sent"
+    assert len({row["step"] for row in rows if row["step"] > 10}) > 3, "while the model was sent"
 
 
 @pytest.mark.parametrize(("status", "passes"), [(413, False), (400, False), (401, True), (429, True), (503, True)])

@@ -1,6 +1,7 @@
 """A real MLflow server that goes away in the middle of a run and comes back."""
 
 import contextlib
+import json
 import threading
 import time
 from pathlib import Path
@@ -8,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from flows.tracking.record import load_record, now_ms, samples_path
-from flows.tracking.sender import sender_of
 from flows.tracking.store import connect
-from flows.tracking.system import CPU_METRIC, INTERVAL_SECONDS, parse_samples
+from flows.tracking.system import CPU_METRIC, INTERVAL_SECONDS
+from flows.tracking.tracker import sender_of
 from tests.helpers.mlflow_server import MlflowServer
 from tests.helpers.patience import at_most
 from tests.helpers.tracked_run import make_trained, open_tracker
@@ -61,7 +62,7 @@ class Training:
         self.followed.close()
         trained = make_trained(root, "d" * 16, self.step)
         (trained.dir / METRICS_JSONL).write_bytes((self.directory / METRICS_JSONL).read_bytes())
-        self.tracker.log_stage(trained, False)
+        self.tracker.log_stage(trained)
         self.tracker.finish("FINISHED")
         assert sender_of(root).wait(self.tracker.key)
         return load_record(root, self.tracker.key).learnt.run_id
@@ -73,12 +74,11 @@ def assert_whole(root: Path, run_id: str, training: Training) -> None:
         steps = [metric.step for metric in client.get_metric_history(run_id, name)]
         assert steps == list(range(1, training.step + 1)), name
     system = client.get_metric_history(run_id, CPU_METRIC)
-    taken = parse_samples(samples_path(root, training.tracker.key).read_bytes())
+    taken = [json.loads(line)["step"] for line in samples_path(root, training.tracker.key).read_text().splitlines()]
     # The last sample, at the end of the training, may be in the same second as the one before: one point then.
-    assert [metric.step for metric in system] == sorted({row.step for row in taken})
+    assert [metric.step for metric in system] == sorted({*taken})
     assert taken
     assert client.get_run(run_id).info.status == "FINISHED"
-    assert training.tracker.problems == []
 
 
 @pytest.mark.full

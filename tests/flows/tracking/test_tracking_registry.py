@@ -11,9 +11,9 @@ from flows.tracking.config import RegistryConfig
 from flows.tracking.registry import EVALUATION_TAG, EXPORT_TAG, HELDOUT_TAG, SCORE_TAG, promote, register
 from flows.tracking.store import connect
 from stages.compare.certainty import ScoredAnswers
-from stages.evaluate.predictions import PREDICTIONS, PREDICTIONS_SCHEMA, heldout_fingerprint
+from stages.evaluate.predictions import PREDICTIONS, PREDICTIONS_SCHEMA
 from stages.scoring.intervals import Bootstrap
-from tests.helpers.tracked_run import make_artifact, make_evaluated
+from tests.helpers.tracked_run import make_artifact
 
 pytestmark = pytest.mark.promise(
     "The gain over the model before training has a paired bootstrap interval, and gates keep a model out of the "
@@ -110,20 +110,6 @@ def test_the_setting_decides_nothing_that_scores_can_decide(make):
     assert "candidate only" in make(0.5, "b" * 16, config=REPLACES)
     assert "candidate only" in make(0.5, "b" * 16, config=REPLACES)
     assert make.aliases()["champion"] == 1
-
-
-def test_a_champion_of_before_is_asked_what_its_scores_are_of(make, root):
-    evaluated = make_evaluated(root, "9" * 16)
-    make(0.9, heldout=None)
-    run_id = make.client.get_model_version(make.name, "1").run_id
-    make.client.set_tag(run_id, "mlflow.athanor.fingerprint.evaluate", "8" * 16)
-    assert "not compared" in make(0.95, heldout=heldout_fingerprint(evaluated)), "its evaluation is gone"
-    make.client.set_tag(run_id, "mlflow.athanor.fingerprint.evaluate", "9" * 16)
-    reason = make(0.96, heldout=heldout_fingerprint(evaluated))
-    assert (
-        " against 0.9000 of version 1: candidate only, the lead of 0.0600 may be chance" in reason
-    )  # the same answers
-    assert make.client.get_model_version(make.name, "1").tags[HELDOUT_TAG] == heldout_fingerprint(evaluated)
 
 
 @pytest.fixture
