@@ -19,7 +19,7 @@ from flows.tracking.store import has_own_database
 from stages.artifacts.artifact import Artifact
 from stages.artifacts.quarantine import QUARANTINE, reason_words
 from stages.evaluate.predictions import PREDICTIONS
-from stages.pages.report import REPORT_HTML
+from stages.pages.page import REPORT_HTML
 from stages.scoring.names import PERPLEXITY
 
 

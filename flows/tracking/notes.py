@@ -59,7 +59,7 @@ def run_note(
         scores: subset -> metric -> value.
         verdict: why the run's model is champion, or why not.
     """
-    reports = [link for name, (_, files) in stages.items() if (link := _link(page, name, "report", files, name))]
+    reports = [link for name, (_, files) in stages.items() if (link := _link(page, name, files, name))]
     paragraphs = [
         f"**{', '.join(headline)}**" if headline else "",
         f"Reports: {', '.join(reversed(reports))}" if reports else "",
@@ -68,11 +68,8 @@ def run_note(
         _score_table(scores) if scores else "",
     ]
     if stages:
-        rows = [
-            (name, _link(page, name, "report", files), _link(page, name, "preview", files), f"`{directory}`")
-            for name, (directory, files) in stages.items()
-        ]
-        paragraphs.append(markdown_table(("stage", "report", "preview", "directory"), rows))
+        rows = [(name, _link(page, name, files, "report"), f"`{path}`") for name, (path, files) in stages.items()]
+        paragraphs.append(markdown_table(("stage", "report", "directory"), rows))
     return "\n\n".join(paragraph for paragraph in paragraphs if paragraph)[:_MAX_NOTE]
 
 
@@ -86,8 +83,8 @@ def version_note(verdict: str, scores: Mapping[str, Mapping[str, Any]], page: st
     return f"{verdict}\n\n[Run]({page}), files: `{directory}`\n\n{_score_table(scores)}"[:MAX_VERSION_NOTE]
 
 
-def _link(page: str, stage: str, name: str, files: Collection[str], text: str = "") -> str:
-    return f"[{text or name}]({page}/artifacts/stages/{stage}/{name}.html)" if f"{name}.html" in files else ""
+def _link(page: str, stage: str, files: Collection[str], text: str) -> str:
+    return f"[{text}]({page}/artifacts/stages/{stage}/report.html)" if "report.html" in files else ""
 
 
 def _score_table(scores: Mapping[str, Mapping[str, Any]]) -> str:

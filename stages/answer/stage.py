@@ -171,7 +171,7 @@ def _counts(lines: Sequence[Line]) -> dict[str, int]:
 
 
 def _write_report(work: Path, lines: Sequence[Line], speed: Mapping[str, float], skips: Mapping[str, int]) -> None:
-    """Write report.json and report.html: number and length of the answers, speed, and samples that were not asked."""
+    """Write report.json: number and length of the answers, speed, and samples that were not asked."""
     answers = [line for line in lines if isinstance(line, GeneratedAnswer)]
     left_out = [line for line in lines if isinstance(line, SkippedSample)]
     summary: dict[str, Any] = {**_counts(lines), "stopped": sum(line.stopped for line in answers)}

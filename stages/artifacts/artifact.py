@@ -17,7 +17,7 @@ from dataset_builders.contracts.manifest import MANIFEST, FileEntry, Manifest, P
 from dataset_builders.storage.store import StorePath
 from trainer.contract.names import PROFILE
 
-_SHOWN_JSON = (MANIFEST, "report.json")
+_SHOWN = (MANIFEST, "report.json", "report.html")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,8 @@ class Artifact:
         return Parent(name=manifest.stage, fingerprint=manifest.fingerprint, digest=manifest.digest)
 
     def shown_files(self) -> list[str]:
-        """Return the names of the files for people: manifest, reports, pages, notes, traces of steps."""
-        names = [path.name for path in self.dir.iterdir() if path.is_file()]
-        shown = [name for name in names if name in _SHOWN_JSON or name.endswith((".html", ".md"))]
+        """Return the names of the files for people: manifest, report, page, traces of steps."""
+        shown = [name for name in _SHOWN if (self.dir / name).is_file()]
         traces = self.dir / PROFILE
         shown += [f"{PROFILE}/{path.name}" for path in traces.iterdir()] if traces.is_dir() else []
         return sorted(shown)
@@ -90,8 +89,9 @@ class Stage:
         check: a function that checks files that the manifest does not list, before an artifact on a disk is reused. It
             raises DamagedFile; the stage is then run again, starting from the files of the damaged artifact. None: only
             the manifest's files are checked, and a damaged artifact is an error.
-        preview: "module:function" that makes a page of the artifact's contents, from the artifact and the stage's
-            inputs; None: no such page. It is imported on use, since it needs more libraries than a worker should load.
+        contents: "module:function" that draws the artifact's contents for its page, as HTML, from the artifact and the
+            stage's inputs; None: the page shows only report.json and the manifest. It is imported on use, since it
+            needs more libraries than a worker should load.
     """
 
     name: str
@@ -101,7 +101,7 @@ class Stage:
     dataset: str | None = None
     digested: tuple[str, ...] = ()
     check: Check | None = None
-    preview: str | None = None
+    contents: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,9 +44,9 @@ from stages.artifacts.artifact import (
 )
 from stages.artifacts.intact import check_inputs, check_reused, file_entries
 from stages.artifacts.unchanged import Whole
+from stages.pages.page import REPORT_HTML, artifact_page
 
 LOCK_POLL_SECONDS = 0.5
-PREVIEW_HTML = "preview.html"
 
 log = logging.getLogger("athanor.stage")
 
@@ -163,7 +163,7 @@ def _make(stage, config, inputs, work: StorePath, resources, identity: dict[str,
             output = stage.run(config, inputs, work, resources)
             files = file_entries(work, stage.digested, output.files)
             manifest = _manifest(stage, identity, inputs, dataclasses.replace(output, files=files))
-            _write_preview(stage, Artifact(work, manifest), inputs)
+            _write_page(stage, Artifact(work, manifest), inputs)
             if not is_local(work):  # the manifest publishes the artifact, so commit records are removed before
                 remove_entries(work, [shard.name for shard in output.shards])
             manifest.write(work)
@@ -178,19 +178,20 @@ def _make(stage, config, inputs, work: StorePath, resources, identity: dict[str,
         ) from error
 
 
-def _write_preview(stage: Stage, artifact: Artifact, inputs: Mapping[str, Input]) -> None:
-    """Write the stage's page of the artifact's contents. An error is only logged: the artifact does not need it."""
-    if stage.preview is None:
-        return
-    try:
-        # A page made later shows the manifest as it is read from its file. This page must have the same bytes.
-        as_read = json.dumps(artifact.manifest.model_dump(mode="json"), sort_keys=True)
-        module, function = stage.preview.split(":")
-        render = getattr(importlib.import_module(module), function)
-        page = render(Artifact(artifact.dir, Manifest.model_validate_json(as_read)), inputs)
-        write_text(artifact.dir / PREVIEW_HTML, page)
-    except Exception as error:
-        log.warning("%s: no preview of %s (%s: %s)", stage.name, artifact.dir, type(error).__name__, error)
+def _write_page(stage: Stage, artifact: Artifact, inputs: Mapping[str, Input]) -> None:
+    """Write the artifact's page. An error in the drawing of its contents is only logged: the page does without them."""
+    # A page made later shows the manifest as it is read from its file. This page must have the same bytes.
+    as_read = json.dumps(artifact.manifest.model_dump(mode="json"), sort_keys=True)
+    artifact = Artifact(artifact.dir, Manifest.model_validate_json(as_read))
+    contents = ""
+    if stage.contents is not None:
+        module, function = stage.contents.split(":")
+        try:
+            contents = getattr(importlib.import_module(module), function)(artifact, inputs)
+        except Exception as error:
+            name = type(error).__name__
+            log.warning("%s: the page of %s has no samples (%s: %s)", stage.name, artifact.dir, name, error)
+    write_text(artifact.dir / REPORT_HTML, artifact_page(artifact.dir, artifact.manifest, contents))
 
 
 def _publish(work: StorePath, final: StorePath) -> None:

@@ -21,13 +21,13 @@ _THUMBNAIL_SIDE = 160  # pixels
 
 def shown_keys(table: pa.Table) -> set[str]:
     """Return the keys of the samples whose images are on the page."""
-    return {key for part in _parts(table) for key in _shown(part)["key"].to_pylist()}
+    return {row["key"] for part in _parts(table) for row in _shown(part)}
 
 
 def write_comparison_report(
     directory: Path, comparison: Comparison, table: pa.Table, pictures: Mapping[str, Sequence[bytes]]
 ) -> None:
-    """Write report.json and report.html.
+    """Write report.json.
 
     Args:
         table: the rows of comparison.parquet, in its order.
@@ -38,7 +38,7 @@ def write_comparison_report(
         _differences(comparison),
         _gallery("Worse than before", worse, pictures),
         _gallery("Better than before", better, pictures),
-        _answers(table),
+        _others(table),
     ]
     write_report(directory, title="Before and after training", summary=_summary(comparison), sections=sections)
 
@@ -86,13 +86,12 @@ def _parts(table: pa.Table) -> tuple[pa.Table, pa.Table]:
     return table.filter(pc.less(table["gain"], 0)), table.filter(pc.greater(table["gain"], 0))
 
 
-def _shown(table: pa.Table) -> pa.Table:
-    return table.filter(pc.is_valid(table["image"])).slice(0, _PICTURES)
+def _shown(table: pa.Table) -> list[dict[str, Any]]:
+    return table.filter(pc.is_valid(table["image"])).slice(0, _PICTURES).to_pylist()
 
 
 def _gallery(title: str, table: pa.Table, pictures: Mapping[str, Sequence[bytes]]) -> Pictures:
-    rows = _shown(table).to_pylist()
-    shown = [(preview_png(pictures[row["key"]], _THUMBNAIL_SIDE), _caption(row)) for row in rows]
+    shown = [(preview_png(pictures[row["key"]], _THUMBNAIL_SIDE), _caption(row)) for row in _shown(table)]
     return Pictures(f"{title} ({table.num_rows} in all; the first with pictures)", shown)
 
 
@@ -109,10 +108,11 @@ def _caption(row: dict[str, Any]) -> str:
     )
 
 
-def _answers(table: pa.Table) -> Table:
+def _others(table: pa.Table) -> Table:
+    """Return the table of the answers that changed and are in neither gallery."""
+    shown = {(row["key"], row["turn"]) for part in _parts(table) for row in _shown(part)}
     columns = ["key", "turn", "metric", "question", "references", "base", "tuned", "base_score", "tuned_score"]
-    rows = [
-        [" | ".join(value) if isinstance(value := row[name], list) else value for name in columns]
-        for row in table.slice(0, _ROWS).select(columns).to_pylist()
-    ]
-    return Table(f"The {len(rows)} answers that differ most, of {table.num_rows}", columns, rows)
+    changed = table.filter(pc.not_equal(table["gain"], 0)).select(columns).to_pylist()
+    others = [row for row in changed if (row["key"], row["turn"]) not in shown]
+    rows = [[" | ".join(v) if isinstance(v, list) else v for v in row.values()] for row in others[:_ROWS]]
+    return Table(f"Changed too, {len(rows)} of the {len(others)} others", columns, rows)

@@ -71,7 +71,7 @@ def _run(
     with atomic_path(work / CONTAMINATION) as tmp:
         pq.write_table(pa.Table.from_pylist(rows, CONTAMINATION_SCHEMA), tmp)
     stats = _stats(samples, heldout, train, copies) | {"look_alike": len({copy.key for copy in alike})}
-    _write_report(work, config, stats, copies, alike)
+    _write_report(work, stats, copies, alike)
     if tasks:
         remove_tree(tasks[0].out.parent)
     return StageOutput(stats=stats)
@@ -115,14 +115,13 @@ def _count(copies: Sequence[Copy]) -> dict[str, int]:
 
 def _write_report(
     directory: StorePath,
-    config: ContaminationConfig,
     stats: Mapping[str, object],
     copies: Sequence[Copy],
     alike: Sequence[Copy],
 ) -> None:
     counts = stats["contaminated"]
     summary = {name.replace("_", " "): value for name, value in stats.items() if name != "contaminated"}
-    summary |= {"contaminated samples": counts[OVERALL]["samples"], "near means": config.model_dump()}
+    summary["contaminated samples"] = counts[OVERALL]["samples"]
     columns = ["subset", "samples", *HOWS]
     shown = [copy for copy in copies if copy.thumbnails][:_SHOWN]
     listed = [[getattr(copy, name) for name in CONTAMINATION_SCHEMA.names] for copy in copies[:_SHOWN_ROWS]]

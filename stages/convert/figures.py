@@ -16,7 +16,7 @@ from stages.artifacts.row_tables import read_columns
 from stages.convert.plan import LEFT_OUT, Plan
 from stages.convert.scan import Scan, scan_path
 
-LENGTHS = ("question_chars", "question_words", "answer_chars", "answer_words")
+_LENGTHS = ("question_chars", "answer_chars")
 _BUCKET_BITS = 18
 _CANDIDATE_BUCKETS = 2000
 _FREQUENT = 20
@@ -39,14 +39,14 @@ class Figures:
 
     Attributes:
         subsets: name -> the subset's figures, in order of the source.
-        lengths: one of LENGTHS -> length -> number of messages of that length.
+        lengths: one of _LENGTHS -> length -> number of messages of that length.
         turns_per_sample: number of turns -> number of samples.
         scripts: Unicode's name of a script -> number of letters, most frequent first.
         answers: (first 60 characters of an answer, number of occurrences), most frequent first.
     """
 
     subsets: dict[str, SubsetFigures] = field(default_factory=dict)
-    lengths: dict[str, Counter[int]] = field(default_factory=lambda: {name: Counter() for name in LENGTHS})
+    lengths: dict[str, Counter[int]] = field(default_factory=lambda: {name: Counter() for name in _LENGTHS})
     turns_per_sample: Counter[int] = field(default_factory=Counter)
     scripts: dict[str, int] = field(default_factory=dict)
     answers: list[tuple[str, int]] = field(default_factory=list)
@@ -64,7 +64,7 @@ def gather_figures(work: StorePath, scan: Scan, plan: Plan, parts: Mapping[int, 
     for number, part in parts.items():
         subset = figures.subsets.setdefault(part.subset, SubsetFigures())
         splits = plan.splits[scan.starts[number] : scan.starts[number + 1]]
-        columns = (*LENGTHS, "size", "pictures", "answer_hashes", "scripts", "letters")
+        columns = (*_LENGTHS, "size", "pictures", "answer_hashes", "scripts", "letters")
         table = read_columns(scan_path(work, number), columns)
         _add_sizes(subset, table, splits)
         table = table.filter(pa.array(splits != LEFT_OUT))
@@ -78,22 +78,6 @@ def gather_figures(work: StorePath, scan: Scan, plan: Plan, parts: Mapping[int, 
     figures.scripts = dict(sorted(scripts.items(), key=lambda item: (-item[1], item[0])))
     figures.answers = _frequent_answers(work, scan, plan, list(parts), buckets)
     return figures
-
-
-def quantiles(counts: Mapping[int, int]) -> dict[str, float]:
-    """Return minimum, median, mean, 95th percentile and maximum of values; {} if there are none.
-
-    Args:
-        counts: value -> number of occurrences.
-    """
-    if not counts:
-        return {}
-    values = np.array(sorted(counts))
-    times = np.array([counts[value] for value in values.tolist()])
-    upto = np.cumsum(times)
-    median, p95 = (int(values[np.searchsorted(upto, share * upto[-1])]) for share in (0.5, 0.95))
-    mean = round(float(values @ times / upto[-1]), 2)
-    return {"min": int(values[0]), "median": median, "mean": mean, "p95": p95, "max": int(values[-1])}
 
 
 def spread(counts: Mapping[int, int]) -> np.ndarray:

@@ -1,7 +1,7 @@
 """The report of convert, its figures for the manifest, and the list of rows that it left out."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
@@ -9,34 +9,28 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dataset_builders.contracts.sample import IMAGE_SLOT, SKIP_REASONS, SPLITS, Sample, SkipSample
-from dataset_builders.pictures.images import preview_png
+from dataset_builders.contracts.sample import SKIP_REASONS, SPLITS
 from dataset_builders.readers.parts import Part
 from dataset_builders.storage.store import StorePath
 from stages.artifacts.quarantine import LeftOut, left_out_table
 from stages.convert.figures import Figures, spread, value_counts
 from stages.convert.plan import REASONS, Plan
 from stages.convert.scan import Scan
-from stages.convert.write import RawRows
-from stages.pages.report import Histogram, Pictures, Section, Table, write_report
+from stages.pages.report import Histogram, Section, Table, write_report
 
-_SHOWN_SAMPLES = 24
 _SHOWN_SKIPS = 100
-_SHOWN_IMAGES = 4  # per sample
-_PREVIEW_SIDE = 200
 _ROWS_AT_A_TIME = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """The data for the report, the card and the manifest's figures.
+    """The data for the report and the manifest's figures.
 
     Attributes:
         source_rows: number of raw rows in the source.
         num_rows: number of raw rows read.
         pictures: the table of `distinct_pictures`.
         parts: number of a part -> the part.
-        examples: some train samples of every subset.
     """
 
     source_rows: int
@@ -46,7 +40,6 @@ class Converted:
     figures: Figures
     pictures: pa.Table
     parts: Mapping[int, Part]
-    examples: Sequence[Sample]
 
 
 def iter_left_out(scan: Scan, plan: Plan, parts: Mapping[int, Part]) -> Iterator[LeftOut]:
@@ -61,25 +54,6 @@ def iter_left_out(scan: Scan, plan: Plan, parts: Mapping[int, Part]) -> Iterator
             if plan.firsts[row] != row:
                 detail = f"the same images and messages as {first_key}"
             yield LeftOut(key, REASONS[plan.reasons[row]], detail, *part.place(key))
-
-
-def choose_examples(scan: Scan, plan: Plan, rows: RawRows) -> list[Sample]:
-    """Return some train samples of every subset, the ones with the smallest digests, in order of the source."""
-    names = list(dict.fromkeys(part.subset for part in rows.parts.values()))
-    subsets = np.repeat([names.index(part.subset) for part in rows.parts.values()], np.diff(scan.starts))
-    train = plan.splits == SPLITS.index("train")
-    num_per_subset = max(1, _SHOWN_SAMPLES // len(names))
-    chosen: list[int] = []
-    for subset in range(len(names)):
-        candidates = np.flatnonzero(train & (subsets == subset))
-        digests = scan.table["digest"].take(pa.array(candidates)).combine_chunks()
-        chosen += candidates[pc.array_sort_indices(digests).to_numpy()[:num_per_subset]].tolist()
-    chosen.sort()
-    keys = scan.table["key"].take(pa.array(chosen, pa.int64())).to_pylist()
-    keys_of: dict[int, list[str]] = {}
-    for part, key in zip(scan.part_of(np.array(chosen, np.int64)).tolist(), keys):
-        keys_of.setdefault(part, []).append(key)
-    return [sample for part, of_part in keys_of.items() for sample in rows.read(part, of_part)]
 
 
 def convert_stats(converted: Converted) -> dict[str, object]:
@@ -109,22 +83,20 @@ def _sides(pictures: pa.Table) -> dict[str, int]:
 
 
 def write_convert_report(directory: StorePath, converted: Converted, stats: Mapping[str, object]) -> None:
-    """Write report.json and report.html of a convert artifact."""
+    """Write report.json of a convert artifact."""
     plan, figures = converted.plan, converted.figures
     left_out = list(islice(iter_left_out(converted.scan, plan, converted.parts), _SHOWN_SKIPS))
     num_left_out = int((~plan.kept).sum())
+    reasons = [[reason, number, SKIP_REASONS[reason]] for reason, number in Counter(plan.skips()).most_common()]
     answers = [[text, count, count / max(1, figures.turns)] for text, count in figures.answers]
     letters = sum(figures.scripts.values())
-    pictures, texts = _example_parts(converted.examples)
     sections: list[Section] = [
         *_histograms(converted),
-        Table("Subsets", SUBSET_COLUMNS, subset_rows(figures)),
+        Table("Subsets", _SUBSET_COLUMNS, _subset_rows(figures)),
         Table("Scripts", ["script", "letters", "share"], [[s, n, n / letters] for s, n in figures.scripts.items()]),
         Table("Most frequent answers", ["answer", "times", "share of answers"], answers),
-        Table("Left out, by reason", ["reason", "samples", "meaning"], reason_rows(plan)),
+        Table("Left out, by reason", ["reason", "samples", "meaning"], reasons),
         left_out_table(left_out, num_left_out),
-        Pictures("Samples", pictures),
-        Table("Samples without a picture", ["key", "text"], texts),
     ]
     summary = {
         **({"rows of the source": stats["source_rows"]} if "source_rows" in stats else {}),
@@ -137,7 +109,7 @@ def write_convert_report(directory: StorePath, converted: Converted, stats: Mapp
         "picture formats": stats["picture_formats"],
         "pixel formats": stats["picture_modes"],
     }
-    write_report(directory, title="convert: raw rows to sample shards", summary=summary, sections=sections)
+    write_report(directory, title="Samples", summary=summary, sections=sections)
 
 
 def _histograms(converted: Converted) -> list[Histogram]:
@@ -150,54 +122,17 @@ def _histograms(converted: Converted) -> list[Histogram]:
         Histogram("Pictures of a sample", per_sample, "pictures"),
         Histogram("Turns of a sample", spread(converted.figures.turns_per_sample), "turns"),
         Histogram("Length of a question", spread(lengths["question_chars"]), "characters"),
-        Histogram("Words of a question", spread(lengths["question_words"]), "words"),
         Histogram("Length of an answer", spread(lengths["answer_chars"]), "characters"),
-        Histogram("Words of an answer", spread(lengths["answer_words"]), "words"),
         Histogram("Size of a sample", table["size"].to_numpy() / 1000, "kB in a shard"),
     ]
 
 
-SUBSET_COLUMNS = ("subset", *SPLITS, "left out", "pictures shown", "turns", *(f"MB {split}" for split in SPLITS))
+_SUBSET_COLUMNS = ("subset", *SPLITS, "left out", "pictures shown", "turns", *(f"MB {split}" for split in SPLITS))
 
 
-def subset_rows(figures: Figures) -> list[list[object]]:
-    """Return one row of SUBSET_COLUMNS per subset; MB are 10^6 bytes in shards."""
+def _subset_rows(figures: Figures) -> list[list[object]]:
+    """Return one row of _SUBSET_COLUMNS per subset; MB are 10^6 bytes in shards."""
     return [
         [name, *s.samples.values(), s.left_out, s.pictures, s.turns, *(round(n / 1e6, 2) for n in s.bytes.values())]
         for name, s in figures.subsets.items()
     ]
-
-
-def reason_rows(plan: Plan) -> list[list[object]]:
-    """Return [reason, samples, meaning], most frequent first."""
-    skips = Counter(plan.skips())
-    return [[reason, number, SKIP_REASONS[reason]] for reason, number in skips.most_common()]
-
-
-def _example_parts(examples: Sequence[Sample]) -> tuple[list[tuple[bytes, str]], list[tuple[str, str]]]:
-    """Return (small image, conversation) pairs, and (key, conversation) of samples that have no image to show."""
-    pictures, texts = [], []
-    for sample in examples:
-        more = len(sample.images) - _SHOWN_IMAGES
-        text = conversation(sample) + (f"\n({more} more pictures)" if more > 0 else "")
-        try:
-            if sample.images:
-                preview = preview_png(sample.images[:_SHOWN_IMAGES], _PREVIEW_SIDE)
-                pictures.append((preview, f"{sample.key}\n{text}"))
-            else:
-                texts.append((sample.key, text))
-        except SkipSample as skip:  # with decode_check=header, damage passes
-            texts.append((sample.key, f"{text}\n({skip})"))
-    return pictures, texts
-
-
-def conversation(sample: Sample) -> str:
-    """Return one line per turn: question, arrow, answer. A system prompt has a line of its own. Long texts are cut."""
-    lines: list[str] = []
-    for message in sample.messages:
-        text = " ".join(message.text.replace(IMAGE_SLOT, "").split())[:160]
-        if message.role == "assistant" and lines:
-            lines[-1] += f" \u2192 {text}"
-        else:
-            lines.append(text if message.role == "user" else f"[{message.role}] {text}")
-    return "\n".join(lines[:6]) + ("\n..." if len(lines) > 6 else "")

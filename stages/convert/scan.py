@@ -43,9 +43,7 @@ SCAN_SCHEMA = pa.schema(
         ("pictures", pa.list_(_PICTURE)),
         ("checksums", pa.list_(pa.uint64())),  # xxh3_64 of each image's bytes
         ("question_chars", pa.list_(pa.int32())),  # without image slots
-        ("question_words", pa.list_(pa.int32())),  # words between white space
         ("answer_chars", pa.list_(pa.int32())),
-        ("answer_words", pa.list_(pa.int32())),
         ("answers", pa.list_(pa.string())),  # the first ANSWER_CHARS characters
         ("answer_hashes", pa.list_(pa.uint64())),  # xxh3_64 of each entry of `answers`
         ("scripts", pa.list_(pa.string())),
@@ -232,9 +230,7 @@ def _text_figures(sample: Sample) -> dict[str, object]:
     beginnings = [answer[:ANSWER_CHARS] for answer in answers]
     return {
         "question_chars": [len(text) for text in questions],
-        "question_words": [len(text.split()) for text in questions],
         "answer_chars": [len(text) for text in answers],
-        "answer_words": [len(text.split()) for text in answers],
         "answers": beginnings,
         "answer_hashes": [xxhash.xxh3_64_intdigest(text.encode()) for text in beginnings],
         "scripts": list(scripts),

@@ -3,7 +3,7 @@
     train/shard-00000.tar ...  heldout/shard-00000.tar ...   samples with their images' original bytes
     quarantine.jsonl                                         one record per line: key, reason, detail, file, row
     pictures.parquet                                         SHA-256 of every distinct image, and its first sample
-    dataset_card.md  report.json  report.html  preview.html
+    report.json  report.html
 
 There are two passes over the source. The first decodes every image and keeps hashes (scan/, deleted at the end); the
 second copies samples into shards. Both commit piece by piece, so that an interrupted run can be resumed. Only the plan
@@ -15,27 +15,23 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from dataset_builders.contracts.manifest import ShardEntry
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.errors import InputError
 from dataset_builders.pictures.images import ImageLimits
 from dataset_builders.readers.parts import Part, parts_of
 from dataset_builders.sources.registry import get_builder
-from dataset_builders.storage.files import write_text
 from dataset_builders.storage.store import StorePath, make_dir, remove_tree
 from stages.artifacts.artifact import Input, Stage, StageOutput
 from stages.artifacts.quarantine import QUARANTINE, check_lost, write_quarantine
 from stages.artifacts.workers import StageResources
-from stages.convert.card import convert_card
 from stages.convert.choice import choose_rows
 from stages.convert.config import ConvertConfig, subset_prefix
 from stages.convert.figures import gather_figures
 from stages.convert.pictures import PICTURES, distinct_pictures, write_pictures
 from stages.convert.plan import DUPLICATE, Draw, check_heldout, make_plan
-from stages.convert.report import Converted, choose_examples, convert_stats, iter_left_out, write_convert_report
+from stages.convert.report import Converted, convert_stats, iter_left_out, write_convert_report
 from stages.convert.scan import ScanTask, assert_parts_apart, scan_all, scan_path
 from stages.convert.write import RawRows, write_all, write_tasks
-from stages.pages.dataset_card import DATASET_CARD
 
 # 3: references of documents without the_cauldron's full stop; 4: min_heldout, running numbers with any number of digits
 # 5: a key twice, the digits of float32; 6: what no option reads, placeholders, numbered marks
@@ -73,9 +69,10 @@ def _run(
         figures=gather_figures(work, scan, plan, rows.parts),
         pictures=distinct_pictures(scan, plan),
         parts=rows.parts,
-        examples=choose_examples(scan, plan, rows),
     )
-    stats = _write_reports(config, work, converted, shards)
+    write_pictures(work / PICTURES, converted.pictures, scan, plan)
+    stats = convert_stats(converted)
+    write_convert_report(work, converted, stats)
     remove_tree(scan_path(work, 0).parent)
     return StageOutput(shards=shards, skips=plan.skips(), stats=stats)
 
@@ -120,24 +117,11 @@ def _scan_tasks(
     ]
 
 
-def _write_reports(
-    config: ConvertConfig, work: StorePath, converted: Converted, shards: list[ShardEntry]
-) -> dict[str, object]:
-    """Write all files except the shards; return the manifest's figures."""
-    write_pictures(work / PICTURES, converted.pictures, converted.scan, converted.plan)
-    stats = convert_stats(converted)
-    write_convert_report(work, converted, stats)
-    builders = dict.fromkeys(reading.builder for reading in config.readings.values())
-    name = f"{', '.join(builders)}: {', '.join(converted.figures.subsets)}"
-    write_text(work / DATASET_CARD, convert_card(name, config.model_dump(mode="json"), converted, shards))
-    return stats
-
-
 STAGE = Stage(
     "convert",
     VERSION,
     _run,
     dataset="samples",
     digested=(PICTURES, QUARANTINE),
-    preview="stages.preview.render:stage_preview",
+    contents="stages.preview.render:stage_contents",
 )

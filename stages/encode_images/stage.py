@@ -32,7 +32,7 @@ from stages.encode_images.config import EncodingConfig
 from stages.encode_images.plan import ImagePlan, plan_images
 from stages.encode_images.scan import scan_images
 from stages.inputs.hf_directory import hf_dir_of
-from stages.pages.report import Table, write_report
+from stages.pages.report import write_report
 from stages.train.run_trainer import run_trainer
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import EncodeRun
@@ -64,7 +64,9 @@ def encode_images(
         shutil.rmtree(work_dir / directory, ignore_errors=True)
     shards = [finished_shard(work_dir, name) for name in names]
     stats = {"features": store.model_dump(mode="json"), **_stats(work_dir, plan, store)}
-    _write_report(work_dir, config, stats)
+    summary = {name.replace("_", " "): value for name, value in stats.items() if name != "features"}
+    summary["numbers of an image token"] = stats["features"]["width"]
+    write_report(work_dir, title="Encoded images", summary=summary, sections=[])
     return StageOutput(shards=shards, stats=stats)
 
 
@@ -100,15 +102,6 @@ def _stats(work: Path, plan: ImagePlan, store: FeatureStore) -> dict[str, Any]:
         "bytes": tokens * store.token_bytes,
         "largest_error": largest_error,
     }
-
-
-def _write_report(work: Path, config: EncodingConfig, stats: Mapping[str, Any]) -> None:
-    features = stats["features"]
-    summary = {name.replace("_", " "): value for name, value in stats.items() if name != "features"}
-    settings = [*config.model_dump().items(), ("numbers per image token", features["width"])]
-    write_report(
-        work, title="encode_images", summary=summary, sections=[Table("Settings", ("field", "value"), settings)]
-    )
 
 
 STAGE = Stage("encode_images", VERSION, encode_images, on_disk=True, digested=(INDEX_FILES, SAMPLE_FILES, IMAGE_FILES))

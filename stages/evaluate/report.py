@@ -18,10 +18,14 @@ _THUMBNAIL_SIDE = 160  # pixels
 
 
 class Gallery:
-    """The first images with answers that are not fully right, and a few images with right answers."""
+    """The first images with answers that are not fully right, and a few images with right answers.
+
+    Attributes:
+        shown: whether the answer is right -> key and turn -> image and caption.
+    """
 
     def __init__(self) -> None:
-        self.shown: dict[bool, list[tuple[bytes, str]]] = {False: [], True: []}
+        self.shown: dict[bool, dict[tuple[str, int], tuple[bytes, str]]] = {False: {}, True: {}}
 
     def add(self, window: Sequence[Sample], rows: Sequence[tuple[Prediction, Scored]]) -> None:
         """Keep the images of these samples that the page will show."""
@@ -29,31 +33,33 @@ class Gallery:
         for prediction, scored in rows:
             pictures = self.shown[is_right := _is_right(scored)]
             if images[prediction.key] and len(pictures) < (_RIGHT_PICTURES if is_right else _WRONG_PICTURES):
-                pictures.append((preview_png(images[prediction.key], _THUMBNAIL_SIDE), _caption(prediction, scored)))
+                picture = preview_png(images[prediction.key], _THUMBNAIL_SIDE)
+                pictures[prediction.key, prediction.turn] = (picture, _caption(prediction, scored))
 
 
 def write_evaluation_report(
     directory: Path, evaluation: Evaluation, gallery: Gallery, skips: Mapping[str, int]
 ) -> None:
-    """Write report.json and report.html: scores, then wrong answers with their images, then a few right ones."""
+    """Write report.json: scores, then wrong answers, those with images first, then a few right ones."""
     counts = evaluation.counts()
-    summary: dict[str, object] = {name.replace("_", " "): value for name, value in evaluation.table[OVERALL].items()}
-    summary |= counts[OVERALL]
+    summary: dict[str, object] = {SCORE: evaluation.table[OVERALL][SCORE], **counts[OVERALL]}
     if skips:
         summary["left out"] = dict(sorted(skips.items()))
     metrics = list(dict.fromkeys(metric for values in evaluation.table.values() for metric in values))
     scores = [[name, *(values.get(metric) for metric in metrics)] for name, values in evaluation.table.items()]
     wrong = [(p, s) for p, s in evaluation.scored() if not _is_right(s)]
+    others = [(p, s) for p, s in wrong if (p.key, p.turn) not in gallery.shown[False]]
     columns = ["key", "turn", "question", "reference", "answer", "stopped"]
-    rows = [[*(getattr(p, name) for name in columns), s.metric, s.score] for p, s in wrong[:_WRONG_ROWS]]
+    rows = [[*(getattr(p, name) for name in columns), s.metric, s.score] for p, s in others[:_WRONG_ROWS]]
+    pictures = {is_right: list(shown.values()) for is_right, shown in gallery.shown.items()}
     sections: list[Section] = [
         _headlines(evaluation, counts),
         *_contaminated(evaluation, counts),
         Table("All metrics", ["subset", *metrics], scores),
         *_fields(evaluation),
-        Pictures(f"Not fully right ({len(wrong)} in all; the first with pictures)", gallery.shown[False]),
-        Table(f"Not fully right, the first {len(rows)} of {len(wrong)}", [*columns, "metric", "score"], rows),
-        Pictures("Right answers (the first with pictures)", gallery.shown[True]),
+        Pictures(f"Not fully right ({len(wrong)} in all; the first with pictures)", pictures[False]),
+        Table(f"Not fully right, {len(rows)} of the {len(others)} others", [*columns, "metric", "score"], rows),
+        Pictures("Right answers (the first with pictures)", pictures[True]),
         Histogram("Length of the answers", [p.num_tokens for p in evaluation.predictions], "tokens"),
     ]
     write_report(directory, title="Evaluation", summary=summary, sections=sections)

@@ -8,11 +8,10 @@ adapter/adapter_config.json  adapter_model.safetensors   if adapters were traine
 import math
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dataset_builders.contracts.manifest import FileEntry
 from dataset_builders.storage.files import write_json, write_text
 from dataset_builders.storage.store import absolute, local_dir
 from stages.artifacts.artifact import Artifact, Input, Stage, StageOutput
@@ -73,7 +72,7 @@ def export(config: ExportConfig, inputs: Mapping[str, Input], work_dir: Path, re
         stats["mtp"] = sum(count_carried(hf_dir).values()) - sum(stats["carried"].values())
     if run.train.adapter:
         stats["adapter"] = _adapter_facts(work_dir / ADAPTER_EXPORT, run.train.adapter)
-    _write_report(work_dir, stats, files)
+    _write_report(work_dir, stats)
     return StageOutput(files=files, stats=stats)
 
 
@@ -87,22 +86,21 @@ def _adapter_facts(directory: Path, config: AdapterConfig) -> dict[str, Any]:
     }
 
 
-def _write_report(work_dir: Path, stats: Mapping[str, Any], files: Sequence[FileEntry]) -> None:
+def _write_report(work_dir: Path, stats: Mapping[str, Any]) -> None:
     parameters = Table("Parameters", ("part", "number"), list(stats["parameters"].items()))
-    rows = [(file.name.removeprefix(f"{HF_EXPORT}/"), file.size_bytes, file.sha256) for file in files]
     summary = {"dtype": stats["dtype"], "parameters": sum(stats["parameters"].values()), "steps": stats["steps"]}
-    sections = [parameters, Table("Files", ("file", "bytes", "sha256"), rows)]
+    sections = [parameters]
     if stats["carried"]:
         carried = [(f"{prefix}*", number) for prefix, number in stats["carried"].items()]
-        sections.insert(1, Table("Carried from the base model, not trained", ("names", "tensors"), carried))
+        sections.append(Table("Carried from the base model, not trained", ("names", "tensors"), carried))
     if "added_end" in stats:
         summary["end of the trained turns, added to generation_config.json"] = stats["added_end"]
     if "mtp" in stats:
         summary["tensors of multi-token prediction, trained"] = stats["mtp"]
     if "adapter" in stats:
         rows = [(name, ", ".join(v) if isinstance(v, list) else v) for name, v in stats["adapter"].items()]
-        sections.insert(1, Table("Adapter, merged into the weights and as a separate file", ("", "value"), rows))
-    write_report(work_dir, title="export", summary=summary, sections=sections)
+        sections.append(Table("Adapter, merged into the weights and as a separate file", ("", "value"), rows))
+    write_report(work_dir, title="Exported model", summary=summary, sections=sections)
 
 
 def _run_config(inputs: Mapping[str, Input], source: Path, job_dir: Path, resources: StageResources) -> RunConfig:

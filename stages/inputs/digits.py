@@ -3,7 +3,6 @@
 digits_single/train-00000-of-00004.parquet ...   digits_multi/   digits_compare/   digits_text/   digits_words/
 """
 
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,11 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dataset_builders.embedded.digits import DigitCounts, Row, iter_digit_rows
-from dataset_builders.pictures.images import preview_png
 from dataset_builders.storage.files import atomic_path
 from stages.artifacts.artifact import Stage, StageOutput
 from stages.inputs.config import EmbeddedDataConfig
-from stages.pages.report import Pictures, Table, write_report
+from stages.pages.report import Table, write_report
 
 VERSION = 1
 
@@ -27,7 +25,6 @@ ROW_SCHEMA = pa.schema(
 )
 _FILE_ROWS = 500
 _GROUP_ROWS = 100
-_SHOWN = 6  # rows of each subset in the report
 
 
 def _run(config: EmbeddedDataConfig, inputs: Mapping[str, object], work: Path, resources: object) -> StageOutput:
@@ -38,7 +35,7 @@ def _run(config: EmbeddedDataConfig, inputs: Mapping[str, object], work: Path, r
         subsets.setdefault(subset, []).append(row)
     for subset, rows in subsets.items():
         write_subset(work / subset, rows, "train")
-    write_rows_report(work, "Handwritten digits as raw rows", subsets)
+    write_rows_report(work, "Handwritten digits", subsets)
     return StageOutput(stats={"rows": {subset: len(rows) for subset, rows in subsets.items()}})
 
 
@@ -53,29 +50,14 @@ def write_subset(directory: Path, rows: list[Row], split: str) -> None:
 
 
 def write_rows_report(work: Path, title: str, subsets: Mapping[str, list[Row]]) -> None:
-    """Write the report: counts, some images with their questions and answers, the most frequent answers."""
+    """Write the report: the numbers of each subset. The page of convert shows the rows themselves."""
+    columns = ["subset", "rows", "questions", "distinct pictures"]
     counts = [
         [name, len(rows), sum(len(r["texts"]) for r in rows), len({i["bytes"] for r in rows for i in r["images"]})]
         for name, rows in subsets.items()
     ]
-    answers = Counter(text["assistant"] for rows in subsets.values() for row in rows for text in row["texts"])
-    summary = {
-        "rows": sum(len(r) for r in subsets.values()),
-        "subsets": len(subsets),
-        "distinct answers": len(answers),
-    }
-    pictures = [_picture(row) for rows in subsets.values() for row in rows[:_SHOWN] if row["images"]]
-    sections = [
-        Table("Subsets", ["subset", "rows", "questions", "distinct pictures"], counts),
-        Pictures("Raw rows", pictures),
-        Table("Most frequent answers", ["answer", "times"], sorted(answers.items(), key=lambda a: (-a[1], a[0]))[:20]),
-    ]
-    write_report(work, title=title, summary=summary, sections=sections)
-
-
-def _picture(row: Row) -> tuple[bytes, str]:
-    caption = "\n".join(f"{text['user']} {text['assistant']}" for text in row["texts"])
-    return preview_png([image["bytes"] for image in row["images"]], 160), caption
+    summary = {"rows": sum(len(rows) for rows in subsets.values())}
+    write_report(work, title=title, summary=summary, sections=[Table("Subsets", columns, counts)])
 
 
 STAGE = Stage("embedded_data", VERSION, _run, on_disk=True, dataset="raw", digested=("*/*.parquet",))

@@ -21,7 +21,7 @@ def _run(config: EmbeddedEasyVqaConfig, inputs: Mapping[str, object], work: Path
     subsets = {f"easy_vqa_{split}": list(iter_easy_vqa_rows(split)) for split in SPLITS}
     for split, (subset, rows) in zip(SPLITS, subsets.items()):
         write_subset(work / subset, rows, split)
-    write_rows_report(work, f"easy-VQA {config.version} as raw rows", subsets)
+    write_rows_report(work, f"easy-VQA {config.version}", subsets)
     return StageOutput(
         stats={
             "rows": {subset: len(rows) for subset, rows in subsets.items()},

@@ -1,5 +1,5 @@
-"""Reports and cards: their sections, their templates, their files.
+"""The page of each artifact and the model card: report.json, templates, report.html.
 
-In: tables, images, figures. Out: report.json, report.html and cards, laid out by `templates/`.
-Read first: `report.py`, then `templates/page.html.j2`.
+In: tables, images, figures, HTML of contents. Out: report.json, report.html, Markdown, laid out by `templates/`.
+Read first: `report.py`, then `page.py`, then `templates/page.html.j2`.
 """

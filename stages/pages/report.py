@@ -1,28 +1,20 @@
-"""report.json and report.html: the result of a stage, for programs and for people.
-
-report.json has everything that the page shows, including images; the page and a preview are rendered from it.
-"""
+"""report.json: the figures, tables and images of a stage, from which its page is made. See `page.py`."""
 
 import base64
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from markupsafe import Markup
 
 from dataset_builders.errors import InputError
 from dataset_builders.storage.files import read_object, write_text
 from dataset_builders.storage.store import StorePath
-from stages.pages.histogram import Histogram, histogram_data
-from stages.pages.page import render
 
 REPORT_JSON = "report.json"
-REPORT_HTML = "report.html"
-_FORMAT_VERSION = 2  # 2: images are in report.json
+_MAX_BARS = 30
 _FORMATS = {b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp"}
 
 
@@ -44,50 +36,51 @@ class Pictures:
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
-    """HTML from a template or a drawing library, with all foreign text escaped."""
+class Histogram:
+    """The distribution of values. Values that are not finite are in no bar; they are counted separately."""
 
     title: str
-    html: Markup
+    values: Sequence[float]
+    x_label: str
 
 
-Section = Histogram | Table | Pictures | Text
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """An SVG file of a drawing library. The page shows it as an image, so that nothing in it can run."""
+
+    title: str
+    svg: str
 
 
-def write_report(directory: Path, *, title: str, summary: dict[str, object], sections: Sequence[Section]) -> None:
-    """Write report.json (summary and sections) and report.html (one self-contained page) to `directory`.
+Section = Table | Pictures | Histogram | Drawing
+
+
+def write_report(
+    directory: StorePath, *, title: str, summary: Mapping[str, object], sections: Sequence[Section]
+) -> None:
+    """Write report.json to an existing directory.
 
     Args:
-        directory: an existing directory.
         title: the page's heading, plain text.
         summary: name -> number, text, or a flat mapping of those, as JSON values; shown as tiles.
-        sections: shown in this order; histograms are side by side if the screen is wide enough.
+        sections: shown in this order; histograms and drawings are side by side if the screen is wide enough.
     """
-    data = {
-        "format_version": _FORMAT_VERSION,
-        "title": title,
-        "summary": summary,
-        "sections": [section_data(section) for section in sections],
-    }
+    data = {"title": title, "summary": summary, "sections": [section_data(section) for section in sections]}
     write_text(directory / REPORT_JSON, json.dumps(_finite(data), indent=1) + "\n")  # keys are not sorted
-    write_text(directory / REPORT_HTML, render("page.html.j2", **data))
 
 
 def read_report(directory: StorePath) -> dict[str, Any] | None:
-    """Read report.json: `title`, `summary` and `sections` for templates. None if there is no valid report, or only one
-    of an older format, which lacks images."""
+    """Read report.json: `title`, `summary` and `sections` for the page. None if there is no valid report."""
     try:
-        data = read_object(directory / REPORT_JSON, "")
+        report = read_object(directory / REPORT_JSON, "")
     except InputError:
         return None
-    return data if data.get("format_version") == _FORMAT_VERSION else None
+    return report if report.keys() >= {"title", "summary", "sections"} else None
 
 
 def section_data(section: Section) -> dict[str, Any]:
     """Return one section in the form of report.json and the templates."""
     match section:
-        case Histogram():
-            data = {"kind": "histogram", **histogram_data(section)}
         case Table():
             assert all(len(row) == len(section.columns) for row in section.rows), (
                 f"{section.title}: a row of another length"
@@ -95,21 +88,52 @@ def section_data(section: Section) -> dict[str, Any]:
             rows = [[_plain(cell) for cell in row] for row in section.rows]
             data = {"kind": "table", "columns": list(section.columns), "rows": rows}
         case Pictures():
-            captions = [caption for _, caption in section.items]
-            data = {
-                "kind": "pictures",
-                "captions": captions,
-                "sources": [data_uri(image) for image, _ in section.items],
-            }
-        case Text():
-            data = {"kind": "text", "html": section.html}
+            images = [{"source": data_uri(image), "caption": caption} for image, caption in section.items]
+            data = {"kind": "pictures", "images": images}
+        case Histogram():
+            data = {"kind": "histogram", **_histogram_data(section)}
+        case Drawing():
+            data = {"kind": "drawing", "source": f"data:image/svg+xml;base64,{_base64(section.svg.encode())}"}
     return {"title": section.title, **data}
 
 
 def data_uri(image: bytes) -> str:
     """Return the source of an <img> for an encoded image."""
     kind = next((name for magic, name in _FORMATS.items() if image.startswith(magic)), "png")
-    return f"data:image/{kind};base64,{base64.b64encode(image).decode('ascii')}"
+    return f"data:image/{kind};base64,{_base64(image)}"
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def _histogram_data(histogram: Histogram) -> dict[str, Any]:
+    """Return the figures of all finite values, and the bars: number of values, first and last value of the range."""
+    values = np.asarray(histogram.values, np.float64)
+    numbers = values[np.isfinite(values)]
+    figures: dict[str, float] = {"count": len(numbers)}
+    if len(numbers):
+        median, p95 = np.percentile(numbers, [50, 95])
+        named = {"min": numbers.min(), "median": median, "mean": numbers.mean(), "p95": p95, "max": numbers.max()}
+        figures |= {name: float(f"{value:.9g}") for name, value in named.items()}
+    if len(numbers) < len(values):
+        figures["not finite"] = len(values) - len(numbers)
+    return {"x_label": histogram.x_label, "figures": figures, "bars": _bars(numbers) if len(numbers) else []}
+
+
+def _bars(numbers: np.ndarray) -> list[dict[str, float]]:
+    """Return the bars; each whole number of a small range has a bar of its own."""
+    low, high = numbers.min(), numbers.max()
+    inset = 0.0
+    if (numbers == np.round(numbers)).all():
+        inset = 0.5  # a bar of whole numbers reaches half a number beyond its first and its last one
+        width = max(1.0, np.ceil((high - low + 1) / _MAX_BARS))
+        edges = low - inset + width * np.arange(np.ceil((high - low + 1) / width) + 1)
+    else:
+        edges = np.linspace(low, high, _MAX_BARS + 1) if low < high else np.array([low - 0.5, low + 0.5])
+    counts, _ = np.histogram(numbers, edges)
+    ranges = zip(counts.tolist(), (edges[:-1] + inset).tolist(), (edges[1:] - inset).tolist())
+    return [{"count": count, "first": first, "last": last} for count, first, last in ranges]
 
 
 def _plain(cell: object) -> object:

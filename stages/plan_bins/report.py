@@ -9,8 +9,7 @@ from dataset_builders.contracts.bins import BinPlan
 from dataset_builders.contracts.sample import SPLITS
 from dataset_builders.storage.store import StorePath
 from stages.artifacts.quarantine import LeftOut, left_out_table
-from stages.pages.histogram import Histogram
-from stages.pages.report import Table, write_report
+from stages.pages.report import Histogram, Table, write_report
 
 _SHOWN_BINS = 100_000  # bins in the histograms, evenly chosen
 _SHOWN_EPOCHS = 10
@@ -19,33 +18,31 @@ _SHOWN_EPOCHS = 10
 def write_plan_report(
     work: StorePath, stats: Mapping[str, Any], plans: Mapping[str, BinPlan], left_out: Sequence[LeftOut]
 ) -> None:
-    """Write report.json and report.html to `work`.
+    """Write report.json to `work`.
 
     Args:
         stats: the stats of the manifest.
         plans: split -> its written plan.
     """
-    names = ("num_bins", "num_samples", "num_tokens", "padding_fraction", "samples_per_bin", "images_per_bin")
-    padding = stats["padding_fraction"]
+    each = "an epoch" if stats["num_epochs"]["train"] == 1 else "an epoch on average"
     summary = {
-        "bins": stats["num_bins"],
-        "samples": stats["num_samples"],
-        "fill": {split: f"{1 - padding[split]:.2%}" for split in SPLITS if stats["num_bins"][split]},
-        "padding": {split: f"{padding[split]:.2%}" for split in SPLITS if stats["num_bins"][split]},
+        "bins, " + each: stats["num_bins"],
+        "samples, " + each: stats["num_samples"],
+        "tokens, " + each: stats["num_tokens"],
+        "fill": {split: f"{1 - stats['padding_fraction'][split]:.2%}" for split in SPLITS if stats["num_bins"][split]},
+        "samples of a bin": stats["samples_per_bin"],
+        "images of a bin": stats["images_per_bin"],
         "epochs_planned": stats["num_epochs"]["train"],
-        **{name: stats[name] for name in ("seq_len", "max_patches", "max_images") if stats[name] is not None},
         "left_out": len(left_out),
     }
     if stats["copies_in_one_bin"]:
         summary["copies_in_one_bin"] = stats["copies_in_one_bin"]
-    title = "Splits, an epoch" if stats["num_epochs"]["train"] == 1 else "Splits, an epoch on average"
     write_report(
         work,
         title="Bins",
         summary=summary,
         sections=[
             *_histograms(plans["train"], stats),
-            Table(title, ["", *SPLITS], [[n, *(stats[n][split] for split in SPLITS)] for n in names]),
             *(_subset_table(number, stats) for number in range(min(len(stats["epochs"]), _SHOWN_EPOCHS))),
             left_out_table(left_out),
         ],

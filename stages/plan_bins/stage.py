@@ -2,7 +2,7 @@
 
     bins.json, bins/         ordered sample references of every bin, by split, epoch and partition of the index
     quarantine.jsonl         samples that fit no bin: key, reason, detail
-    report.json, report.html, preview.html
+    report.json, report.html
 
 A bin has room for seq_len tokens, max_patches patches and max_images images. Each sample's number of tokens is first
 rounded up to a multiple of pad_multiple. The index is read twice, partition by partition: to count each subset, and to
@@ -172,5 +172,5 @@ STAGE = Stage(
     _run,
     dataset="training",
     digested=(BINS, "bins/*.arrow", QUARANTINE),
-    preview="stages.preview.render:stage_preview",
+    contents="stages.preview.render:stage_contents",
 )

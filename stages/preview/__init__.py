@@ -1,5 +1,5 @@
-"""Pages of artifacts: the samples that a model gets, and the tokens that it is trained on.
+"""The contents of artifacts on their pages: the samples that a model gets, and the tokens that it is trained on.
 
-In: an artifact. Out: one HTML file.
+In: an artifact. Out: HTML.
 Read first: `render.py`.
 """

@@ -1,4 +1,4 @@
-"""Bins in a preview: each is a bar of segments, one per sample in the colour of its subset; padding is hatched."""
+"""Bins on a page: each is a bar of segments, one per sample in the colour of its subset; padding is hatched."""
 
 from collections.abc import Iterator, Mapping
 

@@ -1,9 +1,8 @@
-"""One self-contained HTML page that shows the contents of any artifact.
+"""The contents of an artifact on its page, and a page of any artifact or shard on request.
 
-    convert                  images next to their conversations
-    tokenize                 every token, with trained tokens coloured, and the patches over each image
-    plan_bins                bins as bars
-    every stage              its report, settings, parents, shards
+    convert      images next to their conversations
+    tokenize     every token, with trained tokens coloured, and the patches over each image
+    plan_bins    bins as bars
 
 The same artifact and options give the same bytes.
 """
@@ -17,9 +16,8 @@ from markupsafe import Markup
 from dataset_builders.errors import InputError
 from dataset_builders.storage.store import is_local, local_dir
 from stages.artifacts.artifact import Artifact, Input
-from stages.preview.about import about_artifact
+from stages.pages.page import artifact_page, plain_page
 from stages.preview.bins import bins_html
-from stages.preview.page import preview_page
 from stages.preview.samples import choose_samples, find_sample, samples_html, samples_of_shard
 from stages.preview.target import Target
 from stages.preview.tokens import tokens_html
@@ -27,8 +25,6 @@ from stages.preview.tokens import tokens_html
 _STAGE_SAMPLES = 12
 _OPENED_SHARDS = 8  # most shards to open, for a large dataset
 _OPENED_REMOTE = 2  # most shards to open in a store while a user waits: a shard is downloaded completely
-# Kinds of report sections that the page shows in its own, fuller form.
-_SHOWN_BETTER = {"convert": ("pictures",), "tokenize": ("text",)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,32 +47,28 @@ class PreviewOptions:
 
 
 def render_preview(target: Target, options: PreviewOptions) -> str:
-    """Return the page.
+    """Return the page that the stage of an artifact wrote, with the samples of these options; or a page of a shard that
+    lies outside of its artifact.
 
     Raises:
         InputError: there is no such key or shard, or a file of the artifact is missing or damaged.
     """
-    if target.artifact is None:  # a sample shard outside of its artifact
+    if target.artifact is None:
         samples = samples_of_shard(target.shard, options.key, options.num_samples)
-        return preview_page(target.shard.name, target.shard.name, "", samples_html(samples))
-    artifact, manifest = target.artifact, target.artifact.manifest
-    title = f"{manifest.stage} {manifest.fingerprint}"
-    about = f"{manifest.fingerprint}, {target.shard}" if target.shard else manifest.fingerprint
-    content = _content(artifact, target, options)
-    of_artifact = about_artifact(artifact, _SHOWN_BETTER.get(manifest.stage, ()), options.link_from)
-    return preview_page(title, manifest.stage, about, content, **of_artifact)
+        return plain_page(target.shard.name, contents=samples_html(samples))
+    contents, shard = _contents(target.artifact, target, options), str(target.shard or "")
+    return artifact_page(target.artifact.dir, target.artifact.manifest, contents, shard, options.link_from)
 
 
-def stage_preview(artifact: Artifact, inputs: Mapping[str, Input]) -> str:
-    """Return the page that a stage writes to its artifact. It does not depend on the artifact's path. The processor
-    that the stage used decodes the tokens."""
+def stage_contents(artifact: Artifact, inputs: Mapping[str, Input]) -> Markup:
+    """Return the contents on the page that a stage leaves in its artifact. They do not depend on the artifact's path.
+    The processor that the stage used decodes the tokens."""
     hf_dir = local_dir(inputs["processor"].dir) if "processor" in inputs else None
     options = PreviewOptions(num_samples=_STAGE_SAMPLES, num_shards=_OPENED_SHARDS, hf_dir=hf_dir)
-    return render_preview(Target(artifact), options)
+    return _contents(artifact, Target(artifact), options)
 
 
-def _content(artifact: Artifact, target: Target, options: PreviewOptions) -> Markup:
-    """Return the part of the page that depends on the artifact's kind."""
+def _contents(artifact: Artifact, target: Target, options: PreviewOptions) -> Markup:
     stage, shards = artifact.manifest.stage, artifact.manifest.shards
     if target.shard:
         shards = [shard for shard in shards if shard.name == target.shard]

@@ -1,7 +1,7 @@
-"""Samples in a preview: images next to their conversation, in which trained and given answers look different."""
+"""Samples on a page: images next to their conversation, in which trained and given answers look different."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeVar
@@ -13,13 +13,18 @@ from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Sample, SkipS
 from dataset_builders.contracts.sample_record import from_fields
 from dataset_builders.contracts.shard_io import iter_records
 from dataset_builders.errors import InputError
+from dataset_builders.pictures.images import PILLOW_PIXEL_LIMIT, ImageLimits, check_image, preview_png
 from dataset_builders.storage.store import StorePath
 from stages.pages.page import counted, render_part
-from stages.preview.pictures import describe_picture
+from stages.pages.report import data_uri
 
 _READ_RECORDS = 400  # number of first records to read from a shard
 _SHOWN_IMAGES = 16  # per sample
 _SHOWN_CHARS = 8000  # per message
+TINY_SIDE = 128  # an image with both sides up to this length is enlarged, pixel by pixel
+_SIDES = (640, 448, 320)  # pixels; the first side whose PNG is small enough is used, or the last
+_PNG_BYTES = 250_000
+_LIMITS = ImageLimits(max_pixels=PILLOW_PIXEL_LIMIT, min_side=1)
 
 Item = TypeVar("Item")
 
@@ -119,7 +124,7 @@ def _card(item: ShardSample) -> dict[str, Any]:
     split = [item.shard.split] if item.shard else []
     pictures = []
     for place, (data, digest) in enumerate(zip(sample.images[:_SHOWN_IMAGES], image_digests(sample))):
-        picture = describe_picture(data)
+        picture = _describe_picture(data)
         caption = f"image {place + 1}: {picture['words']}, {len(data) / 1000:,.1f} kB\nsha256 {digest[:16]}"
         pictures.append({**picture, "caption": caption})
     messages, num_images = [], 0
@@ -149,3 +154,32 @@ def _kind(message: Message) -> tuple[str, str]:
 def _cut(text: str) -> str:
     more = len(text) - _SHOWN_CHARS
     return text if more <= 0 else f"{text[:_SHOWN_CHARS]}\n[{more:,} more characters are not on this page]"
+
+
+def small_picture(draw: Callable[[int], bytes]) -> str:
+    """Return an image as the source of an <img>, small enough to be embedded.
+
+    Args:
+        draw: side in pixels -> a PNG that fits into side x side.
+    """
+    for side in _SIDES:
+        png = draw(side)
+        if len(png) <= _PNG_BYTES:
+            break
+    return data_uri(png)
+
+
+def _describe_picture(data: bytes) -> dict[str, object]:
+    """Return an encoded image as training gets it (upright, transparency on white), and its size and format in words.
+
+    Returns:
+        `source` of the <img> and `is_tiny`, or `lost`, the reason why there is no image; and `words`.
+    """
+    try:
+        info = check_image(data, _LIMITS, decode=False)
+        source = small_picture(lambda side: preview_png([data], side))
+    except SkipSample as skip:
+        return {"source": None, "lost": skip.reason, "words": "no picture"}
+    turned = f", turned by EXIF {info.orientation}" if info.orientation != 1 else ""
+    words = f"{info.width} x {info.height} px, {info.format} {info.mode}{turned}"
+    return {"source": source, "is_tiny": max(info.width, info.height) <= TINY_SIDE, "words": words}

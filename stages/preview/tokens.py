@@ -1,4 +1,4 @@
-"""Tokenized samples in a preview: every token, whether it is trained on, and each image with its patches."""
+"""Tokenized samples on a page: every token, whether it is trained on, and each image with its patches."""
 
 import functools
 import json
@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -30,9 +30,7 @@ from stages.encode.chat import ChatEncoder
 from stages.encode.images import patches_png
 from stages.inputs.hf_directory import processor_input
 from stages.pages.page import counted, render_part
-from stages.preview.pictures import TINY_SIDE, small_picture
-from stages.preview.samples import evenly, in_turn
-from stages.preview.token_runs import TokenRun, token_runs
+from stages.preview.samples import TINY_SIDE, evenly, in_turn, small_picture
 from trainer.contract.names import HF_EXPORT, RUN_JSON
 
 _OPENED_PARTITIONS = 4  # most partitions of a large index to open, evenly spread
@@ -41,6 +39,18 @@ _SHOWN_IMAGES = 16
 _COARSE_GRID = 24  # patches per side; a finer grid has thinner lines
 _LONGEST_CHARACTER = 8  # most tokens that are decoded together until their bytes are whole characters
 _BROKEN = "\ufffd"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRun:
+    """Tokens of one kind from `start` to before `end`; an image has a number, from 1, and its size in tokens."""
+
+    kind: Literal["given", "learnt", "image"]
+    start: int
+    end: int
+    number: int = 0
+    rows: int = 0
+    columns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +174,19 @@ def _card(
         "pictures": _pictures(sample, pixels.config.patch_format),
         "runs": list(_spelt(runs, sample.input_ids, speller)),
     }
+
+
+def token_runs(sample: TokenizedSample, image_token_id: int, merge_size: int) -> Iterator[TokenRun]:
+    """Yield all tokens of a sample as consecutive runs."""
+    kinds = np.where(sample.input_ids == image_token_id, 2, sample.loss_mask)
+    starts = np.flatnonzero(np.diff(kinds, prepend=-1)).tolist()
+    images = enumerate((sample.image_grid_thw // [1, merge_size, merge_size]).tolist(), 1)
+    for start, end in zip(starts, [*starts[1:], len(kinds)]):
+        if kinds[start] == 2:
+            number, (_, rows, columns) = next(images)
+            yield TokenRun("image", start, end, number, rows, columns)
+        else:
+            yield TokenRun("learnt" if kinds[start] else "given", start, end)
 
 
 def _pictures(sample: TokenizedSample, patch_format: PatchFormat) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.artifacts.artifact import Artifact, Stage, StageOutput
-from stages.pages.report import Section, Table, write_report
+from stages.pages.report import write_report
 from stages.release.config import ReleaseConfig
 from stages.release.directory import write_directory
 from stages.release.flavor.mlmodel import FLAVOR_FILES
@@ -34,7 +34,10 @@ def _run(config: ReleaseConfig, inputs: Mapping[str, Artifact], work: Path, reso
     known = write_directory(work, inputs["export"], inputs["samples"], config.base_model, limit)
     facts = _facts(config, inputs)
     write_model_card(work / HF_EXPORT, facts)
-    _write_report(work, facts)
+    score = facts.scores[OVERALL][0]
+    summary = {"model": facts.name, "base model": facts.base_model or "random weights", "card": f"hf/{MODEL_CARD}"}
+    summary |= {"score": score.value, "score before training": score.base, "answers": score.answers}
+    write_report(work, title="Release", summary=summary, sections=[])
     return StageOutput(files=known, stats={"model": inputs["export"].manifest.fingerprint, "card": MODEL_CARD})
 
 
@@ -100,19 +103,6 @@ def _note(stats: Mapping[str, Any]) -> str:
         f"{level:.0%} interval from resampled samples; `{SCORE}` of `{OVERALL}` is the mean of the headlines, upwards."
         f"{left_out}"
     )
-
-
-def _write_report(work: Path, facts: CardFacts) -> None:
-    """Write report.json and report.html: the headlines of the card, for readers of a run's pages."""
-    rows = [
-        [subset, score.metric, score.value, score.low, score.high, score.base, score.answers]
-        for subset, scores in facts.scores.items()
-        for score in scores[:1]
-    ]
-    columns = ["subset", "metric", "score", "low", "high", "before training", "answers"]
-    sections: list[Section] = [Table("Scores on the card", columns, rows)]
-    summary = {"model": facts.name, "base model": facts.base_model or "random weights", "card": f"hf/{MODEL_CARD}"}
-    write_report(work, title="Release", summary=summary, sections=sections)
 
 
 STAGE = Stage(

@@ -4,9 +4,7 @@ train/shard-00000.tar    input_ids, loss_mask, image_grid_thw and uint8 patches 
 index/00000.parquet      the byte range and the lengths of each sample
 quarantine.jsonl         samples that were left out: key, reason, detail
 shortened.jsonl          samples that lost their last turns: key, turns_kept, turns_before
-dataset_card.md          the samples' card with the tokens of each subset
-report.json, report.html the text with the trained tokens in colour, distributions
-preview.html             some samples, token by token
+report.json, report.html some samples, token by token, with the trained tokens in colour; distributions
 
 If the chat template rewrites earlier turns, a conversation becomes several samples (`stages/encode/reasoning.py`).
 Their keys end in -t and the number of their last answer.
@@ -15,7 +13,7 @@ Their keys end in -t and the number of their last answer.
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any
 
 import pyarrow as pa
@@ -24,16 +22,15 @@ from dataset_builders.contracts.manifest import Manifest
 from dataset_builders.contracts.sample import SPLITS
 from dataset_builders.contracts.shard_io import finished_shard
 from dataset_builders.contracts.tokenized import INDEX, INDEX_SCHEMA, SIZES, IndexWriter, PixelStore, iter_index
-from dataset_builders.storage.files import atomic_path, write_text
+from dataset_builders.storage.files import atomic_path
 from dataset_builders.storage.store import StorePath, local_dir
 from stages.artifacts.artifact import Artifact, External, Input, Stage, StageOutput
 from stages.artifacts.quarantine import QUARANTINE, LeftOut, check_lost, count_reasons, write_quarantine
 from stages.artifacts.workers import StageResources, run_tasks
 from stages.encode.chat import ChatEncoder
 from stages.encode.images import load_image_config
-from stages.pages.dataset_card import DATASET_CARD, TokenCount, with_tokens
 from stages.tokenize.config import TokenizeConfig
-from stages.tokenize.report import cut_words, write_tokenize_report
+from stages.tokenize.report import write_tokenize_report
 from stages.tokenize.shard import ShardTask, notes_path, read_notes, tokenize_shard
 
 VERSION = 3  # 2: partitioned index with checksums, codecs; 3: transparent values of PNGs of 2, 4 and 16 bits
@@ -70,8 +67,7 @@ def _run(
         skips, stats["total"]["num_samples"] + len(left_out), limit, samples.dir, str(work / QUARANTINE), left_out
     )
     stats |= stats_of_notes | {"system_prompt": config.system_prompt}
-    write_tokenize_report(work, left_out, stats, chat, pixels)
-    _write_card(samples.dir, work, stats)
+    write_tokenize_report(work, left_out, stats, pixels)
     shards = [finished_shard(work, name) for name in names]
     for name in names:
         notes_path(work, name).unlink()
@@ -144,22 +140,6 @@ def _stats(work: StorePath, chat: ChatEncoder, pixels: PixelStore) -> dict[str, 
     }
 
 
-def _write_card(samples: StorePath, work: StorePath, stats: Mapping[str, Any]) -> None:
-    """Write the samples' dataset card with the numbers of tokens."""
-    counts = {
-        name: TokenCount(**{field.name: sums[field.name] for field in fields(TokenCount)})
-        for name, sums in stats["subsets"].items()
-    }
-    pictures = f"pictures scaled to {stats['min_pixels']:,} to {stats['max_pixels']:,} pixels"
-    if "image_token_id" not in stats:
-        pictures = "text alone, no pictures"
-    shortened = f"{stats['num_shortened']:,} samples lost their last turns"
-    cut = f"; {cut_words(stats['cut'])}" if "cut" in stats else ""
-    note = f"{stats['vocab_size']:,} kinds of tokens; {pictures}; {shortened}{cut}."
-    card = (samples / DATASET_CARD).read_text(encoding="utf-8")
-    write_text(work / DATASET_CARD, with_tokens(card, counts, note))
-
-
 def _sums(sums: Mapping[str, int]) -> dict[str, int]:
     return {name: sums.get(name, 0) for name in ("num_samples", *SIZES)}
 
@@ -170,5 +150,5 @@ STAGE = Stage(
     _run,
     dataset="training",
     digested=(f"{INDEX}/*.parquet", QUARANTINE, SHORTENED),
-    preview="stages.preview.render:stage_preview",
+    contents="stages.preview.render:stage_contents",
 )

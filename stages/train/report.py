@@ -7,13 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from dataset_builders.contracts.fingerprint import flatten
-from stages.pages.report import Table, Text, write_report
+from stages.pages.report import Drawing, Table, write_report
 from trainer.contract.answer import LAYERS, MetricsRow
-from trainer.contract.run import TrainConfig
 from trainer.plan.placement import Placement
 
 # title on the page -> (fields of MetricsRow in one plot, whether the axis is logarithmic)
@@ -29,12 +26,11 @@ _GREYS = dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "text.color", "xtic
 
 def write_train_report(
     directory: Path,
-    config: TrainConfig,
     rows: Sequence[MetricsRow],
     stats: dict[str, Any],
     prediction: Placement | None = None,
 ) -> None:
-    """Write report.json and report.html of a training to `directory`.
+    """Write report.json of a training to `directory`.
 
     Args:
         prediction: the predicted costs of a step, if there is a prediction.
@@ -44,14 +40,13 @@ def write_train_report(
         summary["tokens_per_second"] = round(statistics.median(row.tokens_per_second for row in rows), 1)
     reported = tuple(name for name in rows[-1].model_extra if name.startswith(LAYERS)) if rows else ()
     shown = _CURVES | ({"Figures of the layers": (reported, False)} if reported else {})
-    curves = [Text(title, curve_svg(rows, fields, log)) for title, (fields, log) in shown.items() if rows]
-    settings = Table("Settings", ("field", "value"), list(flatten(config.model_dump(mode="json")).items()))
+    curves = [Drawing(title, _curve_svg(rows, fields, log)) for title, (fields, log) in shown.items() if rows]
     times = [*_time_table(rows), *(_prediction_table(rows, prediction) if prediction else [])]
-    write_report(directory, title="train", summary=summary, sections=[*curves, *times, settings])
+    write_report(directory, title="Training", summary=summary, sections=[*curves, *times])
 
 
-def curve_svg(rows: Sequence[MetricsRow], fields: Sequence[str], is_log: bool) -> Markup:
-    """Return an SVG element with one line per field over the steps; the same rows give the same bytes."""
+def _curve_svg(rows: Sequence[MetricsRow], fields: Sequence[str], is_log: bool) -> str:
+    """Return an SVG file with one line per field over the steps; the same rows give the same bytes."""
     with matplotlib.rc_context({"svg.hashsalt": "athanor", "font.size": 9, **_GREYS}):
         figure = Figure(figsize=(7, 2.6), layout="constrained")
         axes = figure.add_subplot()
@@ -68,8 +63,7 @@ def curve_svg(rows: Sequence[MetricsRow], fields: Sequence[str], is_log: bool) -
             axes.legend(frameon=False)
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None}, transparent=True)
-    svg = text.getvalue()
-    return Markup(svg[svg.index("<svg") :].replace("<svg ", '<svg class="curve" ', 1))
+    return text.getvalue()
 
 
 def _time_table(rows: Sequence[MetricsRow]) -> list[Table]:

@@ -77,7 +77,7 @@ def train(config: TrainConfig, inputs: Mapping[str, Input], work_dir: Path, reso
         "loss_tokens": rows[-1].loss_tokens if rows else None,
         "epochs": rows[-1].epoch if rows else None,
     }
-    write_train_report(work_dir, run.train, rows, stats, predict(run, resources.cluster.processes))
+    write_train_report(work_dir, rows, stats, predict(run, resources.cluster.processes))
     return StageOutput(stats=stats)
 
 

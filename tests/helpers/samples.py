@@ -12,7 +12,6 @@ from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Sample
 from dataset_builders.contracts.sample_record import to_fields
 from dataset_builders.contracts.shard_io import ShardWriter, remove_entries
 from stages.artifacts.artifact import Artifact
-from stages.pages.dataset_card import DATASET_CARD
 
 
 def make_image(width: int, height: int, seed: int = 0, mode: str = "RGB", image_format: str = "PNG") -> bytes:
@@ -65,7 +64,6 @@ def make_samples_artifact(directory: Path, shards: dict[str, Sequence[Sample]]) 
                 writer.write(sample.key, to_fields(sample))
             entries.append(writer.commit("train" if name.startswith("train/") else "heldout"))
     fingerprint = "".join(entry.sha256[:4] for entry in entries)[:16].ljust(16, "0")
-    (directory / DATASET_CARD).write_text("# samples\n")
     Manifest(stage="convert", version=1, fingerprint=fingerprint, config={}, parents={}, shards=entries).write(
         directory
     )

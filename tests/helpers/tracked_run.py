@@ -40,7 +40,6 @@ def make_artifact(root: Path, stage: str, fingerprint: str, **fields: Any) -> Ar
     Manifest(stage=stage, version=1, fingerprint=fingerprint, **values).write(directory)
     (directory / "report.html").write_text("<p>report</p>")
     (directory / "report.json").write_text("{}")
-    (directory / "preview.html").write_text("<p>preview</p>")
     return Artifact.load(directory)
 
 

@@ -154,7 +154,7 @@ def test_a_run_leaves_no_secret(ran):
     place, done, seen = ran
     assert "15 of 15 stages made" in done.stdout
     left = {path.name for path in (place / "root").rglob("*")}
-    assert {"mlflow.db", "prefect.db", "manifest.json", "report.html", "metrics.jsonl", "preview.html"} <= left
+    assert {"mlflow.db", "prefect.db", "manifest.json", "report.html", "metrics.jsonl"} <= left
     assert any(TRAINER in line for line in seen) and len(list((place / "root" / "logs").iterdir())) == 1
     assert_nowhere(place, done.stdout, done.stderr, seen)
 

@@ -24,7 +24,8 @@ from flows.pipeline.recipe import load_recipe, read_yaml
 from flows.resources.host import gpu_memory_gb
 from flows.resources.terminal import raw_stdout
 from stages.inputs.raw_source import download_first
-from stages.pages.report import REPORT_HTML, Pictures, Table, write_report
+from stages.pages.page import REPORT_HTML, plain_page
+from stages.pages.report import Pictures, Table
 
 _LIMITS = ImageLimits(max_pixels=PILLOW_PIXEL_LIMIT, min_side=4)  # convert.min_image_side of the recipes
 _PAGE_SAMPLES = 12
@@ -126,8 +127,9 @@ def _write_page(directory: Path, trial: Trial) -> Path:
         ),
     ]
     figures = {"rows": trial.rows, "rows read": trial.tried, "usable": len(trial.samples)}
-    write_report(directory, title="Raw rows as samples", summary=figures, sections=sections)
-    return directory / REPORT_HTML
+    page = directory / REPORT_HTML
+    write_text(page, plain_page("Raw rows as samples", summary=figures, sections=sections))
+    return page
 
 
 def _caption(sample: Sample) -> str:

@@ -1,4 +1,4 @@
-"""`athanor preview PATH`: write one self-contained HTML file that shows an artifact. Starts no server."""
+"""`athanor preview PATH`: write the page of an artifact again, with other samples. Starts no server."""
 
 import argparse
 

@@ -10,7 +10,6 @@ from flows.cli.main import main, make_parser
 from stages.artifacts.artifact import Artifact
 from stages.artifacts.run_stage import run_stage
 from stages.inputs.hf_directory import processor_input
-from stages.pages.dataset_card import DATASET_CARD
 from stages.tokenize.stage import STAGE, TokenizeConfig
 from tests.helpers.object_store import BUCKET, moto_server
 from tests.helpers.pages import assert_self_contained
@@ -24,7 +23,6 @@ def root(tmp_path_factory) -> Path:
     shards = {"train/shard-00000.tar": list(map(make_sample, range(8)))}
     made = make_samples_artifact(root / "artifacts" / "convert" / "new", shards)
     directory = made.dir.rename(made.dir.with_name(made.manifest.fingerprint))
-    (directory / DATASET_CARD).write_text("# made\n")
     hf_dir = root / "artifacts" / "embedded_model" / ("e" * 16) / "hf"
     shutil.copytree(tiny_hf_dir(), hf_dir)
     inputs = {"samples": Artifact.load(directory), "processor": processor_input(hf_dir)}

@@ -86,18 +86,18 @@ def test_prefect_has_its_task_and_shows_its_artifact_and_report(finished, capsys
 
 
 @pytest.mark.full
-def test_mlflow_has_its_fingerprint_manifest_report_and_preview(finished):
+def test_mlflow_has_its_fingerprint_manifest_report_and_page(finished):
     client = connect(finished)
     experiment = client.get_experiment_by_name("athanor-embedded")
     (run,) = client.search_runs([experiment.experiment_id])
     assert run.data.tags["mlflow.athanor.fingerprint.word_count"] == artifact_of(finished).name
     logged = {Path(file.path).name for file in client.list_artifacts(run.info.run_id, "stages/word_count")}
-    assert {"manifest.json", "report.json", "report.html", "preview.html"} <= logged
+    assert {"manifest.json", "report.json", "report.html"} <= logged
     assert "word_count" in run.data.tags["mlflow.note.content"]
 
 
 @pytest.mark.full
-def test_it_has_a_preview(finished, tmp_path, capsys):
+def test_preview_writes_its_page(finished, tmp_path, capsys):
     page = tmp_path / "page.html"
     assert main(["preview", "word_count", "--root", str(finished), "--out", str(page)]) == 0
     assert "words counted" in page.read_text()

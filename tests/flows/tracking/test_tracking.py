@@ -89,7 +89,7 @@ def test_a_run_holds_everything_and_nothing_twice(root):
     assert (dataset.dataset.name, dataset.dataset.digest) == ("convert", "c" * 16)
     assert {tag.key: tag.value for tag in dataset.tags}["num_samples"] == "7"
     names = {item.path for item in client.list_artifacts(run_id, "stages/convert")}
-    pages = ("manifest.json", "preview.html", "references.json", "report.html", "report.json")
+    pages = ("manifest.json", "references.json", "report.html", "report.json")
     assert names == {f"stages/convert/{name}" for name in pages}
     assert run.data.metrics["exact_match"] == 0.75 and run.data.metrics["exact_match/digits"] == 0.5
     scored = client.get_logged_model(run.data.tags["mlflow.athanor.model_id"]).metrics
@@ -106,7 +106,7 @@ def test_a_run_holds_everything_and_nothing_twice(root):
     assert first == "**exact_match 0.7500, loss 0.3333, 400 tokens/s over the training**"
     assert decision.startswith("Registered model: exact_match 0.7500 (0.9") and reports.startswith("Reports: [train](#")
     assert "What it is." in note and "| overall&emsp; | 0.7500 | 1.0000 |" in note
-    assert f"runs/{run_id}/artifacts/stages/convert/preview.html" in note
+    assert f"runs/{run_id}/artifacts/stages/convert/report.html" in note
     assert Path(client.download_artifacts(run_id, "recipe.yaml")).read_text() == "name: embedded\n"
 
 

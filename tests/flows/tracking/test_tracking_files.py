@@ -214,10 +214,10 @@ def test_without_a_server_the_same_bytes_get_a_second_name(tmp_path):
 @pytest.mark.parametrize(
     ("level", "chosen"),
     [
-        ("references", {"manifest.json", "preview.html", "report.html", "report.json"}),
+        ("references", {"manifest.json", "report.html", "report.json"}),
         (
             "small",
-            {"manifest.json", "preview.html", "report.html", "report.json", "quarantine.jsonl", "logs/one.log"},
+            {"manifest.json", "report.html", "report.json", "quarantine.jsonl", "logs/one.log"},
         ),
     ],
 )

@@ -56,7 +56,6 @@ def shards(work: StorePath, fail_at: int | None = None) -> StageOutput:
                 done = writer.commit("train")
             written.append(i)
         entries.append(done)
-    write_text(work / "report.html", "x")
     return StageOutput(shards=entries, stats={"written": written})
 
 
@@ -136,18 +135,19 @@ def test_a_fingerprint_does_not_depend_on_the_bytes_of_an_input(tmp_path):
     assert identity["parents"] == {"made": {"name": "train", "fingerprint": trained.manifest.fingerprint}}
 
 
-def page(made: Artifact, inputs) -> str:
-    return f"{made.manifest.fingerprint} {names(made.dir)} {sorted(inputs)}"
+def contents(made: Artifact, inputs) -> str:
+    return f"<{made.manifest.fingerprint} of {len(made.manifest.shards)} shards from {sorted(inputs)}>"
 
 
-def test_a_stage_leaves_its_page_and_a_page_that_fails_costs_the_artifact_nothing(root, caplog):
-    made = run_stage(replace(stage(), preview=f"{__name__}:page"), Config(), {}, root).artifact
-    text = (made.dir / "preview.html").read_text()
-    assert text.startswith(made.manifest.fingerprint) and "train/shard-00002.tar" in text and text.endswith("[]")
-    assert made.shown_files() == [MANIFEST, "preview.html", "report.html"]
-    without = run_stage(replace(stage(), preview=f"{__name__}:no_such_page"), Config(value=3), {}, root).artifact
-    assert without.shown_files() == [MANIFEST, "report.html"]
-    assert without.manifest.shards == made.manifest.shards and "no preview of" in caplog.text
+def test_a_page_has_the_stages_contents_and_contents_that_fail_cost_only_themselves(root, caplog):
+    made = run_stage(replace(stage(), contents=f"{__name__}:contents"), Config(), {}, root).artifact
+    page = (made.dir / "report.html").read_text()
+    assert f"&lt;{made.manifest.fingerprint} of 3 shards from []&gt;" in page and "train/shard-00002.tar" in page
+    without = run_stage(replace(stage(), contents=f"{__name__}:nothing"), Config(value=3), {}, root).artifact
+    assert without.manifest.shards == made.manifest.shards and "has no samples (AttributeError" in caplog.text
+    page = (without.dir / "report.html").read_text()
+    assert "train/shard-00002.tar" in page and "<script" not in page
+    assert without.shown_files() == made.shown_files() == [MANIFEST, "report.html"]
 
 
 def test_another_parent_version_or_config_is_another_artifact(tmp_path):

@@ -10,12 +10,14 @@ import pyarrow as pa
 import pytest
 from PIL import Image
 
+from dataset_builders.contracts.manifest import Manifest
 from dataset_builders.errors import InputError
 from dataset_builders.pictures.images import grey_png
 from stages.compare.difference import compare_predictions
 from stages.compare.report import shown_keys, write_comparison_report
 from stages.compare.stage import _stats, _table
 from stages.evaluate.config import CompareConfig
+from stages.pages.page import artifact_page
 from stages.scoring.intervals import Bootstrap
 
 pytestmark = pytest.mark.promise(
@@ -106,12 +108,14 @@ def test_the_page_shows_both_answers_and_the_numbers(comparison, tmp_path):
     keys = shown_keys(table)
     assert len(keys) == 1 + 48
     write_comparison_report(tmp_path, comparison, table, {key: [IMAGE] for key in keys} | {WORSE: [IMAGE, IMAGE]})
-    page = (tmp_path / "report.html").read_text()
+    page = artifact_page(tmp_path, Manifest(stage="compare", version=1, fingerprint="0" * 16, config={}, parents={}))
     assert "Worse than before (1 in all" in page and "Better than before (55 in all" in page
     assert "before (1): 7" in page and "after (0): 3" in page and page.count("data:image/png") == 1 + 48
     sizes = [Image.open(io.BytesIO(base64.b64decode(data))).size for data in re.findall(r"png;base64,([^\"]+)", page)]
     assert sizes[0][0] > 1.9 * sizes[1][0], "one picture of two is shown"
-    summary = json.loads((tmp_path / "report.json").read_text())["summary"]
+    report = json.loads((tmp_path / "report.json").read_text())
+    summary, others = report["summary"], report["sections"][-1]
+    assert len(others["rows"]) == 56 - (1 + 48) and not keys & {row[0] for row in others["rows"]}, "each is shown once"
     assert summary["answers"] == {"better": 55, "worse": 1, "alike": 4}
     assert summary["score before"] == pytest.approx((0.1 + 0.5) / 2)
 

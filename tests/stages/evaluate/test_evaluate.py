@@ -161,9 +161,9 @@ def test_the_report_shows_wrong_answers_first(tmp_path):
     samples = [conversation(f"digits/{i:08d}", [("<image>Which?", "7")], [picture(i)]) for i in range(3)]
     artifact = _scored(tmp_path, samples, [_said(sample, text, True, 1) for sample, text in zip(samples, "717")])
     sections = json.loads((artifact.dir / "report.json").read_text())["sections"]
-    pictures = [section["captions"] for section in sections if section["kind"] == "pictures"]
-    assert [len(captions) for captions in pictures] == [1, 2]
-    assert pictures[0][0] == "Which?\nanswer: 1\nreference: 7\nexact_match 0\ndigits/00000001"
+    pictures = [section["images"] for section in sections if section["kind"] == "pictures"]
+    assert [len(images) for images in pictures] == [1, 2]
+    assert pictures[0][0]["caption"] == "Which?\nanswer: 1\nreference: 7\nexact_match 0\ndigits/00000001"
 
 
 def test_a_sample_that_could_not_be_asked_is_left_out_and_counted(tmp_path):

@@ -1,5 +1,7 @@
 """Templates are complete, escape all values, and are in a wheel."""
 
+import re
+
 import jinja2
 import pytest
 from setuptools import Distribution
@@ -27,21 +29,18 @@ def test_a_wheel_has_every_file_that_is_no_module():
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.endswith(".html.j2")])
-def test_only_sections_of_reports_stand_unescaped(name):
-    """The template of sections uses `safe` twice: for HTML in a report, and for a dot between figures."""
+def test_nothing_stands_unescaped(name):
     source = (TEMPLATES / name).read_text()
-    assert source.count("| safe") == (2 if name == "sections.html.j2" else 0)
-    assert "autoescape" not in source and "http" not in source.replace("http-equiv", "")
+    assert "| safe" not in source and "autoescape" not in source and "http" not in source.replace("http-equiv", "")
 
 
 def test_what_is_put_in_is_escaped():
-    parts = render_part(
-        "learnt.html.j2", samples=[{"key": HOSTILE, "sources": [], "runs": [], "num_tokens": 1, "num_learnt": 1}]
-    )
-    assert "<script" not in parts and "&lt;script&gt;" in parts
-    assert render("page.html.j2", title=HOSTILE, summary={}, sections=[]).count("<script") == 0
+    message = {"kind": HOSTILE, "role": HOSTILE, "texts": [HOSTILE], "first_image": 0}
+    card = {"key": HOSTILE, "figures": [HOSTILE], "subset": HOSTILE, "pictures": [], "num_images": 0}
+    parts = render_part("samples.html.j2", cards=[card | {"messages": [message]}])
+    assert "<script" not in parts and "onload" in parts and not re.search(r"""["']\s*onload""", parts)
 
 
 def test_a_name_that_was_not_given_is_an_error():
-    with pytest.raises(jinja2.UndefinedError, match="'title' is undefined"):
-        render("page.html.j2", summary={}, sections=[])
+    with pytest.raises(jinja2.UndefinedError, match="'summary' is undefined"):
+        render("page.html.j2", title="x", name="x", contents="", made_from=None)

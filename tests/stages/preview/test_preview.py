@@ -1,4 +1,4 @@
-"""Preview pages: everything of the artifact is shown, no foreign text becomes HTML, and the bytes never change."""
+"""Pages of artifacts: everything of the artifact is shown, no foreign text becomes HTML, and the bytes never change."""
 
 import io
 import os
@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from dataset_builders.contracts.bins import read_bins
-from dataset_builders.contracts.manifest import MANIFEST, Manifest, Parent
+from dataset_builders.contracts.manifest import MANIFEST, FileEntry, Manifest, Parent
 from dataset_builders.contracts.sample import IMAGE_SLOT, SPLITS, Message, Sample, image_digests
 from dataset_builders.contracts.shard_io import read_record
 from dataset_builders.contracts.tokenized import read_pixel_store
@@ -20,12 +20,11 @@ from dataset_builders.errors import InputError
 from dataset_builders.pictures.images import read_rgb
 from dataset_builders.pictures.pixel_codecs import decode_sample
 from stages.artifacts.artifact import Artifact
-from stages.artifacts.run_stage import PREVIEW_HTML, run_stage
+from stages.artifacts.run_stage import run_stage
 from stages.encode.chat import ChatEncoder
 from stages.inputs.hf_directory import processor_input
-from stages.pages.dataset_card import DATASET_CARD
-from stages.pages.page import counted
-from stages.pages.report import Table, Text, write_report
+from stages.pages.page import REPORT_HTML, counted
+from stages.pages.report import Drawing, Table, write_report
 from stages.plan_bins.stage import STAGE as PLAN_BINS
 from stages.plan_bins.stage import PlanBinsConfig
 from stages.preview.render import PreviewOptions, render_preview
@@ -87,7 +86,6 @@ def made(tmp_path_factory) -> Made:
     }
     first = make_samples_artifact(root / "artifacts" / "convert" / "new", shards)
     samples_dir = first.dir.rename(first.dir.with_name(first.manifest.fingerprint))
-    (samples_dir / DATASET_CARD).write_text("# made\n")
     samples = Artifact.load(samples_dir)
     hf_dir = root / "artifacts" / "embedded_model" / ("e" * 16) / "hf"
     shutil.copytree(tiny_hf_dir(), hf_dir)
@@ -108,9 +106,9 @@ def _cards(page: str) -> dict[str, Element]:
     return {card.find("code")[0].text: card for card in parse_page(page).find("section", "card")}
 
 
-def test_a_stage_leaves_the_page_of_a_preview(made):
+def test_a_stage_leaves_the_page_that_the_command_makes(made):
     for artifact in (made.tokenized, made.bins):
-        assert (artifact.dir / PREVIEW_HTML).read_text(encoding="utf-8") == _page(artifact, num_samples=12)
+        assert (artifact.dir / REPORT_HTML).read_text(encoding="utf-8") == _page(artifact, num_samples=12)
 
 
 def test_samples_stand_with_their_pictures_roles_and_slots(made):
@@ -172,7 +170,7 @@ def test_hostile_text_stays_text(made):
     manifest = Manifest(stage="other", version=1, fingerprint="0" * 16, stats={HOSTILE: HOSTILE}, **hostile)
     page = _page(Artifact(made.root / "artifacts" / "other" / "x", manifest))
     assert_self_contained(page)
-    assert page.count("onload=") == page.count("onload=&#39;x&#39;") > 4
+    assert page.count("onload=") == page.count("onload=&#39;x&#39;") == 4, "a setting, its value, a parent's name twice"
     assert not parse_page(page).find("img")
 
 
@@ -275,20 +273,25 @@ def test_any_other_stage_shows_manifest_report_and_parents(made, tmp_path):
     directory.mkdir(parents=True)
     config = {"optim": {"lr": 0.001}, "names": ["a", "b"]}
     manifest = Manifest(
-        stage="train", version=3, fingerprint=directory.name, config=config, parents=parents, stats={"steps": 7}
+        stage="train",
+        version=3,
+        fingerprint=directory.name,
+        config=config,
+        parents=parents,
+        files=[FileEntry(name="model.pt", size_bytes=99_000, sha256="5" * 64)],
     )
     manifest.write(directory)
-    sections = [Text("Loss", '<svg style="x"><path d="M0 0"/></svg>'), Table("Times", ["part"], [["vision"]])]
+    sections = [Drawing("Loss", '<svg xmlns="http://www.w3.org/2000/svg"/>'), Table("Times", ["part"], [["vision"]])]
     write_report(directory, title="train", summary={"tokens": 12345}, sections=sections)
     page = _page(Artifact.load(directory), link_from=made.root / "artifacts")
     assert_self_contained(page)
     root = parse_page(page)
-    for wanted in ("12,345", "optim.lr", "0.001", "a, b", "steps", "version 3", "vision", "Loss"):
+    for wanted in ("12,345", "optim.lr", "0.001", "a, b", "version 3", "vision", "Loss", "model.pt", "99,000"):
         assert wanted in root.text
-    assert root.find("svg") and not root.find("nav")
+    assert root.find("img", "curve") and not root.find("nav") and not root.find("script")
     (link,) = root.find("a")
     assert link.attributes["href"] == f"tokenize/{made.tokenized.manifest.fingerprint}/report.html"
-    assert f"hf_dir/{'f' * 16} (no artifact beside this one)" in root.text
+    assert f"model hf_dir {'f' * 16}" in root.text
     assert not parse_page(_page(Artifact.load(directory))).find("a"), "no links on a page that goes elsewhere"
     shutil.rmtree(directory.parent)
 

@@ -1,5 +1,6 @@
 """The report of a training shows measured values next to those that the plan had predicted."""
 
+import base64
 import json
 from pathlib import Path
 
@@ -52,7 +53,7 @@ def test_the_prediction_stands_beside_what_rank_0_measured(tmp_path):
         metrics_row(step, vision_seconds=vision, language_seconds=language, step_seconds=whole, memory_gb=20.0 + step)
         for step, (vision, language, whole) in enumerate(seconds, 1)
     ]
-    write_train_report(tmp_path, HALF, rows, {}, PREDICTED)
+    write_train_report(tmp_path, rows, {}, PREDICTED)
     title = "What the plan predicted for an H200: rank 0, 20% of the step waiting"
     assert tables(tmp_path)[title] == [
         ["vision_seconds", 3.0, 2.8],
@@ -60,9 +61,9 @@ def test_the_prediction_stands_beside_what_rank_0_measured(tmp_path):
         ["step_seconds", 5.0, 5.5],
         ["memory_gb", 25.2, 23.0],
     ]
-    write_train_report(tmp_path, HALF, rows, {})
+    write_train_report(tmp_path, rows, {})
     assert not [title for title in tables(tmp_path) if "predicted" in title]
-    write_train_report(tmp_path, HALF, [], {}, PREDICTED)
+    write_train_report(tmp_path, [], {}, PREDICTED)
     assert not [title for title in tables(tmp_path) if "predicted" in title]
 
 
@@ -89,7 +90,8 @@ def test_rank_0_of_a_world_with_vision_ranks_encodes_nothing(tmp_path):
 
 def test_what_layers_report_is_a_curve(tmp_path):
     rows = [metrics_row(step, layers_expert_load=1.5 + step, layers_experts_idle=0.1) for step in (1, 2)]
-    write_train_report(tmp_path, CONFIG, rows, {})
+    write_train_report(tmp_path, rows, {})
     sections = json.loads((tmp_path / REPORT_JSON).read_text())["sections"]
     (curve,) = [section for section in sections if section["title"] == "Figures of the layers"]
-    assert "<svg" in str(curve) and "layers_experts_idle" in str(curve)
+    svg = base64.b64decode(curve["source"].removeprefix("data:image/svg+xml;base64,")).decode()
+    assert "<svg" in svg and "layers_experts_idle" in svg

@@ -24,6 +24,7 @@ from stages.train import stage as train
 from stages.train.run_trainer import MetricsFollower, StageStopped, TrainerFailed
 from stages.train.stage import make_run_config, read_metrics
 from tests.helpers.fake_trainer import metrics_row
+from tests.helpers.pages import parse_page
 from tests.helpers.run_dir import changed
 from tests.helpers.tiers import full
 from tests.helpers.tiny_model import tiny_hf_dir
@@ -81,8 +82,8 @@ def test_a_finished_training_is_an_artifact_with_its_figures(inputs, tmp_path):
     assert (result.artifact.dir / stats["checkpoint"]).is_dir()
     assert [row.step for row in rows] == [1, 2, 3, 4]
     assert "fake trainer train" in lines
-    page = (result.artifact.dir / "report.html").read_text()
-    assert page.count("<svg") == 4
+    page = parse_page((result.artifact.dir / "report.html").read_text())
+    assert len(page.find("img", "curve")) == 4 and "optim.lr" in page.text
     assert _run(inputs, tmp_path).reused
 
 

@@ -38,4 +38,4 @@ def _run(
     return StageOutput(stats={"words": words.total()})
 
 
-STAGE = Stage("word_count", VERSION, _run, preview="stages.preview.render:stage_preview")
+STAGE = Stage("word_count", VERSION, _run)

@@ -1,4 +1,4 @@
-// Walks through the cards of a preview by buttons or arrow keys, and shows those of one group.
+// Walks through the cards of a page by buttons or arrow keys, and shows those of one group.
 (() => {
   const all = selector => [...document.querySelectorAll(selector)];
   all("img[data-of]").forEach(image => { image.src = document.getElementById(image.dataset.of).src; });
