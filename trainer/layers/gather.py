@@ -102,9 +102,6 @@ def to_heads(x: torch.Tensor, order: torch.Tensor, group: ProcessGroup) -> torch
 
     The input is this rank's tokens with the values of each rank's heads. The output is all tokens in the bin's order,
     with the values of this rank's heads.
-
-    Args:
-        order: see `gather_sequence`.
     """
     return _Turn.apply(x, order, group, _turn_to_heads, _turn_to_sequence)
 
