@@ -25,12 +25,10 @@ def _merge(inverse, system, corner, PRECISION: tl.constexpr):
 
 @triton.jit
 def _invert_small(system, SIZE: tl.constexpr, PRECISION: tl.constexpr):
-    """Return (I + system)^-1 for a strictly lower triangular (blocks, SIZE = 16, SIZE).
-
-    It merges blocks of 2, 4, 8 and 16 with matrix products, and is as stable as substitution.
-    """
+    """Return (I + system)^-1 for a strictly lower triangular (blocks, SIZE = 16, SIZE), as stable as substitution."""
     row = tl.arange(0, SIZE)[None, :, None]
     col = tl.arange(0, SIZE)[None, None, :]
+    # Blocks of 2, then of 4, 8 and 16 by matrix products.
     inverse = tl.where(row == col, 1.0, 0.0) - tl.where((row == col + 1) & (row % 2 == 1), system, 0.0)
     inverse = _merge(inverse, system, (row // 4 == col // 4) & (row // 2 > col // 2), PRECISION)
     inverse = _merge(inverse, system, (row // 8 == col // 8) & (row // 4 > col // 4), PRECISION)
