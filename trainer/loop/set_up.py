@@ -105,11 +105,8 @@ def build_chunks(
     *,
     is_empty: bool = False,
 ) -> list[torch.nn.Module]:
-    """Build the chunks of the model that this rank holds, with the weights of `run.hf_dir`, on its device.
-
-    Args:
-        is_empty: build the chunks without memory; `share_model` then divides and fills them.
-    """
+    """Build the chunks of the model that this rank holds, with the weights of `run.hf_dir`, on its device; or without
+    memory (`is_empty`), for `share_model` to divide and fill them."""
     build, rules, parallel = load(family.model), family.weight_rules(shape), run.execution.parallel
     check_precision(run.train.precision, run.execution.modules, host_of(mesh.device))
     modules = choose_modules(run.execution.modules, mesh.device, run.execution.parallel.cp)
@@ -159,7 +156,6 @@ def give_adapters(
     """Add adapters to chunks, or to copies of a part, and train only the adapters; no effect without adapters.
 
     Args:
-        rules: the model's table of weights.
         start: PEFT directory with the adapters' values; None: the adapters are new, or loaded afterwards.
     """
     config = run.train.adapter
@@ -264,7 +260,6 @@ def _resume(trainer: Trainer) -> None:
 
 
 def _log_arithmetic(trainer: Trainer) -> None:
-    """Log the division of the world, the global batch, the bins and the epochs."""
     run, mesh, bins = trainer.run, trainer.mesh, trainer.order.reader.bins
     p = run.execution.parallel
     samples = sum(part.num_rows for part in bins.partitions)

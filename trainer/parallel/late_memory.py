@@ -49,11 +49,12 @@ def _like(param: torch.nn.Parameter, device: str) -> torch.nn.Parameter:
 
 
 def return_freed_matrices() -> None:
-    """Make glibc map every allocation of a megabyte or more separately, and unmap it when it is freed. By default glibc
-    raises this threshold up to 32 MB as large blocks are freed. Freed blocks below it stay in the heap between blocks
-    in use; after many matrices of unlike sizes the heap is several times as large as the memory in use."""
+    """Make glibc map every allocation of a megabyte or more separately, and unmap it when it is freed."""
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
+        # By default glibc raises this threshold up to 32 MB as large blocks are freed. Freed blocks below it stay in
+        # the heap between blocks in use; after many matrices of unlike sizes the heap is several times as large as the
+        # memory in use.
         set_option(_MMAP_THRESHOLD, 1 << 20)
 
 
