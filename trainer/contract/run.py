@@ -179,6 +179,7 @@ class TrainConfig(StrictModel):
 
     @model_validator(mode="after")
     def _warmup_fits(self) -> "TrainConfig":
+        # `for_bins` checks a length in epochs and a warmup as a share.
         if None not in (self.num_steps, self.optim.warmup_steps) and self.optim.warmup_steps >= self.num_steps:
             raise ValueError(
                 f"optim.warmup_steps={self.optim.warmup_steps} leaves nothing of num_steps={self.num_steps}; "

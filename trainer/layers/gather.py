@@ -13,6 +13,7 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, gathered_rows, encoders, users):
         ctx.encoders, ctx.users, ctx.count = encoders, users, len(rows)
+        # The gather needs as many rows from every rank.
         padded = rows.new_zeros(gathered_rows, rows.size(1))
         padded[: len(rows)] = rows
         if encoders.size() == 1:
@@ -23,6 +24,7 @@ class _GatherRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        # Each user has only the gradient from its own tokens.
         if ctx.users.size() > 1 and grad.numel():
             grad = grad.contiguous()
             dist.all_reduce(grad, group=ctx.users)
@@ -55,6 +57,7 @@ class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         (order,) = ctx.saved_tensors
+        # Back in the ranks' order; each rank has only the gradient from its own queries or tokens.
         grad = grad.index_select(0, order)
         dist.all_reduce(grad, group=ctx.group)
         return grad.chunk(ctx.group.size())[ctx.group.rank()], None, None

@@ -86,10 +86,13 @@ def _steps(
         try:
             interval.add_step(batches, per_step)
             step, is_last = trainer.step, trainer.step == run.train.num_steps
+            # One reduction a step tells every rank of a signal and of an unfinished write, so that all ranks act at the
+            # same step.
             stop, is_writing = mesh.any(trainer.is_told_to_stop(), saver.is_writing)
             saves = is_last or stop or step % run.execution.checkpoint.save_interval == 0
             collect_after(step)
             interval.end_step(is_logged=stop or is_logged(trainer, step), waits=saves or is_heldout_step(trainer, step))
+        # A save under way is of an earlier step, whose numbers were read before it began.
         except NotFinite:
             saver.finish()
             raise

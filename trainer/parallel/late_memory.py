@@ -44,7 +44,7 @@ def all_with_memory(model: torch.nn.Module) -> None:
 
 def _like(param: torch.nn.Parameter, device: str) -> torch.nn.Parameter:
     moved = torch.nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
-    moved.__dict__.update(param.__dict__)
+    moved.__dict__.update(param.__dict__)  # marks such as tensor_model_parallel
     return moved
 
 

@@ -141,7 +141,7 @@ def rank_mesh(parallel: ParallelConfig, seed: int, on_lost: Callable[[str], None
                 virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
                 context_parallel_size=parallel.cp,
                 expert_model_parallel_size=parallel.ep,
-                expert_tensor_parallel_size=1,
+                expert_tensor_parallel_size=1,  # tensor-parallel ranks do not divide an expert
                 create_gloo_process_groups=True,
             )
             seed_rank(seed)

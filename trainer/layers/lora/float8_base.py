@@ -127,7 +127,7 @@ def pack_layer(linear: Any, device: torch.device) -> None:
     divides_input = getattr(whole, "tensor_model_parallel", False) and whole.partition_dim == 1
     codes, scale = pack(whole.detach().to(device), linear.tp_group if divides_input else None)
     param = torch.nn.Parameter(codes, requires_grad=False)
-    param.__dict__.update(whole.__dict__)
+    param.__dict__.update(whole.__dict__)  # marks such as tensor_model_parallel
     parameters_of(linear)["weight"] = param
     linear.register_buffer("row_scale", scale, persistent=False)
     linear.__class__ = _with_float8(type(linear))

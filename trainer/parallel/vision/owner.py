@@ -60,6 +60,7 @@ class VisionOwner(ExchangeSide):
             weights = flatten_together([param.detach() for param in moving])
             for work in [self._links.to_worker.send([weights], copy, 0) for copy in self._copies]:
                 work.wait()
+        # The workers have returned the last step's gradients of the weights, so all that was sent to them has arrived.
         self.retire(math.inf)
         coming = (self._with_own(batch) for batch in islice(batches, count))
         # The first are encoded at once, before the schedule makes a rank wait for another rank's hidden states.
@@ -85,6 +86,8 @@ class VisionOwner(ExchangeSide):
         if self._encode:
             return dataclasses.replace(batch, features=self._encode(batch))
         own = torch.empty(0, self._width, dtype=self._params[0].dtype, device=self._device)
+        # Without an input that requires a gradient, autograd would not call `_Joined.backward`, which sends the
+        # gradients back.
         return dataclasses.replace(batch, features=own.requires_grad_(bool(self.trained)))
 
     def _with_all(self, number: int, batch: MicroBatch) -> MicroBatch:

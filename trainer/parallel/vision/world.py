@@ -66,6 +66,7 @@ class VisionWorld:
         """Return every process's text, by rank; a collective of the job."""
         self.store.set(f"{name}/{self.rank}", value)
         everybody = range(self.language_ranks + self.vision_ranks)
+        # `get` waits until the process has set its text.
         return [self.store.get(f"{name}/{rank}").decode() for rank in everybody]
 
     def workers_of(self, replica: int, place: int, places: int, dp: int) -> tuple[list[int], list[int]]:

@@ -116,6 +116,7 @@ def _split_backward(
             n2 *= w2
             mean = ((tl.sum(n1 * x1, 1) + tl.sum(n2 * x2, 1)) / D)[:, None]
             n1, n2 = rstd * (n1 - x1 * mean), rstd * (n2 - x2 * mean)
+        # Values are neither normalised nor rotated.
         n1, n2 = tl.where(is_v, v1, n1), tl.where(is_v, v2, n2)
         if SUM:
             total1 += n1

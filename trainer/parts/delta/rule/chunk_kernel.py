@@ -55,6 +55,7 @@ def chunk_decay(decay, C: tl.constexpr):
     """Return exp(G_i - G_j) where i >= j, else 0: (C,) -> (C, C)."""
     row = tl.arange(0, C)[:, None]
     col = tl.arange(0, C)[None, :]
+    # Masked before exp too, which would overflow above the diagonal.
     return tl.where(row >= col, tl.exp(tl.where(row >= col, decay[:, None] - decay[None, :], 0.0)), 0.0)
 
 
