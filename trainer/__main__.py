@@ -11,7 +11,6 @@ from pathlib import Path
 
 
 def parse_args(argv: list[str]) -> Path:
-    """Return the only argument: the path of a run.json."""
     parser = argparse.ArgumentParser(prog="torchrun -m trainer")
     parser.add_argument("run_json", type=Path, help="a RunConfig or EncodeRun, written by a stage")
     return parser.parse_args(argv).run_json

@@ -39,7 +39,6 @@ def write_peft_directory(
 
     Args:
         tensors: the trained tensors of the whole model, by PEFT's names without their common prefix.
-        layers: the adapted layers of the whole model.
         whole: names of the modules that were trained whole.
     """
     directory.mkdir(parents=True, exist_ok=True)
@@ -52,13 +51,11 @@ def write_peft_directory(
 
 
 def load_peft_directory(models: Sequence[MegatronModule], directory: Path, rules: Sequence[Rule]) -> None:
-    """Fill the trained parameters of this rank's chunks from a PEFT directory.
+    """Fill the trained parameters of this rank's chunks from a PEFT directory, which must hold these tensors and no
+    others.
 
     Args:
         rules: the table of the whole model's trained parameters.
-
-    Raises:
-        InputError: a tensor is missing, is left over or has another shape.
     """
     source = HFTensors(directory)
     table = {rule.ours: replace(rule, hf=tuple(PREFIX + name for name in rule.hf)) for rule in rules}
@@ -82,13 +79,9 @@ def with_adapters(
     trained: Mapping[str, torch.Tensor],
     config: AdapterConfig,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the base model's tensors in the table's order, with the adapters merged into the adapted ones. Tensors that
-    were not trained are unchanged, bit for bit.
-
-    The arithmetic is that of PEFT's LoraLayer.merge, in float32; the result is rounded once, to the base's dtype.
+    """Yield the base model's tensors in the table's order, with the adapters merged into the adapted ones.
 
     Args:
-        source: the base model.
         rules: the base model's table of weights, in the form in which `source` stores them.
         layers: the adapted layers of the whole model.
         trained: the trained tensors by PEFT's names without their common prefix.
@@ -101,8 +94,10 @@ def with_adapters(
         for name in rule.hf:
             stored, module = source.get(name), name.removesuffix(".weight")
             if module + LORA_A not in trained:
+                # A tensor that was not trained is unchanged, bit for bit.
                 yield name, trained.get(name, stored)
                 continue
+            # The arithmetic of PEFT's LoraLayer.merge, in float32; the result is rounded once, to the base's dtype.
             weight, a, b = (tensor.float() for tensor in (stored, trained[module + LORA_A], trained[module + LORA_B]))
             weight += b @ a * config.scaling
             if (magnitude := trained.get(module + MAGNITUDE)) is not None:

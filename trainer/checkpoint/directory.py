@@ -46,11 +46,7 @@ def keep_aside(checkpoint: Path) -> Path:
 
 
 def read_step(checkpoint: Path, run: RunConfig) -> int:
-    """Return the step of a checkpoint, after checking that it belongs to this run.
-
-    Raises:
-        InputError: the checkpoint is damaged, has another format, or belongs to another base model or training config.
-    """
+    """Return the step of a checkpoint, after checking that it belongs to this run."""
     meta = read_checkpoint_record(checkpoint)
     if meta["format_version"] != FORMAT_VERSION:
         raise InputError(
@@ -71,22 +67,18 @@ def read_step(checkpoint: Path, run: RunConfig) -> int:
 
 
 def not_kept(directory: Path, config: CheckpointConfig) -> list[Path]:
-    """Return the checkpoints that may be deleted."""
     every = config.keep_every
     return [p for p in list_checkpoints(directory)[: -config.keep_last] if every is None or _step_of(p) % every]
 
 
 def missing_room(run: RunConfig, size: int, step: int) -> str | None:
-    """Return a message if the disk has no room for all checkpoints that will exist at a time; None if it has room.
-
-    Args:
-        size: bytes of a checkpoint.
-        step: step at which the run begins.
-    """
+    """Return a message if the disk has no room for all checkpoints, of `size` bytes each, that will exist at a time;
+    None if it has room. The run begins at `step`."""
     config, num_steps = run.execution.checkpoint, run.train.num_steps
     interval, directory = config.save_interval, run.output_dir / CHECKPOINTS
     to_come = -(-num_steps // interval) - step // interval
     kept = config.keep_last + (num_steps // math.lcm(interval, config.keep_every) if config.keep_every else 0)
+    # One more than are kept: an old checkpoint is deleted only when the new one is whole.
     more = min(to_come, max(1, kept + 1 - len(list_checkpoints(directory))))
     return too_little(directory, more * size, f"{more} checkpoints more, as many as there are at a time")
 
@@ -114,6 +106,5 @@ def delete(checkpoint: Path) -> None:
 
 
 def delete_leftovers(directory: Path) -> None:
-    """Delete the leftovers of interrupted saves and deletions."""
     for leftover in (*directory.glob("saving-*"), *directory.glob("deleting-*")):
         shutil.rmtree(leftover)

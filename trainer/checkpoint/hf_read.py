@@ -45,11 +45,7 @@ class HFTensors:
 
     def get_slice(self, name: str, dim: int, rank: int, size: int, runs: Sequence[int] = (1,)) -> torch.Tensor:
         """Return the rank-th of `size` equal slices along `dim`; only its bytes are read. A tensor that is fused from
-        several runs along `dim` is sliced run by run.
-
-        Args:
-            runs: relative lengths of the runs.
-        """
+        several runs along `dim`, of these relative lengths, is sliced run by run."""
         with self._open(name) as file:
             stored = file.get_slice(name)
             unit = stored.get_shape()[dim] // sum(runs)
@@ -85,16 +81,11 @@ def load_hf_weights(
     carried: tuple[str, ...] = (),
     on_loaded: Callable[[str], None] | None = None,
 ) -> int:
-    """Fill every parameter of this rank's chunk from `hf_dir`, except adapters, and return their number. A parameter
-    without memory gets memory just before it is filled, so that at most one waits to be replaced by `on_loaded`.
+    """Fill every parameter of this rank's chunk from `hf_dir`, except adapters, and return their number.
 
     Args:
-        rules: the whole model's table of weights.
         carried: name prefixes of tensors that the model does not use and that are not an error.
         on_loaded: called with the table's name of each parameter after it is filled.
-
-    Raises:
-        InputError: a tensor is missing, has another shape, or is left over.
     """
     source = HFTensors(hf_dir)
     table = {rule.ours: rule for rule in stored_rules(rules, source.names())}
@@ -103,6 +94,7 @@ def load_hf_weights(
     named = zip(global_names(model), model.named_parameters(), strict=True)
     names = [(name, own) for (name, _), (own, _) in named if ".adapter." not in name]
     for name, own in names:
+        # Memory comes just before the numbers, so that at most one parameter waits to be replaced by `on_loaded`.
         fill(with_memory(model, own), source, table[name], model)
         if on_loaded is not None:
             on_loaded(name)
@@ -111,11 +103,7 @@ def load_hf_weights(
 
 @torch.no_grad()
 def fill(param: torch.nn.Parameter, source: HFTensors, rule: Rule, model: MegatronModule) -> None:
-    """Fill a chunk's parameter with this rank's slice of its HF tensors; a divided parameter gets its rows of that.
-
-    Raises:
-        InputError: a tensor is missing, or has another shape.
-    """
+    """Fill a chunk's parameter with this rank's slice of its HF tensors; a divided parameter gets its rows of that."""
     part = read_part(source, rule, param, model)
     if part.shape != param.shape:
         raise InputError(
@@ -134,6 +122,7 @@ def read_part(source: HFTensors, rule: Rule, param: torch.nn.Parameter, model: M
         share = len(rule.hf) // size
         return packing.fuse([source.get(name) for name in rule.hf[rank * share : (rank + 1) * share]], size)
     if packing.mixes_ranks:
+        # This rank's part is no slice of the HF tensors, so each rank reads them whole.
         return packing.fuse([source.get(name) for name in rule.hf], 1).chunk(size, axis)[rank]
     runs = packing.runs(len(rule.hf))
     parts = [source.get_slice(name, axis, rank, size, runs[i]) for i, name in enumerate(rule.hf)]
@@ -151,8 +140,8 @@ def is_of_experts(param: torch.nn.Parameter) -> bool:
 
 
 def left_over(source: HFTensors, rules: Iterable[Rule], *, tied: bool) -> list[str]:
-    """Return the names of a directory's tensors that no rule uses, sorted. With tied weights the output projection is
-    not among them, because some directories store the tied weight twice."""
+    """Return the names of a directory's tensors that no rule uses, sorted."""
+    # Some directories store a tied weight a second time, as the output projection's.
     known = {name for rule in rules for name in rule.hf} | ({"lm_head.weight"} if tied else set())
     return sorted(source.names() - known)
 

@@ -47,12 +47,7 @@ def save_hf_weights(
 ) -> list[FileEntry]:
     """Write the weights as safetensors, in the dtypes of `source_dir`; a collective.
 
-    Tensors of `source_dir` that the model does not use, which were skipped when the model was read, are written last
-    and unchanged. A file is digested while the tensors of the next one are gathered; its bytes are still in the page
-    cache.
-
     Args:
-        rules: the whole model's table of weights.
         tensors: the model's tensors, in the table's order; None: gather the tensors that the chunks hold.
 
     Returns:
@@ -60,6 +55,7 @@ def save_hf_weights(
     """
     source = HFTensors(source_dir)
     rules = stored_rules(rules, source.names())
+    # Tensors that the model does not use, and that reading skipped, are written last and unchanged.
     carried = left_over(source, rules, tied=chunks[0].share_embeddings_and_output_weights)
     names_of_table = (name for rule in rules for name in rule.hf)
     stored = {name: source.header(name) for name in (*names_of_table, *carried)}
@@ -76,6 +72,8 @@ def save_hf_weights(
             if mesh.is_main:
                 ready = {name: _as_stored(tensor, *stored[name]) for name, tensor in of_file.items()}
                 save_file(ready, out_dir / file, metadata={"format": "pt"})
+                # While the next file's tensors are gathered, this one is digested; its bytes are still in the page
+                # cache.
                 entries.append(pool.submit(file_entry, out_dir, file))
     total = sum(sizes.values())
     if mesh.is_main and len(files) > 1:
@@ -135,6 +133,7 @@ def _owners(params: dict[str, torch.nn.Parameter], mesh: Mesh) -> dict[str, list
         everybody = [{} for _ in range(mesh.world_size)]
         dist.all_gather_object(everybody, mine)
     owners: dict[str, list[_Slice]] = {}
+    # By rank, which is the order of a parameter's slices.
     for name, part in itertools.chain.from_iterable(held.items() for held in everybody):
         owners.setdefault(name, []).append(part)
     return owners

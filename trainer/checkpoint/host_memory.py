@@ -23,12 +23,7 @@ log = logging.getLogger("athanor.trainer")
 
 
 class HostMemory:
-    """Host memory for tensors of given sizes, which may come in any order.
-
-    Args:
-        sizes: bytes of each tensor.
-        device: where the tensors are; for a GPU the memory is page-locked.
-    """
+    """Host memory for copies of a device's tensors with these `sizes` in bytes, which may come in any order."""
 
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
         self._sizes, self._device = sizes, device
@@ -40,7 +35,7 @@ class HostMemory:
 
     @staticmethod
     def needed(sizes: Iterable[int]) -> int:
-        """Return the bytes of memory that tensors of these sizes take."""
+        """Return the bytes that tensors of these sizes take, each in whole pages."""
         return sum(map(_in_pages, sizes))
 
     def _make(self) -> None:
@@ -54,6 +49,7 @@ class HostMemory:
             for size in self._sizes:
                 self._places.append(end)
                 end += _in_pages(size)
+                # A block ends with a tensor, so that no copy crosses a border of locked memory.
                 if end - start >= _BLOCK:
                     self._make_block(start, end)
                     start = end
@@ -63,11 +59,11 @@ class HostMemory:
             self._error = error
 
     def _make_block(self, start: int, end: int) -> None:
-        """Allocate and lock the pages of a block. A tensor is within one block, so that no copy crosses a border."""
+        """Allocate and lock the pages of a block."""
         if start == end:
             return
         block = torch.frombuffer(self._memory, dtype=torch.uint8, count=end - start, offset=start)
-        block.zero_()
+        block.zero_()  # the first write to a page allocates it
         if self._device.type == "cuda":
             error = torch.cuda.cudart().cudaHostRegister(block.data_ptr(), end - start, 0)
             if error == torch.cuda.cudart().cudaError.success:
@@ -127,8 +123,7 @@ def available_memory() -> int:
 
 
 def _left_in_groups() -> Iterator[int]:
-    """Yield the free bytes of each version 2 control group with a limit. The page cache, which can be reclaimed, counts
-    as free."""
+    """Yield the free bytes of each version 2 control group with a limit."""
     try:
         own = Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2].lstrip("/")
     except OSError:
@@ -141,6 +136,7 @@ def _left_in_groups() -> Iterator[int]:
         except (OSError, ValueError):
             continue
         if limit != "max":
+            # The page cache can be reclaimed, and counts as free.
             yield int(limit) - used + int(counts.get("inactive_file", 0)) + int(counts.get("active_file", 0))
 
 

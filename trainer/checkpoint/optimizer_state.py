@@ -81,8 +81,7 @@ def _whole(place: Stored, key: str, dtype: torch.dtype) -> Stored:
 def _param_state(
     optimizer: DistributedOptimizer, model_state: dict[str, Any], is_loading: bool = False, metadata: object = None
 ) -> dict[int, dict[str, object]]:
-    """Return parameter index -> name -> its pieces; when loading, the whole tensors that the optimizer requests. Before
-    the first update there are no moments, and the parameter, which has the same size, takes their role."""
+    """Return parameter index -> name -> its pieces; when loading, the whole tensors that the optimizer requests."""
     places = {place.data: place for place in nested_values(extract_sharded_tensors_and_factories(model_state)[0])}
     moments = getattr(optimizer.optimizer, "moments", torch.float32)
     dtypes = dict.fromkeys(_TENSORS, moments) | {"param": torch.float32}
@@ -94,6 +93,7 @@ def _param_state(
         if param in optimizer.model_param_gbuf_map:  # otherwise only other ranks hold it
             first = first_held(optimizer, param)
             tensors = held_tensors(optimizer, param)
+            # Before the first update there are no moments; the parameter, which has the same size, takes their role.
             numbers = {key: tensors.get(key, tensors["param"]).detach().view(-1) for key in _TENSORS}
             state[number] = {key: list(_pieces(places[param], key, numbers[key], first)) for key in _TENSORS}
     return state

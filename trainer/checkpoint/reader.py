@@ -6,9 +6,6 @@ variable TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD turns off) and the objects in `*.distc
 states of modules (`torch.load(weights_only=False)`). Importing this module replaces all three readers for the process:
 the contents of our own checkpoints are read, and any other name in a pickle is refused before it is called. Tensors in
 `*.distcp` are read with `weights_only=True` by torch itself.
-
-Transformer Engine itself unpickles the extra state of a module once more. A resume needs nothing from this state
-(float8 scales each tensor by its own largest value, without a history), so no module gets any.
 """
 
 import io
@@ -85,7 +82,9 @@ class ObjectPlanner(MCoreLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
         plain = load_plain(value, name)
-        if _EXTRA_STATE in name:  # see the top of this file
+        # Transformer Engine would unpickle a module's extra state itself. A resume needs nothing from it (float8 scales
+        # each tensor by its own largest value, without a history), so no module gets any.
+        if _EXTRA_STATE in name:
             plain = [None] * len(plain)
         set_in_nested(self.original_state_dict, self.mappings[name], plain)
 
@@ -104,7 +103,6 @@ def check_metadata(checkpoint: Path) -> None:
     """Check that `.metadata` can be read. torch itself would next look for one file per rank, and lose the reason.
 
     Raises:
-        CheckpointingException: the file cannot be read.
         CheckpointNotTrusted: the file would call code.
     """
     MetadataReader(checkpoint).read_metadata()

@@ -1,9 +1,7 @@
 """The states of the random number generators in a checkpoint.
 
 Dropout draws random numbers, and a resumed training should continue its sequence. The states are those of rank 0, so
-that every layout can load them. Generators that ranks share are restored on every rank. Generators of divided weights
-are restored only on tensor-parallel rank 0: with rank 0's states, other ranks would draw rank 0's numbers for their own
-slices.
+that every layout can load them.
 """
 
 import random
@@ -17,7 +15,6 @@ from trainer.libraries.megatron_private import set_device_rng_state
 
 
 def capture() -> dict[str, Any]:
-    """Return the states of this process."""
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(legacy=False),
@@ -37,5 +34,7 @@ def restore(saved: dict[str, Any], tp_rank: int) -> None:
     set_device_rng_state(saved["device"])
     tracker = tensor_parallel_random.get_cuda_rng_tracker()
     shared = tensor_parallel_random.get_data_parallel_rng_tracker_name()
+    # Only generators that ranks share, except on tensor-parallel rank 0: with rank 0's states, other ranks would draw
+    # rank 0's numbers for their own slices of divided weights.
     states = saved["tracker"] if tp_rank == 0 else {shared: saved["tracker"][shared]}
     tracker.set_states({**tracker.get_states(), **states})

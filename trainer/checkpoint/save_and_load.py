@@ -30,12 +30,9 @@ _SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_
 
 
 def newest_whole(directory: Path, mesh: Mesh) -> Path | None:
-    """Return the newest undamaged checkpoint of a directory, or None; a collective.
-
-    A newer, damaged checkpoint is renamed and reported in the log. Only rank 0 lists and renames, and all ranks use its
-    path, so that no two resume from different steps. Each rank reads a share of the files once; loading then finds them
-    in the page cache.
-    """
+    """Return the newest undamaged checkpoint of a directory, or None; a collective. A newer, damaged checkpoint is
+    renamed and reported in the log."""
+    # Only rank 0 lists and renames, and all ranks use its path, so that no two resume from different steps.
     while path := mesh.from_main(newest_path(directory) if mesh.is_main else None):
         damages = [damage for damage in mesh.gather(_damage_of(path, mesh)) if damage]
         if not damages:
@@ -60,6 +57,7 @@ def _damage_of(checkpoint: Path, mesh: Mesh) -> str | None:
     try:
         if mesh.is_main:
             read_checkpoint_record(checkpoint)
+        # Each rank reads a share of the files once; loading then finds them in the page cache.
         for path in state_files(checkpoint)[mesh.rank :: mesh.world_size]:
             check_state_file(path)
     except DamagedFile as error:
@@ -68,11 +66,7 @@ def _damage_of(checkpoint: Path, mesh: Mesh) -> str | None:
 
 
 def load(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, checkpoint: Path, mesh: Mesh) -> None:
-    """Fill the chunks of this rank and the optimizer from a checkpoint of any layout; a collective.
-
-    Raises:
-        InputError: the checkpoint belongs to another model or sharding, or cannot be read.
-    """
+    """Fill the chunks of this rank and the optimizer from a checkpoint of any layout; a collective."""
     _check_sharding(chunks[0], checkpoint)
     step = read_checkpoint_record(checkpoint)["step"]
     state = _load(state_of(chunks, optimizer, step, loading=True), checkpoint)
@@ -98,17 +92,14 @@ def _check_sharding(chunk: DistributedDataParallel | FullyShardedModel, checkpoi
 
 
 def load_model(models: Sequence[torch.nn.Module], checkpoint: Path) -> None:
-    """Fill bare chunks, without optimizer, from a checkpoint of any layout; a collective.
-
-    Raises:
-        InputError: the checkpoint belongs to another model, or cannot be read.
-    """
+    """Fill bare chunks, without optimizer, from a checkpoint of any layout; a collective."""
     _load_models(models, _load({name: state_of_model(model) for name, model in _named(models)}, checkpoint))
 
 
 def _load_models(models: Sequence[torch.nn.Module], state: dict[str, Any]) -> None:
     for name, model in _named(models):
         if name in state:  # otherwise the checkpoint has nothing for this chunk
+            # A checkpoint of a training with adapters lacks the frozen weights.
             model.load_state_dict(state[name], strict=not model.has_adapters)
 
 
@@ -130,11 +121,7 @@ def _named(models: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module
 def state_of(
     chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, step: int, *, loading: bool
 ) -> dict[str, Any]:
-    """Return the sharded state of this rank, for megatron-core to save or to load into. A state to save holds views.
-
-    Args:
-        step: step of the training, which is the number of the optimizer's updates.
-    """
+    """Return the sharded state of this rank, for megatron-core to save or to load into. A state to save holds views."""
     _give_adam_its_state(optimizer)
     rank = torch.distributed.get_rank()
     random_state = ShardedObject("rng", rng.capture(), (1,), (0,), replica_id=rank)  # rank 0 writes it, all read it

@@ -40,13 +40,10 @@ class Checkpointer:
     """A saver of one state at a time. Its methods are collectives: all ranks call them at the same step. Leaving its
     context stops an unfinished write.
 
-    Args:
-        step: step at which the training begins.
-
     Raises:
         InputError: (constructor, on all ranks) the disk has no room for the run's checkpoints.
-        RuntimeError: (any method, on all ranks) a save failed; the message names its directory. Earlier checkpoints
-            are untouched.
+        RuntimeError: (any method, on all ranks) a save failed; the message names its directory. Earlier checkpoints are
+            untouched.
     """
 
     def __init__(
@@ -96,6 +93,7 @@ class Checkpointer:
         request = dist_checkpointing.save(state, str(self._work), sharded_strategy=plan, async_sharded_save=True)
         self._file, self._finalize = plan.file, request.finalize_fns
         tensors = self._file.tensors
+        # The tensors are views of the optimizer's own. They are copied on the current stream, before the next update.
         copies = copied_one_by_one(tensors) if self._memory is None else self._memory.copy(tensors)
         self._writing = self._thread.submit(self._file.write, copies, self._ended)
         self._blocked = time.perf_counter() - self._begun
@@ -157,7 +155,6 @@ class Checkpointer:
         self._work.mkdir()
 
     def _publish(self) -> None:
-        """Write the record, rename the directory, and start the deletion of checkpoints that are not kept."""
         record = {
             "format_version": FORMAT_VERSION,
             "fingerprint": self._run.fingerprint,
@@ -178,11 +175,7 @@ class Checkpointer:
             self._deleting = self._thread.submit(directory.delete, old)
 
     def _on_main(self, work: Callable[[], None]) -> None:
-        """Do some work on rank 0, while all other ranks wait.
-
-        Raises:
-            RuntimeError: the work failed; on all ranks.
-        """
+        """Do some work on rank 0 while all other ranks wait; if it fails, all ranks raise."""
         problem = None
         if self._mesh.is_main:
             try:

@@ -172,6 +172,7 @@ def check_state_file(path: Path) -> str:
         digests = {int(start): digest for start, digest in json.loads(beside).items()}
         starts = sorted(digests)
         with path.open("rb") as file:
+            # An entry ends where the next one begins, so that no byte of the file is left out.
             for start, end in zip(starts, [*starts[1:], path.stat().st_size], strict=True):
                 if _digest_of_part(file, start, end) != digests[start]:
                     raise ValueError(f"{path.name}: the {end - start} bytes at {start} are not what was written")
@@ -190,9 +191,6 @@ def check_checkpoint(
     Args:
         digest: calls its second argument with its first, unless it already knows the result.
         fingerprint: the fingerprint of the training that the checkpoint must be of; None: any.
-
-    Raises:
-        DamagedFile: the content of a file differs, or the checkpoint is of another training.
     """
     record = read_checkpoint_record(checkpoint)
     if fingerprint not in (None, record["fingerprint"]):

@@ -76,9 +76,9 @@ class ParallelConfig(StrictModel):
 
     @model_validator(mode="after")
     def _fields_fit(self) -> "ParallelConfig":
-        """Check what needs neither a model nor a number of processes; layout.py checks the rest. `vision_split` may be
-        tensor_parallel with tp=1, and `sharding` may be fsdp on one rank: the result is the same as with the default.
-        """
+        """Check what needs neither a model nor a number of processes; layout.py checks the rest."""
+        # Allowed are vision_split=tensor_parallel with tp=1, and sharding=fsdp on one rank: the result is that of the
+        # default.
         if self.sequence_parallel and self.tp == 1:
             raise ValueError(
                 "sequence_parallel=true divides what tp ranks else hold whole, and tp=1; try sequence_parallel=false"

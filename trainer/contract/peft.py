@@ -70,8 +70,7 @@ _KEEPS_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
 def peft_config(
     config: AdapterConfig, modules: Sequence[str], whole: Sequence[str], stacks: Sequence[str] = ()
 ) -> dict[str, object]:
-    """Return the content of adapter_config.json; keys that are left out have PEFT's defaults. The base model's name is
-    null, because a training does not know it.
+    """Return the content of adapter_config.json; keys that are left out have PEFT's defaults.
 
     Args:
         modules: names of the adapted modules.
@@ -81,7 +80,7 @@ def peft_config(
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": None,
+        "base_model_name_or_path": None,  # a training does not know it
         "inference_mode": True,
         "r": config.rank,
         "lora_alpha": int(config.alpha) if config.alpha.is_integer() else config.alpha,  # PEFT expects a whole number
@@ -104,9 +103,6 @@ def read_peft_config(directory: Path, named: str) -> dict[str, Any]:
 
     Args:
         named: the directory's name in error messages.
-
-    Raises:
-        InputError: the directory holds no adapter, or an adapter with an unsupported feature.
     """
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (directory / name).is_file():
@@ -136,12 +132,7 @@ def adapts(path: Path, config: Mapping[str, Any], module: str) -> bool:
     """Whether PEFT gives a module an adapter. PEFT ignores a file's tensors of the modules without one.
 
     Args:
-        path: adapter_config.json.
-        config: the content of adapter_config.json.
         module: the name in PEFT of a linear layer, or of a module that holds one matrix per expert.
-
-    Raises:
-        InputError: a setting cannot be read.
     """
     holders = [name.rpartition(".")[0] for name in config.get("target_parameters") or ()]
     if holders and _is_named(path, "target_parameters", holders, module.removesuffix(".base_layer")):
@@ -176,12 +167,7 @@ def _is_named(path: Path, key: str, names: object, module: str) -> bool:
 
 def check_start(directory: Path, config: AdapterConfig | None) -> None:
     """Check that a training can start from the adapter in a PEFT directory. Whether the adapter has the same modules is
-    checked when its tensors are read.
-
-    Raises:
-        InputError: the directory holds no adapter, the adapter has an unsupported feature, or the training's settings
-            differ.
-    """
+    checked when its tensors are read."""
     if config is None:
         raise InputError(
             f"start_adapter={directory} is an adapter to go on from, and train.adapter is null; set train.adapter to "

@@ -130,11 +130,7 @@ class TrainConfig(StrictModel):
     )
 
     def for_bins(self, num_bins: int) -> "TrainConfig":
-        """Return this config with its epochs and warmup as numbers of steps, given the number of training bins.
-
-        Raises:
-            InputError: the warmup leaves no step.
-        """
+        """Return this config with its epochs and warmup as numbers of steps, given the number of training bins."""
         steps, optim = self.num_steps, self.optim
         if self.num_epochs is not None:
             steps = max(1, math.ceil(self.num_epochs * num_bins / self.global_batch_size))
@@ -155,7 +151,6 @@ class TrainConfig(StrictModel):
 
     @property
     def parts(self) -> dict[str, PartConfig]:
-        """The parts of the model by name."""
         return {"vision": self.vision, "merger": self.merger, "language": self.language}
 
     def part(self, name: str) -> PartConfig:
@@ -164,7 +159,6 @@ class TrainConfig(StrictModel):
 
     @property
     def frozen(self) -> set[str]:
-        """The parts that are not trained."""
         return {name for name, part in self.parts.items() if part.frozen}
 
     @model_validator(mode="after")
@@ -185,6 +179,7 @@ class TrainConfig(StrictModel):
 
     @model_validator(mode="after")
     def _warmup_fits(self) -> "TrainConfig":
+        # `for_bins` checks a length in epochs and a warmup as a share.
         if None not in (self.num_steps, self.optim.warmup_steps) and self.optim.warmup_steps >= self.num_steps:
             raise ValueError(
                 f"optim.warmup_steps={self.optim.warmup_steps} leaves nothing of num_steps={self.num_steps}; "
@@ -305,10 +300,6 @@ class _Task(BaseModel):
 
 
 def parse_run(text: str) -> RunConfig | EncodeRun:
-    """Parse the job of a run.json.
-
-    Raises:
-        ValidationError: the text is not a valid run.json.
-    """
+    """Parse the job of a run.json."""
     kind = EncodeRun if _Task.model_validate_json(text).task == "encode" else RunConfig
     return kind.model_validate_json(text)

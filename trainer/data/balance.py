@@ -19,13 +19,10 @@ TOLERANCE = 1e-3
 
 
 def spread_images(patches: Sequence[int], ranks: int) -> list[list[int]]:
-    """Return the image indices of each rank, ascending; a rank may get none.
+    """Return the image indices of each rank, ascending, given the patches of each image; a rank may get none.
 
     The images of one micro batch are assigned by patches: the largest first, each to the least loaded rank. Ties go to
     the lower image index and the lower rank.
-
-    Args:
-        patches: number of patches of each image.
     """
     loads = [(0, rank) for rank in range(ranks)]
     shares: list[list[int]] = [[] for _ in range(ranks)]
@@ -61,12 +58,10 @@ class CostModel:
     per_patch_squared: float
 
     def language(self, work: Work) -> float | np.ndarray:
-        """Return the cost of the language model."""
         linear = self.per_token * work.tokens + self.per_loss_token * work.loss_tokens
         return linear + self.per_token_squared * work.tokens_squared
 
     def vision(self, work: Work) -> float | np.ndarray:
-        """Return the cost of the vision encoder."""
         return self.per_patch * work.patches + self.per_patch_squared * work.patches_squared
 
     def without_vision(self) -> "CostModel":
@@ -83,34 +78,30 @@ def deal(costs: Sequence[float], ranks: int) -> list[list[int]]:
     """Assign the bins of one global batch to data-parallel ranks, the same number to each rank.
 
     Ranks wait for each other once per step, so their total costs should be equal. Under FSDP they wait at every micro
-    batch, so the m-th bins of all ranks, called a slot, should also be alike. Slots are cut from the bins sorted by
-    cost, every `ranks` bins: so the sum of the slots' costliest bins is the smallest possible. Slots whose bins differ
-    most are assigned first; in a slot the costliest bin goes to the rank with the smallest total so far. Then bins of
-    the costliest rank are swapped for cheaper ones until totals agree within TOLERANCE.
-
-    Each rank's costliest bin runs first. So a bin that does not fit in memory fails at the first micro batch, not in
-    the middle of the step, and the allocator gets its largest blocks before it needs smaller ones.
+    batch, so the m-th bins of all ranks, called a slot, should also be alike.
 
     Args:
         costs: cost of each bin; ties are broken by index.
 
     Returns:
         Indices into `costs`, one list per rank, in the order to run them.
-
-    Raises:
-        ValueError: the number of bins is not a multiple of the number of ranks.
     """
     if len(costs) % ranks:
         raise ValueError(f"{len(costs)} bins cannot be dealt evenly to {ranks} ranks")
     falling = sorted(range(len(costs)), key=lambda i: -costs[i])
+    # Cut from the sorted bins, so that the sum of the slots' costliest bins is the smallest possible.
     slots = [falling[start : start + ranks] for start in range(0, len(falling), ranks)]
     shares: list[list[int]] = [[] for _ in range(ranks)]
     totals = [0.0] * ranks
+    # Slots whose bins differ most come first; in a slot the costliest bin goes to the rank with the smallest total so
+    # far.
     for slot in sorted(slots, key=lambda s: costs[s[-1]] - costs[s[0]]):
         for number, rank in zip(slot, sorted(range(ranks), key=totals.__getitem__)):
             shares[rank].append(number)
             totals[rank] += costs[number]
     shares = _swap(np.array(shares, np.int64), np.asarray(costs, np.float64)).tolist()
+    # The costliest bin runs first: one that does not fit in memory fails at the first micro batch, and the allocator
+    # gets its largest blocks before it needs smaller ones.
     return [sorted(share, key=lambda i: (-costs[i], i)) for share in shares]
 
 

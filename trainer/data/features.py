@@ -11,14 +11,7 @@ from dataset_builders.storage.store import StorePath
 
 
 class FeatureReader:
-    """A thread-safe reader of the features of images.
-
-    Args:
-        width: width of an image token in the model.
-
-    Raises:
-        InputError: the directory holds no features, or features of another width.
-    """
+    """A thread-safe reader of the features of images."""
 
     def __init__(self, directory: StorePath, width: int) -> None:
         self._shards = FeatureShards(directory)
@@ -35,11 +28,7 @@ class FeatureReader:
         return BinFeatures(self, [place for of_sample in places for place in of_sample])
 
     def read(self, places: Sequence[FeaturePlace]) -> torch.Tensor:
-        """Return the concatenated features of these images, (tokens, width).
-
-        Raises:
-            DamagedFile: a record differs from the record that was written.
-        """
+        """Return the concatenated features of these images, (tokens, width)."""
         data = bytearray().join(self._shards.read(place) for place in places)
         empty = torch.empty(0, dtype=self.dtype)
         return (torch.frombuffer(data, dtype=self.dtype) if data else empty).view(-1, self._shards.store.width)

@@ -29,13 +29,8 @@ _EMBEDDING, _HEAD = "language.embedding.weight", "language.output_layer.weight"
 
 
 def model_flops(cost: CostModel, batch: MicroBatch) -> dict[str, float]:
-    """Return the FLOPs of one bin in the language model, and in the vision encoder if the model has one.
-
-    The encoder counts 0 if the features were read.
-
-    Args:
-        cost: FLOPs of one unit of each kind of work.
-    """
+    """Return the FLOPs of one bin in the language model, and in the vision encoder if the model has one: 0 if features
+    were read. `cost` holds the FLOPs of one unit of each kind of work."""
     work = Work(
         tokens=batch.num_tokens,
         loss_tokens=batch.num_loss_tokens,
@@ -48,11 +43,8 @@ def model_flops(cost: CostModel, batch: MicroBatch) -> dict[str, float]:
 
 
 def cost_model(shape: ModelShape) -> CostModel:
-    """Return the costs for comparing bins: forward, and twice as much backward, whatever is trained.
-
-    Bins are assigned to ranks by these costs.
-    """
-    # The costs of `training_cost` would be truer, and would move the bins of unfinished trainings to other ranks.
+    """Return the costs for comparing bins: forward, and twice as much backward, whatever is trained."""
+    # Not `training_cost`: with another cost the bins of an unfinished training would move to other ranks.
     return CostModel(**{name: FORWARD_AND_BACKWARD * flops for name, flops in shape.forward_flops.items()})
 
 
@@ -102,7 +94,6 @@ class _Count:
         return flows or any(mergers.values())
 
     def language(self, flows: bool) -> None:
-        """Count the language model."""
         decoder, layers, others = self.shape.language, defaultdict(list), {}
         for rule in self.rules:
             if found := _OF_LAYER.match(rule.ours):
@@ -117,6 +108,7 @@ class _Count:
             flows = self._half(layers[number][:split], before, "per_token", flows)
             self.flops["per_token_squared"] += squared * (1 + 2 * flows)
             is_last = number == decoder.num_layers - 1 and decoder.mtp is None
+            # After the last layer's attention only loss tokens are computed.
             rows = "per_loss_token" if is_last else "per_token"
             flows = self._half(layers[number][split:], after, rows, flows)
         head = others.get(_HEAD, others[_EMBEDDING])
@@ -131,18 +123,13 @@ class _Count:
                 self.flops[rows] += FORWARD_AND_BACKWARD * forward
 
     def _half(self, rules: Sequence[Rule], forward: int, rows: str, flows: bool) -> bool:
-        """Count a part of a layer; return whether a gradient flows through the next part.
-
-        FLOPs that belong to no matrix of the table (the delta rule) cost twice as much backward.
-
-        Args:
-            forward: forward FLOPs of the part per row.
-            rows: the kind of work to count under, "per_token" or "per_loss_token".
-        """
+        """Count a part of a layer with these forward FLOPs per row; return whether a gradient flows through the next
+        part."""
         for rule in rules:
             self.flops[rows] += self._products(rule, flows)
             forward -= 2 * _size(rule)
             flows = flows or self._changes(rule)
+        # FLOPs that belong to no matrix of the table (the delta rule) cost twice as much backward.
         self.flops[rows] += forward * (1 + 2 * flows)
         return flows
 

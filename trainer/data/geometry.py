@@ -5,7 +5,6 @@ from trainer.model.shape import ModelShape
 
 
 def geometry_of(shape: ModelShape) -> Geometry:
-    """Return the geometry of a model's micro batches."""
     vision, images = shape.vision, shape.images
     language = shape.language
     of_layers = {"in_chunks": language.in_chunks, "marks_padding": language.routes_tokens}

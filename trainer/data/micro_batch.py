@@ -23,30 +23,22 @@ from trainer.data.slices import NO_IMAGES, WHOLE, ImageShare, RankSlice, joined_
 Positions = Callable[[int, Sequence[int], Sequence[Sequence[int]]], np.ndarray]
 # indices of images in the bin -> (tokens, (1 + L) * D) their concatenated features
 Features = Callable[[Sequence[int]], torch.Tensor]
+# Not needed up to the backward pass, as the small ones are: they have memory of their own, which is freed sooner.
 LARGE = ("patches", "features")
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The facts of a model that its micro batches need. The default is a text-only model.
+    """The facts of a model that its micro batches need. The default is a text-only model."""
 
-    Attributes:
-        image_token_id: the id that marks an image token in input_ids; None if the model takes no images.
-        spatial_merge_size: a square of patches with this side becomes one image token.
-        patch_bytes: bytes of one patch: 3 * patch_size^2.
-        positions: computes the positions of one sample.
-        in_chunks: whether some layers take a bin's segments in chunks.
-        marks_padding: whether some layers must know which tokens are padding.
-        predicts_second: whether the token after the next is predicted too.
-    """
-
+    # the id that marks an image token in input_ids; None if the model takes no images
     image_token_id: int | None = None
-    spatial_merge_size: int = 1
-    patch_bytes: int = 0
-    positions: Positions = mrope_positions
-    in_chunks: bool = False
-    marks_padding: bool = False
-    predicts_second: bool = False
+    spatial_merge_size: int = 1  # a square of patches with this side becomes one image token
+    patch_bytes: int = 0  # bytes of one patch: 3 * patch_size^2
+    positions: Positions = mrope_positions  # computes the positions of one sample
+    in_chunks: bool = False  # whether some layers take a bin's segments in chunks
+    marks_padding: bool = False  # whether some layers must know which tokens are padding
+    predicts_second: bool = False  # whether the token after the next is predicted too
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -61,78 +53,53 @@ class MicroBatch:
     vision encoder takes part in every step on every rank, and its gradients are zero rather than missing. A text-only
     model, and a rank without a vision encoder, get no blank image: all fields about images are empty. A rank that reads
     features gets the features of the images that it would encode; its fields about patches are empty.
-
-    Attributes:
-        keys: keys of the samples, in order.
-        input_ids: (1, t) int64.
-        position_ids: (3, t) int64, from 0 in every sample, 0 in padding.
-        cu_seqlens: (n + 1,) int32 cumulative lengths of the segments of the whole bin: each sample with its own padding
-            (which comes last, so that with causal attention no real token sees it), then the padding at the end.
-        max_seqlen: length of the longest segment.
-        cp_order: (T,) int64 indices of the bin's tokens, in the order in which context-parallel ranks hold them; empty
-            if one rank holds the whole bin.
-        chunks: the segments of the whole bin in chunks; None if no layer needs chunks.
-        is_token: (t,) bool: whether a place holds a token of a sample and not padding; empty if no layer needs it.
-        loss_index: (N,) int64 indices into the t tokens whose logits are needed.
-        labels: (N,) int64 the token to predict at each loss_index: the next token of the same sample.
-        loss_lengths: number of loss tokens of each sample among the t.
-        image_index: (V,) int64 indices of image tokens among the s.
-        image_rows: (V,) int64 row of each of these among the image tokens gathered from all ranks that encode.
-        encoded_rows: number of image tokens that this rank encodes, without a blank image's.
-        arriving_rows: number of image tokens from each other rank that encodes for this rank; they follow its own.
-        gathered_rows: number of rows that each rank contributes to the gathered image tokens.
-        patches: (P, 3 * patch_size^2) uint8.
-        patch_coordinates: (P, 2) int32 row and column of each patch in its frame.
-        patch_frames: (P, 2) int32 numbers of rows and columns of each patch's frame, in patches.
-        vision_cu_seqlens: (F + 1,) int32 cumulative number of patches of the frames.
-        vision_max_seqlen: number of patches of the largest frame.
-        sample_lengths: number of tokens of each sample of the bin, without padding.
-        image_patches: number of patches of each image of the bin.
-        features: (encoded_rows + arriving_rows, (1 + L) * D) image tokens, each with its features of L deepstack
-            levels, if they are already encoded; None if the model encodes the patches.
-        are_features_read: whether the features were encoded before the training and are read.
-        small: the memory of all tensors but the large ones, if they share it; None after the copy to a device.
-        num_loss_tokens: number of loss tokens of the bin, over all ranks.
-        num_slots: T.
-        next_ids: (1, t) int64 the next token of the same sample; a sample's last token has its own id. This field and
-            the next four are empty unless the token after the next is predicted.
-        next_image_index, next_image_rows: as `image_index` and `image_rows`, for `next_ids`.
-        second_index: (M,) int64 indices into the t tokens whose token after the next is predicted.
-        second_labels: (M,) int64 the token to predict at each second_index.
     """
 
-    keys: tuple[str, ...]
-    input_ids: torch.Tensor
-    position_ids: torch.Tensor
+    keys: tuple[str, ...]  # keys of the samples, in order
+    input_ids: torch.Tensor  # (1, t) int64
+    position_ids: torch.Tensor  # (3, t) int64, from 0 in every sample, 0 in padding
+    # (n + 1,) int32 cumulative lengths of the segments of the whole bin: each sample with its own padding (which comes
+    # last, so that with causal attention no real token sees it), then the padding at the end
     cu_seqlens: torch.Tensor
-    max_seqlen: int
+    max_seqlen: int  # length of the longest segment
+    # (T,) int64 indices of the bin's tokens, in the order in which context-parallel ranks hold them; empty if one rank
+    # holds the whole bin
     cp_order: torch.Tensor
-    chunks: PackedChunks | None
+    chunks: PackedChunks | None  # the segments of the whole bin in chunks; None if no layer needs chunks
+    # (t,) bool: whether a place holds a token of a sample and not padding; empty if no layer needs it
     is_token: torch.Tensor
-    loss_index: torch.Tensor
-    labels: torch.Tensor
-    loss_lengths: tuple[int, ...]
-    image_index: torch.Tensor
+    loss_index: torch.Tensor  # (N,) int64 indices into the t tokens whose logits are needed
+    labels: torch.Tensor  # (N,) int64 the token to predict at each loss_index: the next token of the same sample
+    loss_lengths: tuple[int, ...]  # number of loss tokens of each sample among the t
+    image_index: torch.Tensor  # (V,) int64 indices of image tokens among the s
+    # (V,) int64 row of each of these among the image tokens gathered from all ranks that encode
     image_rows: torch.Tensor
-    encoded_rows: int
+    encoded_rows: int  # number of image tokens that this rank encodes, without a blank image's
+    # number of image tokens from each other rank that encodes for this rank; they follow its own
     arriving_rows: tuple[int, ...]
-    gathered_rows: int
-    patches: torch.Tensor
-    patch_coordinates: torch.Tensor
-    patch_frames: torch.Tensor
-    vision_cu_seqlens: torch.Tensor
-    vision_max_seqlen: int
-    sample_lengths: tuple[int, ...]
-    image_patches: tuple[int, ...]
-    num_loss_tokens: int
-    num_slots: int
+    gathered_rows: int  # number of rows that each rank contributes to the gathered image tokens
+    patches: torch.Tensor  # (P, 3 * patch_size^2) uint8
+    patch_coordinates: torch.Tensor  # (P, 2) int32 row and column of each patch in its frame
+    patch_frames: torch.Tensor  # (P, 2) int32 numbers of rows and columns of each patch's frame, in patches
+    vision_cu_seqlens: torch.Tensor  # (F + 1,) int32 cumulative number of patches of the frames
+    vision_max_seqlen: int  # number of patches of the largest frame
+    sample_lengths: tuple[int, ...]  # number of tokens of each sample of the bin, without padding
+    image_patches: tuple[int, ...]  # number of patches of each image of the bin
+    num_loss_tokens: int  # number of loss tokens of the bin, over all ranks
+    num_slots: int  # T
+    # (1, t) int64 the next token of the same sample; a sample's last token has its own id. This field and the next four
+    # are empty unless the token after the next is predicted.
     next_ids: torch.Tensor
+    # as `image_index` and `image_rows`, for `next_ids`
     next_image_index: torch.Tensor
     next_image_rows: torch.Tensor
-    second_index: torch.Tensor
-    second_labels: torch.Tensor
+    second_index: torch.Tensor  # (M,) int64 indices into the t tokens whose token after the next is predicted
+    second_labels: torch.Tensor  # (M,) int64 the token to predict at each second_index
+    # (encoded_rows + arriving_rows, (1 + L) * D) image tokens, each with its features of L deepstack levels, if they
+    # are already encoded; None if the model encodes the patches
     features: torch.Tensor | None = None
-    are_features_read: bool = False
+    are_features_read: bool = False  # whether the features were encoded before the training and are read
+    # the memory of all tensors but the large ones, if they share it; None after the copy to a device
     small: OneCopy | None = None
 
     @property
@@ -152,14 +119,8 @@ class MicroBatch:
         return self._with(small | {name: tensor.to(device, non_blocking=True) for name, tensor in others.items()})
 
     def packed(self, *, pin: bool) -> "MicroBatch":
-        """Return the same batch with all tensors but the large ones in one piece of memory, so that three copies bring
-        it to a device in place of twenty.
-
-        The large ones are not needed until the backward pass, so they have memory of their own.
-
-        Args:
-            pin: use page-locked memory, which a GPU reads directly.
-        """
+        """Return the same batch with all tensors but the large ones in one piece of memory, page-locked if `pin`, so
+        that three copies bring it to a device in place of twenty."""
         tensors = self.tensors()
         large = {name: tensors.pop(name) for name in LARGE if name in tensors}
         small = OneCopy.of(tensors, pin=pin)
@@ -167,7 +128,6 @@ class MicroBatch:
         return self._with(small.views() | large, small)
 
     def _with(self, tensors: Mapping[str, torch.Tensor], small: OneCopy | None = None) -> "MicroBatch":
-        """Return the batch with other tensors."""
         chunks = None if self.chunks is None else self.chunks.with_table(tensors["chunks"])
         return dataclasses.replace(self, **{**tensors, "chunks": chunks, "small": small})
 
@@ -222,10 +182,8 @@ def make_micro_batch(
 
 
 def _segment_bounds(samples: Sequence[TokenizedSample], seq_len: int, pad_multiple: int) -> list[int]:
-    """Return the start index of each segment, and the end of the last segment.
-
-    A segment is a sample with its padding, or the padding at the end.
-    """
+    """Return the start index of each segment, and the end of the last segment. A segment is a sample with its padding,
+    or the padding at the end."""
     bounds = [*accumulate([-(-len(s.input_ids) // pad_multiple) * pad_multiple for s in samples], initial=0)]
     if bounds[-1] > seq_len:
         raise ValueError(f"samples of {bounds[-1]} tokens do not fit in seq_len={seq_len}: {[s.key for s in samples]}")
@@ -233,23 +191,15 @@ def _segment_bounds(samples: Sequence[TokenizedSample], seq_len: int, pad_multip
 
 
 class _Bin(NamedTuple):
-    """Concatenated whole samples.
+    """Concatenated whole samples."""
 
-    Attributes:
-        ids: (T,) int64.
-        positions: (3, T) int64.
-        is_loss: (T,) bool: whether the next token of the same sample is trained on.
-        is_token: (T,) bool: whether the place is not padding.
-        next: (T,) int64 place of the next token of the same sample; of the last token, and of padding, its own.
-        is_second: (T,) bool: whether the token after the next of the same sample is trained on.
-    """
-
-    ids: np.ndarray
-    positions: np.ndarray
-    is_loss: np.ndarray
-    is_token: np.ndarray
+    ids: np.ndarray  # (T,) int64
+    positions: np.ndarray  # (3, T) int64
+    is_loss: np.ndarray  # (T,) bool: whether the next token of the same sample is trained on
+    is_token: np.ndarray  # (T,) bool: whether the place is not padding
+    # (T,) int64 place of the next token of the same sample; of the last token, and of padding, its own
     next: np.ndarray
-    is_second: np.ndarray
+    is_second: np.ndarray  # (T,) bool: whether the token after the next of the same sample is trained on
 
 
 def _lay_out(samples: Sequence[TokenizedSample], geometry: Geometry, bounds: Sequence[int]) -> _Bin:
@@ -270,14 +220,7 @@ def _lay_out(samples: Sequence[TokenizedSample], geometry: Geometry, bounds: Seq
 
 
 def _image_starts(sample: TokenizedSample, grids: list[list[int]], image_token_id: int | None) -> list[int]:
-    """Return the index in a sample of the first token of each image.
-
-    Args:
-        grids: (t, h, w) of each image, in tokens.
-
-    Raises:
-        ValueError: the image tokens do not match the grids, or other tokens are between the tokens of an image.
-    """
+    """Return the index in a sample of the first token of each image, given the (t, h, w) of each image in tokens."""
     if image_token_id is None and grids:
         raise ValueError(f"{sample.key}: {len(grids)} images, but the model takes text alone; leave the sample out")
     if image_token_id is None:
@@ -307,8 +250,6 @@ def _vision_fields(
 ) -> dict[str, torch.Tensor | int | tuple[int, ...] | None]:
     """Return the fields about images; all are empty if the rank has no vision encoder.
 
-    They describe the images that the rank encodes or whose features it reads, and the source of its image tokens.
-
     Args:
         grids: (G, 3) grids of all images of the bin, in patches.
         held: (t,) indices of the bin's tokens that this rank holds, and of their next tokens.
@@ -320,6 +261,7 @@ def _vision_fields(
     if part.has_vision and geometry.image_token_id is not None:
         image_patches = grids.prod(1)
         share = share_images(image_patches.tolist(), merge**2, part)
+        # The gathered row of each image token of the bin; -1 for every other token.
         row_at = np.full(len(whole.ids), -1)
         first_rows = np.array(share.first_rows, np.int64)
         row_at[whole.ids == geometry.image_token_id] = joined_ranges(first_rows, image_patches // merge**2)

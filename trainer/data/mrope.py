@@ -16,7 +16,6 @@ def mrope_positions(length: int, starts: Sequence[int], grids: Sequence[Sequence
     before it, and the text continues after the grid's longer side. Without images the three rows are equal.
 
     Args:
-        length: n, number of tokens of the sample.
         starts: index of the first token of each image.
         grids: (t, h, w) of each image, in tokens.
     """

@@ -18,15 +18,10 @@ class _Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OneCopy:
-    """The memory of several tensors.
+    """The memory of several tensors."""
 
-    Attributes:
-        memory: uint8 bytes of all tensors.
-        places: where each tensor lies.
-    """
-
-    memory: torch.Tensor
-    places: Mapping[str, _Place]
+    memory: torch.Tensor  # uint8 bytes of all tensors
+    places: Mapping[str, _Place]  # where each tensor lies
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor], *, pin: bool) -> "OneCopy":
@@ -41,7 +36,6 @@ class OneCopy:
         return copied
 
     def views(self) -> dict[str, torch.Tensor]:
-        """Return the tensors, as views of the memory."""
         return {
             name: self.memory[place.start : place.stop].view(place.dtype).view(place.shape)
             for name, place in self.places.items()

@@ -22,17 +22,13 @@ _SUMMED_BINS = 1 << 18  # bins whose sums are in memory at a time
 
 
 def bins_at(epoch_sizes: Sequence[int], seed: int, places: np.ndarray) -> np.ndarray:
-    """Return the bins at some indices of the order of training.
+    """Return the (m,) int64 bins at (m,) int64 indices of the order of training.
 
     The order is one endless list of epochs. Each epoch is its own permutation, so that every bin is seen once per
     epoch. After the last planned epoch the first one follows again, in another order.
 
     Args:
         epoch_sizes: number of bins of each planned epoch; bin indices continue from one epoch to the next.
-        places: (m,) int64 indices into the order.
-
-    Returns:
-        (m,) int64 bin indices.
     """
     ends = np.cumsum(epoch_sizes)
     rounds, rest = np.divmod(places, ends[-1])
@@ -48,10 +44,8 @@ def bins_at(epoch_sizes: Sequence[int], seed: int, places: np.ndarray) -> np.nda
 
 
 def bins_for_step(epoch_sizes: Sequence[int], *, seed: int, step: int, global_batch_size: int) -> list[int]:
-    """Return the indices of the bins of one global batch: at step n, the n-th slice of the order of training.
-
-    No bin is left out if the global batch size does not divide the epoch; then a batch may have bins of two epochs.
-    """
+    """Return the indices of the bins of one global batch: at step n, the n-th slice of the order of training. No bin is
+    left out if the global batch size does not divide the epoch; then a batch may have bins of two epochs."""
     # Leaving out the rest of an epoch would never train on some bins of a small plan.
     first = step * global_batch_size
     return bins_at(epoch_sizes, seed, np.arange(first, first + global_batch_size)).tolist()
@@ -119,14 +113,12 @@ class TrainingOrder:
             yield from self.share(step)
 
     def share(self, step: int) -> list[int]:
-        """Return this rank's bins of the global batch of a step, in the order to run them.
-
-        The time of this method grows neither with ranks beyond _DEALT_RANKS nor with the number of bins.
-        """
+        """Return this rank's bins of the global batch of a step, in the order to run them."""
         first = step * self._size
         if self._bin_cost is None:
             places = np.arange(first + self._dp_rank, first + self._size, self._dp)
             return bins_at(self._sizes, self._seed, places).tolist()
+        # Groups bound the work: it grows neither with ranks beyond _DEALT_RANKS nor with the number of bins.
         groups = -(-self._dp // _DEALT_RANKS)
         bounds = [group * self._dp // groups for group in range(groups + 1)]
         group = bisect.bisect_right(bounds, self._dp_rank) - 1
@@ -137,11 +129,9 @@ class TrainingOrder:
 
 
 def heldout_bins(total: int, dp_rank: int, dp: int, multiple: int) -> list[int | None]:
-    """Return the bins of a rank, then empty bins (None).
-
-    The number is the same on every rank, because ranks that divide the weights synchronise in each bin. It is also a
-    multiple of `multiple`, which virtual stages of a pipeline need.
-    """
+    """Return the bins of a rank, then empty bins (None), the same number on every rank."""
+    # Equal, because ranks that divide the weights synchronise in each bin; virtual stages of a pipeline need the
+    # multiple.
     per_rank = -(-total // (dp * multiple)) * multiple
     numbers: list[int | None] = list(range(dp_rank, total, dp))
     return numbers + [None] * (per_rank - len(numbers))

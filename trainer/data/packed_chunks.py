@@ -27,11 +27,7 @@ class PackedChunks:
 
     @classmethod
     def of(cls, bounds: Sequence[int]) -> "PackedChunks":
-        """Build from cumulative lengths [0, ..., T]; segments without tokens are left out.
-
-        Raises:
-            ValueError: the lengths do not rise from 0.
-        """
+        """Build from cumulative lengths [0, ..., T]; segments without tokens are left out."""
         lengths = np.diff(bounds)
         if bounds[0] != 0 or (lengths < 0).any():
             raise ValueError(f"bounds must rise from 0, as cumulated lengths do; they are {bounds[:8]}...")

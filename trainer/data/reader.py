@@ -21,11 +21,7 @@ PREFETCH_DEPTH = 4  # micro batches read ahead
 
 
 class BinReader:
-    """A thread-safe reader of a rank's part of the bins of one split, as micro batches.
-
-    Args:
-        features: reads the images' features instead of their pixels; None: pixels are read.
-    """
+    """A thread-safe reader of a rank's part of the bins of one split, as micro batches."""
 
     def __init__(
         self,
@@ -44,14 +40,9 @@ class BinReader:
         self._seq_len, self._part, self._features = seq_len, part, features
 
     def samples(self, number: int) -> list[TokenizedSample]:
-        """Return the samples of one bin, in order.
-
-        The samples have no pixels if this rank encodes no images or reads their features.
-
-        Raises:
-            DamagedFile: a record differs from the record that was written; the text names the shard and the sample.
-        """
+        """Return the samples of one bin, in order."""
         has_pixels = self._part.has_pixels and self._features is None
+        # No pixels are read if this rank encodes no images or reads their features.
         omitted = () if has_pixels else PIXEL_FIELDS[self.pixels.codec]
         samples = []
         for ref in self.bins[number]:
@@ -77,22 +68,14 @@ class BinReader:
             raise InputError(f"{self._dir}: {error}") from error
 
     def keys(self, numbers: Sequence[int]) -> list[str]:
-        """Return the sample keys of several bins."""
         return [ref.key for number in numbers for ref in self.bins[number]]
 
 
 def prefetch(
     reader: BinReader, numbers: Iterator[int | None], depth: int, pin: bool, num_workers: int = 1
 ) -> Iterator[MicroBatch]:
-    """Yield the micro batches of these bins, in order whatever the number of threads.
-
-    An error of the reader is raised here when its micro batch would be yielded.
-
-    Args:
-        depth: number of micro batches read ahead, at least one per thread.
-        pin: whether to copy them to page-locked memory, which a GPU reads directly.
-        num_workers: number of threads that read.
-    """
+    """Yield the micro batches of these bins, in order whatever the number of threads; `depth` of them are read ahead,
+    at least one per thread. An error of the reader is raised here when its micro batch would be yielded."""
     stopping = threading.Event()
 
     def load(number: int | None) -> MicroBatch | None:
@@ -111,4 +94,4 @@ def prefetch(
             while queue:
                 yield queue.popleft().result()
         finally:
-            stopping.set()
+            stopping.set()  # the pool's end waits for queued bins, which are then not read

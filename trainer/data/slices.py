@@ -15,31 +15,22 @@ from trainer.data.balance import spread_images
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankSlice:
-    """One rank's part. The default is the whole bin.
+    """One rank's part. The default is the whole bin."""
 
-    Attributes:
-        pad_multiple: each sample's length is rounded up to a multiple of this.
-        cp, cp_rank: number of context-parallel ranks, and the index of this rank among them.
-        sequence_ranks, sequence_rank: number and index of the tensor-parallel ranks that divide the sequence: tp with
-            sequence parallelism, else 1.
-        vision_ranks, vision_rank: number and index of the ranks that hold the bin's tokens and receive its image tokens
-            before these are gathered.
-        vision_shares: number of ranks that share the images of a bin; the image tokens of share i go to vision rank
-            i % vision_ranks.
-        vision_share: index of this rank's share; None if this rank encodes no images and gets no pixels.
-        has_vision: whether this rank encodes images or receives image tokens.
-    """
-
-    pad_multiple: int = 1
+    pad_multiple: int = 1  # each sample's length is rounded up to a multiple of this
+    # number of context-parallel ranks, and the index of this rank among them
     cp: int = 1
     cp_rank: int = 0
+    # number and index of the tensor-parallel ranks that divide the sequence: tp with sequence parallelism, else 1
     sequence_ranks: int = 1
     sequence_rank: int = 0
+    # number and index of the ranks that hold the bin's tokens and receive its image tokens before these are gathered
     vision_ranks: int = 1
     vision_rank: int = 0
+    # number of ranks that share the images of a bin; the image tokens of share i go to vision rank i % vision_ranks
     vision_shares: int = 1
-    vision_share: int | None = 0
-    has_vision: bool = True
+    vision_share: int | None = 0  # index of this rank's share; None if this rank encodes no images and gets no pixels
+    has_vision: bool = True  # whether this rank encodes images or receives image tokens
 
     @property
     def has_pixels(self) -> bool:
@@ -72,39 +63,29 @@ def zigzag_order(bounds: Sequence[int], cp: int) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class ImageShare:
-    """The images of a bin, spread over ranks.
+    """The images of a bin, spread over ranks."""
 
-    Attributes:
-        images: indices of the images that this rank encodes, ascending.
-        tokens: number of image tokens of these images.
-        arriving_tokens: number of image tokens from each other rank that encodes for this vision rank; they follow its
-            own.
-        gathered_rows: number of rows that each vision rank contributes to the gathered image tokens; all are padded to
-            the rank with the most.
-        first_rows: for each image of the bin, the gathered row at which its tokens start.
-    """
-
-    images: tuple[int, ...]
-    tokens: int
+    images: tuple[int, ...]  # indices of the images that this rank encodes, ascending
+    tokens: int  # number of image tokens of these images
+    # number of image tokens from each other rank that encodes for this vision rank; they follow its own
     arriving_tokens: tuple[int, ...]
+    # number of rows that each vision rank contributes to the gathered image tokens; all are padded to the rank with the
+    # most
     gathered_rows: int
-    first_rows: tuple[int, ...]
+    first_rows: tuple[int, ...]  # for each image of the bin, the gathered row at which its tokens start
 
 
 NO_IMAGES = ImageShare((), 0, (), 0, ())
 
 
 def share_images(patches: Sequence[int], patches_per_token: int, part: RankSlice) -> ImageShare:
-    """Return a rank's share of the images of a bin; images are assigned by their patches, see `spread_images`.
-
-    Args:
-        patches: number of patches of each image of the bin.
-        patches_per_token: spatial_merge_size^2.
-    """
+    """Return a rank's share of a bin's images, given the patches of each; see `spread_images` for how they are
+    assigned."""
     places, mine = part.vision_ranks, part.vision_share
     tokens = [count // patches_per_token for count in patches]
     shares = spread_images(patches, part.vision_shares)
     totals = [sum([tokens[image] for image in share]) for share in shares]
+    # The image tokens of share i go to vision rank i % places; all ranks' rows are padded to those of the fullest.
     rows = max(sum(totals[place::places]) for place in range(places))
     first_rows = [0] * len(tokens)
     for place in range(places):

@@ -36,13 +36,13 @@ class Keys(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_unlike(cls, value: object, info: ValidationInfo) -> object:
-        """Refuse 0 for False and 4.0 for 4, which pydantic takes for a Literal because they are equal. Refuse integers
-        of a damaged file, with which arithmetic would end in an error far from here."""
         field = cls.model_fields[info.field_name]
         numbers = value if isinstance(value, list) else [value]
+        # With a damaged file's integers, arithmetic would end in an error far from here.
         if field.annotation is not Any and any(isinstance(n, int) and abs(n) >= 2**31 for n in numbers):
             raise ValueError("only integers below 2,147,483,648 are understood; copy the model's own file again")
         if get_origin(field.annotation) is Literal:
+            # 0 for False and 4.0 for 4 are refused, which pydantic takes for a Literal because they are equal.
             for allowed in get_args(field.annotation):
                 if value == allowed and type(value) is not type(allowed):
                     raise ValueError(f"only this is understood: {allowed}")
@@ -60,10 +60,8 @@ Count = Annotated[int, Field(gt=0, le=10_000)]  # of layers or experts: a shape 
 
 
 class CommonKeys(Keys):
-    """The keys that transformers accepts in every config and that no forward pass reads.
-
-    They are names, labels, dtypes and settings of `generate`.
-    """
+    """The keys that transformers accepts in every config and that no forward pass reads: names, labels, dtypes and
+    settings of `generate`."""
 
     architectures: list[str] | None = None
     auto_map: Any = None
@@ -140,15 +138,13 @@ class DecoderKeys(BackboneKeys):
 
 
 class ExpertKeys(Keys):
-    """The keys of layers with experts.
-
-    The keys of the auxiliary loss are for training with transformers; the trainer has `train.experts` instead.
-    """
+    """The keys of layers with experts."""
 
     num_experts: Count = None  # missing: the default of the family
     num_experts_per_tok: PositiveInt = 8
     moe_intermediate_size: PositiveInt
     norm_topk_prob: Literal[True] = True
+    # For training with transformers; the trainer has `train.experts` instead.
     output_router_logits: bool = False
     router_aux_loss_coef: PointedFloat = 0.001
 
@@ -158,14 +154,7 @@ _REFUSED = {"quantization_config": "quantized weights are not trained; take the 
 
 
 def read_keys(keys: type[KeysT], config: Mapping[str, Any], path: Path | str) -> KeysT:
-    """Return the values of a parsed config.json.
-
-    Args:
-        path: path of the file, for messages.
-
-    Raises:
-        InputError: a key or its value is not understood, or a key without a default is missing.
-    """
+    """Return the values of a parsed config.json."""
     try:
         return keys.model_validate(dict(config))
     except ValidationError as error:
@@ -185,29 +174,16 @@ RotaryT = TypeVar("RotaryT", bound=RotaryKeys)
 
 
 def rotary_of(keys: Any, missing: RotaryT, default_theta: float) -> tuple[RotaryT, float]:
-    """Return the rotary settings and their base, from the same keys as transformers.
-
-    rope_scaling, the older name, takes precedence over rope_parameters. If the chosen object has no rope_theta, the key
-    rope_theta of `keys` is used.
-
-    Args:
-        missing: the settings if config.json has none.
-        default_theta: transformers' default for this class of configs.
-    """
+    """Return the rotary settings and their base, from the same keys as transformers."""
+    # rope_scaling, the older name, takes precedence. Without a rope_theta in the chosen object, the key of `keys` is
+    # used.
     rotaries = (rotary for rotary in (keys.rope_scaling, keys.rope_parameters) if rotary and rotary.model_fields_set)
     rotary = next(rotaries, missing)
     return rotary, float(rotary.rope_theta or keys.rope_theta or default_theta)
 
 
 def attention_of(keys: BackboneKeys, where: str, *, gated: bool = False) -> Attention:
-    """Return the attention of every layer that has one.
-
-    Args:
-        where: names the file and the object, for messages.
-
-    Raises:
-        InputError: two keys are inconsistent.
-    """
+    """Return the attention of every layer that has one. `where` names the file and the object in messages."""
     heads, kv_heads = keys.num_attention_heads, keys.num_key_value_heads or keys.num_attention_heads
     if heads % kv_heads:
         raise InputError(
@@ -224,21 +200,11 @@ def attention_of(keys: BackboneKeys, where: str, *, gated: bool = False) -> Atte
 
 
 def mlp_of(keys: DecoderKeys) -> GatedMLP:
-    """Return the MLP of every layer."""
     return GatedMLP(hidden_size=keys.hidden_size, intermediate_size=keys.intermediate_size, activation=keys.hidden_act)
 
 
 def experts_of(keys: Any, count: int, where: str, *, may_be_transposed: bool = False, shared_size: int = 0) -> Experts:
-    """Return the experts of every layer that has them.
-
-    Args:
-        keys: the keys of the language model; they include `ExpertKeys`.
-        count: number of experts.
-        where: names the file and the object, for messages.
-
-    Raises:
-        InputError: two keys are inconsistent.
-    """
+    """Return the experts of every layer that has them; `keys` include `ExpertKeys`."""
     if keys.num_experts_per_tok > count:
         raise InputError(
             f"{where}num_experts_per_tok is {keys.num_experts_per_tok}, and num_experts {count}; take both from "
@@ -256,14 +222,7 @@ def experts_of(keys: Any, count: int, where: str, *, may_be_transposed: bool = F
 
 
 def decoder_sizes(keys: BackboneKeys, where: str) -> dict[str, Any]:
-    """Return the sizes that belong to no layer, by their names in `DecoderShape`.
-
-    Args:
-        where: names the file and the object, for messages.
-
-    Raises:
-        InputError: two keys are inconsistent.
-    """
+    """Return the sizes that belong to no layer, by their names in `DecoderShape`."""
     if (keys.pad_token_id or 0) >= keys.vocab_size:
         raise InputError(
             f"{where}pad_token_id is {keys.pad_token_id}, and vocab_size {keys.vocab_size}; take both from the same "

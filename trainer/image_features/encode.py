@@ -81,11 +81,7 @@ def _encoder(run: EncodeRun, mesh: Mesh) -> ImageEncoder:
 
 
 class ImageReader:
-    """A reader of the images of one shard of features, batch by batch. Safe to use from several threads.
-
-    Args:
-        images: the rows of the shard's table. The rows of one sample are consecutive and share one read of its record.
-    """
+    """A reader of the images of one shard of features, batch by batch. Safe to use from several threads."""
 
     def __init__(self, run: EncodeRun, images: Sequence[dict]) -> None:
         self._geometry = geometry_of(read_model(run.hf_dir)[1])
@@ -96,6 +92,7 @@ class ImageReader:
     def read(self, number: int) -> MicroBatch:
         """Return the images of a batch, each as a sample that holds only this image."""
         images, samples = self._images[self.batches[number].start : self.batches[number].stop], []
+        # The rows of one sample are consecutive and share one read of its record.
         for _, of_sample in groupby(images, key=lambda image: (image["shard"], image["offset"])):
             first, *others = of_sample
             sample = self._sample(first)

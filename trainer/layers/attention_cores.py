@@ -81,6 +81,7 @@ class FlashAttention(TorchVarlenAttention):
         out = torch.empty_like(query)
         run, longest_run = bounds // (2 * ranks), -(-longest // (2 * ranks))  # every segment has 2 * ranks equal runs
         for second, number in enumerate((rank, 2 * ranks - 1 - rank)):
+            # Of each segment a rank holds its early run, then its late one.
             places = _places(run, bounds // ranks + second * F.pad(run.diff(), (0, 1)), len(query) // 2)
             seen = run * (number + 1)
             keys = _places(seen, bounds, len(query) // 2 * (number + 1))
@@ -90,15 +91,8 @@ class FlashAttention(TorchVarlenAttention):
         return out.flatten(1)
 
     def _attend(self, qkv, bounds, longest: tuple[int, int], places: Places | None = None) -> torch.Tensor:
-        """Return (queries, h, d).
-
-        With a causal mask the last query of a segment sees all its keys, the query before it one key fewer, and so on.
-
-        Args:
-            bounds: cumulative numbers of the segments' queries, and of their keys.
-            longest: queries of the longest segment, and keys.
-            places: memory for the results, for kernels that can use it.
-        """
+        """Return (queries, h, d), given the cumulative numbers of the segments' queries and of their keys, and these
+        numbers of the longest segment."""
         if qkv[0].dtype is torch.float32:
             return self._attend_exactly(*qkv, bounds, longest)
         query, key, value = (x.contiguous() for x in qkv)
@@ -116,12 +110,7 @@ class FlashAttention(TorchVarlenAttention):
 
 
 def _places(bounds: torch.Tensor, starts: torch.Tensor, count: int) -> torch.Tensor:
-    """Return (count,) int64 token indices of segments.
-
-    Args:
-        bounds: cumulative lengths of the segments.
-        starts: start index of each segment.
-    """
+    """Return (count,) int64 token indices of segments with these cumulative lengths and start indices."""
     lengths = bounds.diff().long()
     # output_size avoids a wait for the device.
     shift = torch.repeat_interleave((starts - bounds)[:-1].long(), lengths, output_size=count)

@@ -17,24 +17,18 @@ from trainer.data.micro_batch import MicroBatch
 
 @dataclass(frozen=True, slots=True)
 class ChosenRows:
-    """The rows that the rest of the model computes.
+    """The rows that the rest of the model computes."""
 
-    Attributes:
-        index: (m,) int64 indices into the t tokens.
-        sharers: the tensor-parallel ranks, if sequence parallelism divides the tokens among them. Each rank then holds
-            m / tp of the chosen rows. None if every rank holds all tokens.
-    """
-
-    index: torch.Tensor
+    index: torch.Tensor  # (m,) int64 indices into the t tokens
+    # the tensor-parallel ranks, if sequence parallelism divides the tokens among them. Each rank then holds m / tp of
+    # the chosen rows. None if every rank holds all tokens.
     sharers: ProcessGroup | None
 
     @classmethod
     def of(cls, index: torch.Tensor, sharers: ProcessGroup | None, multiple: int) -> "ChosenRows":
-        """Choose the rows of `index` (N,), padded to a multiple of `multiple` rows on each rank.
-
-        At least one row is chosen, so that no module needs a special case for matrix products of zero rows.
-        """
+        """Choose the rows of `index` (N,), padded to a multiple of `multiple` rows on each rank."""
         multiple *= 1 if sharers is None else sharers.size()
+        # At least one row, so that no module needs a special case for matrix products of zero rows.
         size = max(1, -(-len(index) // multiple)) * multiple
         return cls(F.pad(index, (0, size - len(index))), sharers)
 
@@ -55,26 +49,17 @@ class RoutedTokens:
     """The tokens of a bin that layers route.
 
     s = tokens of this rank, after context and sequence parallelism.
-
-    Attributes:
-        is_token: (s,) bool, False for padding.
-        num_tokens: number of tokens of the bin, over all ranks.
-        num_loss_tokens: number of loss tokens of the bin, over all ranks.
-        sharers: the groups of ranks that hold different tokens of the bin.
     """
 
-    is_token: torch.Tensor
-    num_tokens: int
-    num_loss_tokens: int
-    sharers: Sequence[ProcessGroup]
+    is_token: torch.Tensor  # (s,) bool, False for padding
+    num_tokens: int  # number of tokens of the bin, over all ranks
+    num_loss_tokens: int  # number of loss tokens of the bin, over all ranks
+    sharers: Sequence[ProcessGroup]  # the groups of ranks that hold different tokens of the bin
 
     @classmethod
     def of(cls, batch: MicroBatch, cp: ProcessGroup, tp: ProcessGroup | None) -> "RoutedTokens":
-        """Return the tokens of a batch.
-
-        Args:
-            tp: the tensor-parallel ranks if sequence parallelism divides the tokens among them, else None.
-        """
+        """Return the tokens of a batch; `tp` are the tensor-parallel ranks if sequence parallelism divides the tokens
+        among them."""
         is_token, groups = batch.is_token, [group for group in (cp, tp) if group is not None and group.size() > 1]
         if tp is not None:
             is_token = is_token.chunk(tp.size())[tp.rank()]

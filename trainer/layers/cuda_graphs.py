@@ -115,7 +115,6 @@ class GraphSection:
         return [x.detach() for x in self.grad_inputs]
 
     def release(self) -> None:
-        """Free the captured graphs."""
         for graph in self._graphs:
             graph.reset()
         self._graphs = []
@@ -138,11 +137,8 @@ class GraphSection:
 def plan_pieces(
     layers: Sequence[PackedLayer], num_interrupted: int, rotation: Rotation, routed: RoutedTokens | None = None
 ) -> list[GraphSection]:
-    """Divide the layers into pieces, up to the last attention.
-
-    Args:
-        num_interrupted: the caller intervenes after each of the first `num_interrupted` layers, never after the last.
-    """
+    """Divide the layers into pieces, up to the last attention. The caller intervenes after each of the first
+    `num_interrupted` layers, never after the last."""
     pieces = [GraphSection(None, layers[0], rotation, routed)]
     for number, (layer, following) in enumerate(itertools.pairwise(layers)):
         if number < num_interrupted:
@@ -153,13 +149,7 @@ def plan_pieces(
 
 
 class Slot:
-    """The graphs of one micro batch between its forward and its backward pass, with their memory.
-
-    Args:
-        rotation: a rotation of T tokens; the slot has tensors of its own for it.
-        routed: tokens of a bin; the slot has a tensor of its own for them. None if no layer routes tokens.
-        num_interrupted: see `plan_pieces`.
-    """
+    """The graphs of one micro batch between its forward and its backward pass, with their memory."""
 
     def __init__(
         self,
@@ -169,6 +159,7 @@ class Slot:
         routed: RoutedTokens | None = None,
     ) -> None:
         config, num_tokens = layers[0].config, len(rotation.cos)
+        # The slot has tensors of its own at fixed addresses; `put` sets them.
         self.rotation = Rotation(*(torch.zeros_like(angles) for angles in rotation))
         self.routed = routed and dataclasses.replace(routed, is_token=torch.ones_like(routed.is_token))
         self.pieces = plan_pieces(layers, num_interrupted, self.rotation, self.routed)
@@ -183,12 +174,10 @@ class Slot:
             self.routed.is_token.copy_(routed.is_token)
 
     def capture(self) -> None:
-        """Capture every piece."""
         self._warm_up()
         self._capture()
 
     def release(self) -> None:
-        """Free the captured graphs."""
         for piece in self.pieces:
             piece.release()
 
@@ -234,10 +223,7 @@ class LayerGraphs:
 
     Args:
         layers: on CUDA; their trained parameters have a `main_grad` of zeros.
-        rotation: a rotation of T tokens.
-        num_interrupted: see `plan_pieces`.
         num_slots: micro batches at a time between their forward and backward passes, which come in the same order.
-        routed: tokens of a bin, if the layers route them.
     """
 
     def __init__(
@@ -265,7 +251,6 @@ class LayerGraphs:
             raise
 
     def release(self) -> None:
-        """Free the graphs and their memory."""
         for slot in self.slots:
             slot.release()
         self.slots = []
@@ -279,10 +264,8 @@ class LayerGraphs:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Map (s, 1, D) to the last layer's input (s, 1, D) and its attention's output (T, 1, h * d).
 
-        At most `num_slots` forward passes may be without their backward pass.
-
-        Args:
-            between: called with an interrupted layer and its output; returns the next layer's input.
+        At most `num_slots` forward passes may be without their backward pass. `between` is called with an interrupted
+        layer and its output, and returns the next layer's input.
         """
         slot, self._next = self.slots[self._next], (self._next + 1) % len(self.slots)
         slot.put(rotation, segments.routed)
@@ -304,11 +287,9 @@ class LayerGraphs:
 def _attend(
     given: GraphSection, taker: GraphSection | None, *qkv: torch.Tensor, segments: PackedSegments
 ) -> torch.Tensor:
-    """Return the output of the attention between two pieces, (T, 1, h * d).
-
-    Its kernels write into the tensors that the pieces read.
-    """
+    """Return the output of the attention between two pieces, (T, 1, h * d)."""
     if given.is_captured:
+        # Its kernels write into the tensors that the pieces read.
         segments.places = Places(None if taker is None else taker.inputs[1].detach(), given.grad_outputs[1:])
     try:
         return given.before.attend(*qkv, segments)
@@ -329,16 +310,14 @@ class _Replay(torch.autograd.Function):
 
 @contextlib.contextmanager
 def _stand_ins(layers: Sequence[PackedLayer]) -> Iterator[None]:
-    """Replace the layers' parameters inside the context by others with the same memory and the same `main_grad`.
-
-    Data parallelism holds the autograd nodes of the real parameters. These nodes wait for the stream on which they were
-    created, and a stream that is being captured may not wait.
-    """
+    """Replace the layers' parameters inside the context by others with the same memory and the same `main_grad`."""
     modules = [module for layer in layers for module in layer.modules()]
     held = [parameters_of(module) for module in modules]
     places = [(parameters, name, param) for parameters in held for name, param in parameters.items()]
     places = [(parameters, name, param) for parameters, name, param in places if param is not None]
     for parameters, name, param in places:
+        # Data parallelism holds the autograd nodes of the real parameters. These nodes wait for the stream on which
+        # they were created, and a stream that is being captured may not wait.
         parameters[name] = torch.nn.Parameter(param.detach(), requires_grad=param.requires_grad)
         parameters[name].__dict__.update(param.__dict__)
     try:

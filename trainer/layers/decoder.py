@@ -34,27 +34,18 @@ Between = Callable[[int, torch.Tensor], torch.Tensor]
 
 
 class Embedded(NamedTuple):
-    """The embedded tokens of a batch.
+    """The embedded tokens of a batch."""
 
-    Attributes:
-        hidden: (s, 1, D).
-        between: called between the first layers with each output; None for no call.
-        following: (s, 1, D) of the next token of each token, for multi-token prediction; None without it.
-    """
-
-    hidden: torch.Tensor
-    between: Between | None = None
+    hidden: torch.Tensor  # (s, 1, D)
+    between: Between | None = None  # called between the first layers with each output; None for no call
+    # (s, 1, D) of the next token of each token, for multi-token prediction; None without it
     following: torch.Tensor | None = None
 
 
 def decoder_config(
     shape: DecoderShape, parallel: ParallelConfig, dtype: torch.dtype, pieces: Sequence[range] = ()
 ) -> TransformerConfig:
-    """Return megatron-core's config of the language model.
-
-    Args:
-        pieces: the pieces of the pipeline, see `pipeline_pieces`; not used without a pipeline.
-    """
+    """Return megatron-core's config of the language model."""
     # A model without attention has no heads, and megatron-core needs some that tensor-parallel ranks divide.
     settings = {"num_attention_heads": parallel.tp}
     settings |= {name: value for part in shape.parts for name, value in part.transformer_settings().items()}
@@ -114,8 +105,6 @@ class DecoderBlock(TransformerBlock):
         """Replay the layers as CUDA graphs in training from now on; weights and gradients stay where they are.
 
         Args:
-            num_tokens: t, the same for every bin.
-            rotary_pairs: angles per token.
             num_interrupted: `between` is called after each of the first `num_interrupted` layers.
             num_slots: micro batches at a time between their forward and backward passes.
         """
@@ -142,11 +131,7 @@ class DecoderBlock(TransformerBlock):
         between: Between | None,
         rows: ChosenRows | None,
     ) -> torch.Tensor:
-        """Map (s, 1, D) to (s, 1, D), or only to the chosen rows, which the last layer selects.
-
-        Args:
-            between: called between layers with each output; None for no call.
-        """
+        """Map (s, 1, D) to (s, 1, D), or only to the chosen rows, which the last layer selects."""
         hidden = hidden_states if self.pre_process else self.input_tensor
         hidden = make_viewless_tensor(inp=hidden, requires_grad=True, keep_graph=True)
 
@@ -182,11 +167,7 @@ class DecoderBlock(TransformerBlock):
 
 
 class LanguageModel(MegatronModule):
-    """Embedding (first pipeline rank), decoder layers, output layer and loss (last pipeline rank).
-
-    Attributes:
-        mtp: the multi-token prediction that is trained; None: none is.
-    """
+    """Embedding (first pipeline rank), decoder layers, output layer and loss (last pipeline rank)."""
 
     def __init__(
         self,
@@ -201,7 +182,7 @@ class LanguageModel(MegatronModule):
     ) -> None:
         super().__init__(config)
         self.shape, self.groups = shape, groups
-        self.mtp: MultiTokenPredictor | None = None
+        self.mtp: MultiTokenPredictor | None = None  # the multi-token prediction that is trained
         self.pre_process, self.post_process = pre_process, post_process
         tied = shape.tie_word_embeddings
         if pre_process or (post_process and tied):
@@ -235,10 +216,8 @@ class LanguageModel(MegatronModule):
             )
 
     def use_float8(self) -> None:
-        """Compute the matrix products of the layers in float8: E4M3 forward, E5M2 for gradients.
-
-        Each tensor is scaled by its largest value. Transformer Engine then casts each weight once per step.
-        """
+        """Compute the matrix products of the layers in float8: E4M3 forward, E5M2 for gradients."""
+        # Each tensor is scaled by its largest value. Transformer Engine then casts each weight once per step.
         self.config.fp8, self.config.fp8_recipe = "hybrid", "tensorwise"
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -252,11 +231,8 @@ class LanguageModel(MegatronModule):
         return self.embedding.weight if self.shape.tie_word_embeddings else self.output_layer.weight
 
     def loss_rows(self, loss_index: torch.Tensor) -> ChosenRows:
-        """Choose the rows of the tokens with loss: after the attention of the last layer no other row is needed.
-
-        Args:
-            loss_index: (N,) indices into the t tokens.
-        """
+        """Choose the rows of the tokens with loss, given their (N,) indices into the t tokens: after the attention of
+        the last layer no other row is needed."""
         sharers = self.groups.tp if self.config.sequence_parallel else None
         return ChosenRows.of(loss_index, sharers, multiple=FLOAT8_ROWS if self.config.fp8 else 1)
 

@@ -13,6 +13,7 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, gathered_rows, encoders, users):
         ctx.encoders, ctx.users, ctx.count = encoders, users, len(rows)
+        # The gather needs as many rows from every rank.
         padded = rows.new_zeros(gathered_rows, rows.size(1))
         padded[: len(rows)] = rows
         if encoders.size() == 1:
@@ -23,6 +24,7 @@ class _GatherRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        # Each user has only the gradient from its own tokens.
         if ctx.users.size() > 1 and grad.numel():
             grad = grad.contiguous()
             dist.all_reduce(grad, group=ctx.users)
@@ -55,6 +57,7 @@ class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         (order,) = ctx.saved_tensors
+        # Back in the ranks' order; each rank has only the gradient from its own queries or tokens.
         grad = grad.index_select(0, order)
         dist.all_reduce(grad, group=ctx.group)
         return grad.chunk(ctx.group.size())[ctx.group.rank()], None, None
@@ -102,9 +105,6 @@ def to_heads(x: torch.Tensor, order: torch.Tensor, group: ProcessGroup) -> torch
 
     The input is this rank's tokens with the values of each rank's heads. The output is all tokens in the bin's order,
     with the values of this rank's heads.
-
-    Args:
-        order: see `gather_sequence`.
     """
     return _Turn.apply(x, order, group, _turn_to_heads, _turn_to_sequence)
 

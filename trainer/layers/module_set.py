@@ -87,10 +87,7 @@ class TorchModules(LocalSpecProvider):
 
 
 def shared_config(dtype: torch.dtype) -> dict[str, Any]:
-    """Return the settings that the TransformerConfigs of all parts of a model share.
-
-    Fusions that need CUDA stay off, because Transformer Engine has its own.
-    """
+    """Return the settings that the TransformerConfigs of all parts of a model share."""
     return {
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
@@ -101,6 +98,7 @@ def shared_config(dtype: torch.dtype) -> dict[str, Any]:
         "calculate_per_token_loss": True,
         "use_cpu_initialization": not torch.cuda.is_available(),
         "perform_initialization": False,
+        # Fusions that need CUDA stay off, because Transformer Engine has its own.
         "bias_dropout_fusion": False,
         "bias_activation_fusion": False,
         "masked_softmax_fusion": False,
@@ -112,11 +110,7 @@ def shared_config(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def check_float8(run: RunConfig) -> None:
-    """Check that a job's layout allows the language model's products in float8.
-
-    Raises:
-        InputError: the layout does not allow it.
-    """
+    """Check that a job's layout allows the language model's products in float8."""
     way_out = "set train.precision=bfloat16"
     parallel = run.execution.parallel
     if parallel.sharding == "fsdp":
@@ -146,7 +140,6 @@ def mark_tensor_parallel(model: torch.nn.Module) -> None:
 
 
 def layer_around(mixer: ModuleSpec, feed_forward: ModuleSpec, modules: BackendSpecProvider) -> ModuleSpec:
-    """Return the spec of a layer with these halves."""
     return ModuleSpec(
         module=PackedLayer,
         submodules=TransformerLayerSubmodules(

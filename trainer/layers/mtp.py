@@ -31,13 +31,8 @@ from trainer.layers.segments import PackedSegments, Rotation, recomputed
 
 
 class MultiTokenPredictor(MegatronModule):
-    """The modules of multi-token prediction that the model does not have already.
-
-    Args:
-        layer: spec of a `PackedLayer`.
-        number: number of the layer, from 1 over the whole model.
-        recompute: compute the layer again in backward.
-    """
+    """The modules of multi-token prediction that the model does not have already. The layer's `number` counts from 1
+    over the whole model."""
 
     def __init__(
         self,

@@ -98,13 +98,10 @@ def _multiply(hidden: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor) 
 
 
 def _over_ranks(own: torch.Tensor, group: ProcessGroup) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Combine each rank's statistics to statistics of the whole vocabulary.
+    """Combine each rank's statistics to the same three of the whole vocabulary, each (N,) float32.
 
     Args:
         own: (3, N) float32 of this rank's words: largest logit, sum of exp(logit - largest), the label's logit.
-
-    Returns:
-        The same three over all words, each (N,) float32.
     """
     if group.size() == 1 or not own.numel():
         return own.unbind()

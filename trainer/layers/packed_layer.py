@@ -90,11 +90,8 @@ class PackedLayer(TransformerLayer):
         routed: RoutedTokens | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Map the layer's input (s, 1, D) and attention's output (T, 1, h * d) to two tensors (s, 1, D), or of the
-        chosen rows, whose sum is the layer's output.
-
-        Args:
-            routed: the tokens of the bin, for a feed-forward part that routes them.
-        """
+        chosen rows, whose sum is the layer's output."""
+        # Loads and auxiliary loss cover all tokens, so the norm is computed for all rows even if only some are chosen.
         if routed is not None and self.routes_tokens:
             delta = _with_bias(*self.self_attention.linear_proj(attended))
             hidden, normed = self.pre_mlp_layernorm.sum_and_norm(hidden, delta)

@@ -44,25 +44,14 @@ class PackedModel(MegatronModule):
     """One chunk of a model, whose weights are unset until they are loaded. This class is only a language model.
 
     A family defines how positions rotate a head (`rotation`), and may define other parts of a chunk (`build_parts`) and
-    how tokens are embedded (`embed`). The shape defines the layers.
-
-    Args:
-        config: config of the language model, see `decoder_config`; every chunk needs its own.
-
-    Attributes:
-        has_adapters: whether the model is trained by adapters, and modules trained whole, alone. This chunk may hold
-            none of them.
-        has_graphs: whether the layers can run as CUDA graphs. Layers whose experts are divided by ranks cannot, because
-            the host waits for the numbers of rows.
-        mtp_loss_scaling_factor: factor of the loss of multi-token prediction.
-        reports: the numbers that modules report during training steps.
-        exchange: the exchange of image tokens if the ranks that encode them are not the ranks that use them; None if
-            this rank takes no part.
+    how tokens are embedded (`embed`). The shape defines the layers. Every chunk needs a `config` of its own, see
+    `decoder_config`.
     """
 
+    # Whether the model is trained by adapters, and modules trained whole, alone. This chunk may hold none of them.
     has_adapters = False
     has_graphs = True
-    mtp_loss_scaling_factor = 0.0
+    mtp_loss_scaling_factor = 0.0  # factor of the loss of multi-token prediction
 
     def __init__(
         self,
@@ -85,7 +74,9 @@ class PackedModel(MegatronModule):
         self.seq_len = seq_len
         self.clock = PartClock()
         self.reports = Reports()
+        # Where ranks divide the experts, the host waits for the numbers of rows, and a graph cannot.
         self.has_graphs = self.has_graphs and not (shape.language.routes_tokens and parallel.ep > 1)
+        # Set if the ranks that encode image tokens are not the ranks that use them, and this rank takes part.
         self.exchange: VisionOwner | PipelineWorker | None = None
         for mixer in shape.language.mixers:
             if mixer.check_device:
@@ -150,11 +141,8 @@ class PackedModel(MegatronModule):
                 layer.mlp.prepare_training(train, layer.layer_number - 1, self.reports)
 
     def reported_metrics(self, numbers: Sequence[float]) -> dict[str, float]:
-        """Return the metrics of the layers' reports; a collective of hosts if some layers route tokens.
-
-        Args:
-            numbers: the sums of `reports`, read on the host.
-        """
+        """Return the metrics of the layers' reports, given their sums on the host; a collective of hosts if some layers
+        route tokens."""
         routes = self.shape.language.routes_tokens
         reported = self.reports.metrics(numbers, self.mesh.hosts) if routes else {}
         return {f"{LAYERS}{name}": value for name, value in reported.items()}
@@ -163,10 +151,8 @@ class PackedModel(MegatronModule):
         """Set how the patches of the data are converted to pixel values."""
 
     def partial_gradients(self) -> list[torch.nn.Parameter]:
-        """Return the parameters whose gradients must be summed over the tensor-parallel ranks.
-
-        Every rank holds such a parameter whole, but only a part of its gradient.
-        """
+        """Return the parameters whose gradients must be summed over the tensor-parallel ranks: every rank holds such a
+        parameter whole, but only a part of its gradient."""
         layers = [module for module in self.modules() if isinstance(module, PackedLayer)]
         return [param for layer in layers for param in layer.self_attention.partial_gradients()]
 
@@ -178,10 +164,8 @@ class PackedModel(MegatronModule):
             weight.shared = not self.pre_process  # the copy that the gradient norm does not count
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
-        """Return losses (N,) float32 of this rank's loss tokens on the last chunk, else hidden states (s, 1, D).
-
-        In a training with multi-token prediction its losses (M,) follow.
-        """
+        """Return losses (N,) float32 of this rank's loss tokens on the last chunk, else hidden states (s, 1, D). In a
+        training with multi-token prediction its losses (M,) follow."""
         if not self.post_process:
             return self.hidden_states(batch)
         if self.predicts_second:
@@ -216,13 +200,10 @@ class PackedModel(MegatronModule):
 
         All ranks must call this method, after the memory of weights and gradients is allocated and while the gradients
         are zero.
-
-        Args:
-            num_micro_batches: number of a step. A pipeline rank holds no more of them than there are ranks from itself
-                to the last one.
         """
         self.train()
         pairs, levels = self.shape.language.rotary_dim // 2, self.shape.num_deepstack if self.pre_process else 0
+        # A pipeline rank holds no more micro batches of a step than there are ranks from itself to the last one.
         at_a_time = min(num_micro_batches, self.groups.pp.size() - self.groups.pp.rank())
         self.language.decoder.capture(self.seq_len // self.parallel.cp, pairs, levels, at_a_time)
         self.reports.forget()  # the captures have reported too

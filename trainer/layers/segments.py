@@ -49,18 +49,13 @@ class Rotation(NamedTuple):
 
     It is computed in float32 and returned in x's dtype. Each angle rotates a pair with one component from each half.
     With fewer angles than d / 2 only the leading components of a head are rotated.
-
-    Args:
-        cos: (T, d / 2) float32.
-        sin: (T, d / 2) float32.
     """
 
-    cos: torch.Tensor
-    sin: torch.Tensor
+    cos: torch.Tensor  # (T, d / 2) float32
+    sin: torch.Tensor  # (T, d / 2) float32
 
     @classmethod
     def of(cls, angles: torch.Tensor) -> "Rotation":
-        """Return the rotation by (T, d / 2) float32 angles."""
         return cls(angles.cos(), angles.sin())
 
     def rotate(self, x_Thd: torch.Tensor) -> torch.Tensor:
@@ -73,11 +68,8 @@ class Rotation(NamedTuple):
 
 
 def recomputed(module: torch.nn.Module, *args: object, is_random: bool = False, **kwargs: object):
-    """Return the output of `module`, keeping only its inputs; the backward pass computes `module` again.
-
-    Args:
-        is_random: whether `module` draws random numbers, which must be the same when it is computed again.
-    """
+    """Return the output of `module`, keeping only its inputs; the backward pass computes `module` again, with the same
+    random numbers if it draws any (`is_random`)."""
     return checkpoint(module, *args, use_reentrant=False, preserve_rng_state=is_random, **kwargs)
 
 
@@ -97,36 +89,22 @@ def joined(slices: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 class Places(NamedTuple):
-    """Memory for the results of an attention, or of what replaces it. What cannot use it takes new memory.
+    """Memory for the results of an attention, or of what replaces it. What cannot use it takes new memory."""
 
-    Args:
-        out: (T, 1, h * d) for its output; None for new memory.
-        grads: for the gradients of its inputs; empty for new memory.
-    """
-
-    out: torch.Tensor | None
-    grads: Sequence[torch.Tensor] = ()
+    out: torch.Tensor | None  # (T, 1, h * d) for its output; None for new memory
+    grads: Sequence[torch.Tensor] = ()  # for the gradients of its inputs; empty for new memory
 
 
 @dataclass
 class PackedSegments(PackedSeqParams):
-    """PackedSeqParams with the additional data that our own cores need.
+    """PackedSeqParams with the additional data that our own cores need."""
 
-    This data is how context-parallel ranks hold the bin, the segments in groups of similar length, and their chunks.
-
-    Attributes:
-        cp: number of context-parallel ranks.
-        cp_order: (T,) indices of the bin's tokens in the order that these ranks hold them; None or empty if cp is 1.
-        chunks: the segments cut into chunks, for layers that need them.
-        routed: the tokens of the bin, for layers that route them.
-        places: where the next attention may leave its results.
-    """
-
-    cp: int = 1
+    cp: int = 1  # number of context-parallel ranks
+    # (T,) indices of the bin's tokens in the order that these ranks hold them; None or empty if cp is 1
     cp_order: torch.Tensor | None = None
-    chunks: PackedChunks | None = None
-    routed: RoutedTokens | None = None
-    places: Places | None = None
+    chunks: PackedChunks | None = None  # the segments cut into chunks, for layers that need them
+    routed: RoutedTokens | None = None  # the tokens of the bin, for layers that route them
+    places: Places | None = None  # where the next attention may leave its results
 
     @classmethod
     def of(

@@ -72,9 +72,7 @@ def attend_in_segments(
         qkv: (queries, h, e), (keys, g, e) and (keys, g, e) bfloat16.
         bounds: (segments + 1,) int32 cumulative numbers of queries, and of keys.
         longest: queries of the longest segment, and keys.
-        head_dim: d.
         causal: whether the last query of a segment sees all its keys, the query before it one key fewer, and so on.
-        scale: None for 1 / sqrt(d).
         places: memory for the output and for the gradients of queries, keys and values; used unless heads are padded.
     """
     call = {

@@ -42,21 +42,17 @@ def patch_cuda() -> None:
 
 
 def set_device_rng_state(state: torch.Tensor) -> None:
-    """Set the state of the device's random number generator."""
     tensor_parallel_random._set_cuda_rng_state(state)
 
 
 def patch_torch_adam() -> None:
     """Patch the distributed optimizer so that it saves and loads torch's Adam; on a GPU too, if torch's Adam replaces
-    Transformer Engine's.
-
-    The unpatched optimizer removes `step` from the saved state of each parameter, and then fails to copy the missing
-    key when it loads. It also reads the number of updates from a parameter's state, and a pipeline rank with only
-    frozen layers has no such state.
-    """
+    Transformer Engine's."""
     original = DistributedOptimizer._set_main_param_and_optimizer_states
     original_state_dict = DistributedOptimizer.state_dict
 
+    # The unpatched optimizer removes `step` from the saved state of each parameter, and fails to copy the missing key
+    # when it loads.
     def with_step(self, model_param, tensors):
         group, order = self.model_param_group_index_map[model_param]
         state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
@@ -64,6 +60,7 @@ def patch_torch_adam() -> None:
             tensors = {**tensors, "step": state["step"]}
         return original(self, model_param, tensors)
 
+    # It also reads the number of updates from a parameter's state, which a pipeline rank with only frozen layers lacks.
     def without_parameters(self):
         if self.get_parameters():
             return original_state_dict(self)
@@ -134,15 +131,11 @@ def replace_writer(writer: type[FileSystemWriterAsync]) -> None:
 
 
 class OneFile(TorchDistSaveShardedStrategy):
-    """megatron-core's saving strategy with one file per rank.
-
-    Attributes:
-        file: the writer of this rank's file, after planning.
-    """
+    """megatron-core's saving strategy with one file per rank."""
 
     def __init__(self) -> None:
         super().__init__("torch_dist", 1, thread_count=1)
-        self.file: FileSystemWriterAsync | None = None
+        self.file: FileSystemWriterAsync | None = None  # the writer of this rank's file, after planning
 
     def _get_save_and_finalize_callbacks(self, writer: FileSystemWriterAsync, save_state_dict_ret: Any) -> AsyncRequest:
         self.file = writer

@@ -73,13 +73,7 @@ class EntryReader(FileSystemReader):
     """A reader of checkpoints whose subclass reads the bytes of each entry in `read_entry`."""
 
     def read_entry(self, file: BinaryIO, name: str, start: int, length: int) -> bytes:
-        """Return the bytes of an entry.
-
-        Args:
-            file: the open file.
-            name: name of the file.
-            start, length: place of the entry in the file.
-        """
+        """Return the bytes of an entry."""
         raise NotImplementedError
 
     def _slice_file(self, file: BinaryIO, sinfo: _StorageInfo) -> BinaryIO:

@@ -18,15 +18,11 @@ from trainer.parallel.mesh import Mesh
 def heldout_loss(
     chunks: list[Chunk], reader: BinReader, mesh: Mesh, run: RunConfig, name: str = HELDOUT_JSONL
 ) -> float | None:
-    """Return the mean loss over the loss tokens of all held-out bins; None if there are no bins. A collective.
-
-    Rank 0 writes the mean loss of every held-out sample, in order of their keys.
-
-    Args:
-        name: name of the file that rank 0 writes.
-    """
+    """Return the mean loss over the loss tokens of all held-out bins; None if there are no bins. Rank 0 writes the mean
+    loss of every held-out sample, in order of their keys. A collective."""
     if not reader.bins:
         return None
+    # The interleaved schedule of virtual stages needs a multiple of the pipeline's ranks.
     multiple = mesh.groups.pp.size() if len(chunks) > 1 else 1
     numbers = heldout_bins(len(reader.bins), mesh.dp_rank, mesh.dp, multiple)
     totals = Totals.zero(mesh.device)

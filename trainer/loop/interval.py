@@ -31,7 +31,6 @@ class NotFinite(Exception):
 
 
 def is_heldout_step(trainer: Trainer, step: int) -> bool:
-    """Whether the held-out loss is measured after this step."""
     train_config = trainer.run.train
     return step % train_config.heldout_interval == 0 or step == train_config.num_steps
 
@@ -43,33 +42,22 @@ def is_logged(trainer: Trainer, step: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """A step whose numbers are on their way to the host, and the interval that ends with it.
+    """A step whose numbers are on their way to the host, and the interval that ends with it."""
 
-    Attributes:
-        step: number of updates, with this one.
-        numbers: the squared gradient norms; of an interval also the squared norm of the parameters, `Totals.over_ranks`
-            and the sums of the layers' reports.
-        interval: what the host knows of the interval; None: no line ends with this step.
-    """
-
-    step: int
+    step: int  # number of updates, with this one
+    # the squared gradient norms; of an interval also the squared norm of the parameters, `Totals.over_ranks` and the
+    # sums of the layers' reports
     numbers: LateNumbers
-    interval: "_Host | None"
+    interval: "_Host | None"  # what the host knows of the interval; None: no line ends with this step
 
 
 @dataclass(slots=True)
 class _Host:
-    """The part of a line that the host knows: sums and times of the steps between two lines.
+    """The part of a line that the host knows: sums and times of the steps between two lines."""
 
-    Attributes:
-        totals: sums over micro batches.
-        spans: the time of the steps, without saves.
-        parts: the time of their parts.
-    """
-
-    totals: Totals
-    spans: list[Span]
-    parts: list[Span]
+    totals: Totals  # sums over micro batches
+    spans: list[Span]  # the time of the steps, without saves
+    parts: list[Span]  # the time of their parts
     steps: int = 0
     lr: float = 0.0
 
@@ -79,9 +67,6 @@ class Interval:
 
     The numbers of a step are read after the next step is launched, so that the device always has work. They are read at
     once before a checkpoint is saved, before the held-out loss is measured and where they are not late.
-
-    Args:
-        write: called with each line on all ranks.
     """
 
     def __init__(self, trainer: Trainer, write: Callable[[MetricsRow], None]) -> None:
@@ -131,9 +116,6 @@ class Interval:
 
         Args:
             waits: read the numbers now.
-
-        Raises:
-            NotFinite: the gradient norm of the last update was read and is not a finite number.
         """
         host, trainer = self._host, self.trainer
         numbers = [self._squares]

@@ -24,12 +24,10 @@ def peak_flops() -> float | None:
 
 
 def peak_memory_gb() -> float:
-    """Return this process's peak memory in 1e9 bytes: device memory that torch reserves, or resident memory on a CPU.
-
-    torch's figure for allocated memory leaves out the memory of CUDA graphs between their launches: 11 GB of 83 for a
-    2B model.
-    """
+    """Return this process's peak memory in 1e9 bytes: device memory that torch reserves, or resident memory on a
+    CPU."""
     if torch.cuda.is_available():
+        # Allocated memory leaves out the memory of CUDA graphs between their launches: 11 GB of 83 for a 2B model.
         return torch.cuda.max_memory_reserved() / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 

@@ -41,12 +41,10 @@ class PiecewiseAdam(torch.optim.AdamW):
 
     Transformer Engine's Adam can also keep bfloat16 moments. For an update it copies the moments of a whole group to
     float32, and to save or load it copies those of the whole model: this needs 8 bytes a parameter to save 4. Here an
-    update goes through the parameters piece by piece. Both optimizers count updates by group, so that a checkpoint of
-    either loads into the other.
+    update goes through the parameters piece by piece.
 
     Args:
-        groups: parameter groups of the optimizer that this one replaces; shared with it. "step" counts their updates.
-        moments: dtype of the moments between two updates.
+        groups: parameter groups of the optimizer that this one replaces; shared with it.
     """
 
     def __init__(self, groups: list[dict[str, Any]], moments: torch.dtype = torch.bfloat16) -> None:
@@ -56,6 +54,8 @@ class PiecewiseAdam(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
+            # Updates are counted by group, as Transformer Engine's Adam does, so that a checkpoint of either loads into
+            # the other.
             group["step"] = int(group.get("step", 0)) + 1
             count = torch.tensor(float(group["step"]))  # megatron-core reads it on a CPU
             held = [param for param in group["params"] if param.grad is not None]
@@ -120,11 +120,8 @@ def _bounded(params: Iterable[torch.Tensor]) -> Iterator[list[tuple[torch.Tensor
 
 
 def learning_rate(step: int, config: OptimConfig, num_steps: int, peak: float | None = None) -> float:
-    """Return the rate of the update from `step` to `step` + 1: linear up to the peak, then half a cosine down.
-
-    Args:
-        peak: highest rate; None: `config.lr`.
-    """
+    """Return the rate of the update from `step` to `step` + 1: linear up to the peak, by default `config.lr`, then half
+    a cosine down."""
     # megatron-core's scheduler begins at 0, so that its first update does nothing. A function of the step has no state
     # to save or to reshard.
     peak = config.lr if peak is None else peak
@@ -184,11 +181,9 @@ def build_optimizer(
 
 
 def _groups(config: TrainConfig, family: Family, dtype: torch.dtype) -> dict[ParamKey, ParamGroupOverride]:
-    """Return two groups per trained part: the weights, and the norms and biases, which do not decay.
-
-    Parameters of another dtype than the model's are a separate group. In a group with both dtypes, megatron-core 0.16.1
-    updates the float32 parameters first, but finds each parameter's entry in a checkpoint by another order.
-    """
+    """Return two groups per trained part: the weights, and the norms and biases, which do not decay."""
+    # In a group with both dtypes, megatron-core 0.16.1 updates the float32 parameters first, but finds each parameter's
+    # entry in a checkpoint by another order. So parameters of another dtype than the model's are a separate group.
     other = ParamWithNamePredicate(f"not {dtype}", lambda param, _: param.dtype is not dtype)
     groups = {ParamKey(with_name_predicate=other): {"has_other_dtype": True}}
     for part in family.parts:
@@ -224,8 +219,7 @@ def squared_grad_norms(optimizer: ChainedOptimizer, device: torch.device) -> tor
     """Return the squared norm of all gradients over all ranks, then that of each of the `trained_parts`: (1 + parts,)
     float64. A collective that waits for nothing.
 
-    Call it when the gradients are final (reduced, divided by the loss tokens) and before they are clipped. Gradients
-    are read once for all norms, so the squares of the parts add up to that of the whole.
+    Call it when the gradients are final (reduced, divided by the loss tokens) and before they are clipped.
     """
     grads, parts = [], []
     for inner in optimizer.chained_optimizers:
@@ -234,6 +228,7 @@ def squared_grad_norms(optimizer: ChainedOptimizer, device: torch.device) -> tor
         held = inner.get_main_grads_for_grad_norm()
         grads += held
         parts += [part_of_grad[id(grad)] for grad in held]
+    # Gradients are read once for all norms, so the squares of the parts add up to that of the whole.
     norms = torch.stack(foreach_norm(grads)) if grads else torch.zeros(0, device=device)
     whole = torch.linalg.vector_norm(norms).square()
     runs = [(part, len(list(run))) for part, run in itertools.groupby(parts)]
@@ -251,13 +246,11 @@ def squared_grad_norms(optimizer: ChainedOptimizer, device: torch.device) -> tor
 
 @torch.no_grad()
 def clip_and_update(optimizer: ChainedOptimizer, device: torch.device) -> torch.Tensor:
-    """Clip the gradients, update the parameters and return `squared_grad_norms`, without waiting for the device.
-
-    megatron-core's `step` reads the norm on the host before it clips. Here the factor stays on the device, and is 1 if
-    the norm is no larger than `clip_grad_norm`.
-    """
+    """Clip the gradients, update the parameters and return `squared_grad_norms`, without waiting for the device."""
     optimizer.prepare_grads()
     squares = squared_grad_norms(optimizer, device)
+    # megatron-core's `step` reads the norm on the host before it clips. Here the factor stays on the device, and is 1
+    # if the norm is no larger than `clip_grad_norm`.
     factor = optimizer.config.clip_grad / (squares[0].sqrt() + 1e-6)
     factor = torch.where(factor < 1, factor, 1.0).float()
     grads = [param.grad for inner in optimizer.chained_optimizers for param in inner.get_parameters()]

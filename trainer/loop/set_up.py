@@ -105,11 +105,8 @@ def build_chunks(
     *,
     is_empty: bool = False,
 ) -> list[torch.nn.Module]:
-    """Build the chunks of the model that this rank holds, with the weights of `run.hf_dir`, on its device.
-
-    Args:
-        is_empty: build the chunks without memory; `share_model` then divides and fills them.
-    """
+    """Build the chunks of the model that this rank holds, with the weights of `run.hf_dir`, on its device; or without
+    memory (`is_empty`), for `share_model` to divide and fill them."""
     build, rules, parallel = load(family.model), family.weight_rules(shape), run.execution.parallel
     check_precision(run.train.precision, run.execution.modules, host_of(mesh.device))
     modules = choose_modules(run.execution.modules, mesh.device, run.execution.parallel.cp)
@@ -118,11 +115,14 @@ def build_chunks(
     chunks, has_float8 = [], run.train.has_float8_base
     if has_float8:
         return_freed_matrices()
+    # A float8 base is packed matrix by matrix, and FSDP2 gives each rank only its part: no rank holds the whole model
+    # unpacked.
     with parameters_on_meta() if has_float8 or is_empty else contextlib.nullcontext():
         for stage in stages:
             config = decoder_config(shape.language, parallel, dtype, pieces)
             chunks.append(build(shape, parallel, config, modules, mesh, run.seq_len, stage))
     for chunk in chunks:
+        # One clock and one set of reports for all chunks of this rank.
         chunk.clock, chunk.reports = chunks[0].clock, chunks[0].reports
         chunk.prepare_training(run.train)
     if is_empty:
@@ -159,7 +159,6 @@ def give_adapters(
     """Add adapters to chunks, or to copies of a part, and train only the adapters; no effect without adapters.
 
     Args:
-        rules: the model's table of weights.
         start: PEFT directory with the adapters' values; None: the adapters are new, or loaded afterwards.
     """
     config = run.train.adapter
@@ -187,15 +186,18 @@ def set_up(run: RunConfig, mesh: Mesh) -> Trainer:
     ]
     models[0].prepare_pixels(readers[0].patch_format)
     exchange, rules = models[0].exchange, family.weight_rules(shape)
+    # `share_model` fills the adapters of a divided model.
     give_adapters(models, run, rules, None if is_divided else run.adapter_dir)
     if isinstance(exchange, PipelineWorker):
         give_adapters([exchange.part], run, rules)
     for model in models:
+        # Before `share_model`: data parallelism allocates a buffer for every parameter that requires a gradient.
         freeze(model, run.train, family)
     if exchange:
         freeze(exchange.part, run.train, family)
     chunks, optimizer = share_model(models, run, mesh, family)
     for model, chunk in zip(models, chunks):
+        # megatron-core's schedule calls these functions.
         model.config.finalize_model_grads_func = finalize_gradients
         model.config.grad_scale_func = optimizer.scale_loss
         model.config.no_sync_func = chunk.no_sync if len(chunks) == 1 else [c.no_sync for c in chunks]
@@ -264,7 +266,6 @@ def _resume(trainer: Trainer) -> None:
 
 
 def _log_arithmetic(trainer: Trainer) -> None:
-    """Log the division of the world, the global batch, the bins and the epochs."""
     run, mesh, bins = trainer.run, trainer.mesh, trainer.order.reader.bins
     p = run.execution.parallel
     samples = sum(part.num_rows for part in bins.partitions)

@@ -69,11 +69,12 @@ def _fill(model: MegatronModule, run: RunConfig, family: Family) -> None:
 
 
 def _data_parallel(models: list[MegatronModule]) -> list[DistributedDataParallel]:
-    """Wrap each chunk in megatron-core's data parallelism. Only the first reduces gradients in buckets in backward."""
+    """Wrap each chunk in megatron-core's data parallelism."""
     config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
     for model in models:
         fuse_gradients(model)
     wrapped = [
+        # Only the first chunk reduces gradients in buckets in backward.
         DistributedDataParallel(model.config, config, model, disable_bucketing=number > 0)
         for number, model in enumerate(models)
     ]

@@ -78,19 +78,17 @@ def run_micro_batches(
 def finalize_gradients(
     chunks: list[DistributedDataParallel], num_tokens: torch.Tensor | None = None, **kwargs: object
 ) -> None:
-    """Run megatron-core's `finalize_model_grads`. Before it, finish the image exchange's part of the backward pass,
-    which the schedule does not know. After it, divide by the loss tokens of the global batch, and sum the partial
-    gradients over tensor-parallel ranks.
-
-    Args:
-        num_tokens: () loss tokens of this rank on the last pipeline rank.
-    """
+    """Run megatron-core's `finalize_model_grads`, given the loss tokens of this rank on the last pipeline rank, a
+    tensor ()."""
     if chunks[0].module.exchange:
+        # The image exchange's part of the backward pass, which the schedule does not know.
         chunks[0].module.exchange.finish_backward()
     finalize_model_grads(chunks, None, **kwargs)
     if num_tokens is not None:
+        # By the loss tokens of the global batch.
         _divide_gradients(chunks, num_tokens)
     for chunk in chunks:
+        # Partial gradients are summed over tensor-parallel ranks.
         grads = [param.main_grad for param in chunk.module.partial_gradients()]
         if grads:
             flat = flatten_together(grads)
@@ -117,11 +115,7 @@ def train_step(
     optimizer: ChainedOptimizer,
     accumulate: Callable[[], object],
 ) -> torch.Tensor:
-    """Run one update; `accumulate()` runs the micro batches.
-
-    Returns:
-        The squared gradient norms before clipping on the device, see `squared_grad_norms`.
-    """
+    """Run one update, of which `accumulate()` runs the micro batches; return `squared_grad_norms` on the device."""
     for chunk in chunks:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()

@@ -37,13 +37,8 @@ class StepTrace:
     """
 
     def __init__(self, config: ProfileConfig, directory: Path, clock: PartClock, steps: range) -> None:
-        """Choose the steps to trace; warn if none remains.
-
-        Args:
-            directory: output directory of the run.
-            clock: calls `on_switch` when another part of a step begins.
-            steps: the remaining steps of the training, counted from 1.
-        """
+        """Choose the steps to trace among the remaining `steps` of the training, counted from 1; warn if none
+        remains."""
         self._path, self._clock = directory / PROFILE / f"rank-{config.rank}.json.gz", clock
         chosen = range(config.first_step, config.first_step + config.num_steps)
         self._steps = range(max(chosen.start, steps.start), min(chosen.stop, steps.stop))
@@ -102,9 +97,10 @@ def _mark(part: str | None) -> None:
 
 
 def table(title: str, averages: Sequence[FunctionEventAvg]) -> str:
-    """Return a Markdown table of the operators and kernels with most time of their own, on the device if there is one.
-    An operator's device time is that of its kernels, which have their own rows, so only kernels count for the sum."""
+    """Return a Markdown table of the operators and kernels with most time of their own, on the device if there is
+    one."""
     rows = [row for row in averages if not row.key.startswith((MARK, "ProfilerStep", "step "))]
+    # An operator's device time is that of its kernels, which have their own rows, so only kernels count for the sum.
     device = sum(getattr(row, _DEVICE) for row in rows if row.device_type != DeviceType.CPU)
     host = sum(getattr(row, _HOST) for row in rows)
     first = _DEVICE if device else _HOST

@@ -24,19 +24,16 @@ from trainer.parallel.vision.exchange import Message
 
 
 def captures(run: RunConfig, device: torch.device) -> bool:
-    """Whether the language layers run as CUDA graphs: the config asks for it, and it is possible.
-
-    The auxiliary loss of experts depends on numbers that the host has only when a bin is read.
-    """
+    """Whether the language layers run as CUDA graphs: the config asks for it, and it is possible."""
     p, train = run.execution.parallel, run.train
+    # The auxiliary loss of experts depends on numbers that the host has only when a bin is read.
     fits = p.vpp == 1 and p.sharding != "fsdp" and p.recompute != "full" and not train.experts.coefficient
     return run.execution.cuda_graphs and device.type == "cuda" and train.precision == "bfloat16" and fits
 
 
 @contextlib.contextmanager
 def _graphs(trainer: Trainer) -> Iterator[None]:
-    """Run the language layers as CUDA graphs while the context is open. The graphs are released before the process
-    groups that they use, because NCCL waits at the end of a group for every graph that uses the group."""
+    """Run the language layers as CUDA graphs while the context is open."""
     model = trainer.chunks[0].module
     if not (model.has_graphs and captures(trainer.run, trainer.mesh.device)):
         yield
@@ -45,6 +42,7 @@ def _graphs(trainer: Trainer) -> Iterator[None]:
         model.capture_graphs(trainer.run.num_micro_batches(trainer.mesh.dp))
         yield
     finally:
+        # Before the process groups end, because NCCL waits at the end of a group for every graph that uses the group.
         model.release_graphs()
 
 
@@ -88,10 +86,13 @@ def _steps(
         try:
             interval.add_step(batches, per_step)
             step, is_last = trainer.step, trainer.step == run.train.num_steps
+            # One reduction a step tells every rank of a signal and of an unfinished write, so that all ranks act at the
+            # same step.
             stop, is_writing = mesh.any(trainer.is_told_to_stop(), saver.is_writing)
             saves = is_last or stop or step % run.execution.checkpoint.save_interval == 0
             collect_after(step)
             interval.end_step(is_logged=stop or is_logged(trainer, step), waits=saves or is_heldout_step(trainer, step))
+        # A save under way is of an earlier step, whose numbers were read before it began.
         except NotFinite:
             saver.finish()
             raise

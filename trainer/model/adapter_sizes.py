@@ -21,24 +21,16 @@ class Shared:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlaceSizes:
-    """The adapter sizes of a layer of the language model, or of a part of the vision encoder.
+    """The adapter sizes of a layer of the language model, or of a part of the vision encoder."""
 
-    Attributes:
-        parameters: number of parameters of the trained adapters.
-        products: number of values in the matrices that the adapters' products keep for backward: a layer's concatenated
-            A's, and its B's as blocks of a matrix.
-        per_token: number of values that the adapters keep for backward, per token of the layer or part.
-        base: number of weights of all linear layers that can have adapters, without experts.
-        experts_parameters: number of parameters of the trained adapters of experts.
-        experts_base: number of weights of the experts that can have adapters.
-    """
-
-    parameters: Shared = Shared()
+    parameters: Shared = Shared()  # number of parameters of the trained adapters
+    # number of values in the matrices that the adapters' products keep for backward: a layer's concatenated A's, and
+    # its B's as blocks of a matrix
     products: Shared = Shared()
-    per_token: Shared = Shared()
-    base: int = 0
-    experts_parameters: int = 0
-    experts_base: int = 0
+    per_token: Shared = Shared()  # number of values that the adapters keep for backward, per token of the layer or part
+    base: int = 0  # number of weights of all linear layers that can have adapters, without experts
+    experts_parameters: int = 0  # number of parameters of the trained adapters of experts
+    experts_base: int = 0  # number of weights of the experts that can have adapters
 
     def plus(self, other: "PlaceSizes") -> "PlaceSizes":
         return PlaceSizes(
@@ -53,21 +45,15 @@ class PlaceSizes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterSizes:
-    """The adapter sizes of a whole model.
+    """The adapter sizes of a whole model."""
 
-    Attributes:
-        language: sizes of each layer.
-        vision: sizes of the other parts, "vision" and "merger", by name.
-        has_float8_base: whether the weights that `base` counts take one byte each in the language layers.
-    """
-
-    language: tuple[PlaceSizes, ...]
+    language: tuple[PlaceSizes, ...]  # sizes of each layer
+    # sizes of the other parts, "vision" and "merger", by name
     vision: Mapping[str, PlaceSizes] = field(default_factory=dict)
-    has_float8_base: bool = False
+    has_float8_base: bool = False  # whether the weights that `base` counts take one byte each in the language layers
 
     @property
     def parameters(self) -> int:
-        """Number of parameters of all trained adapters."""
         places = (*self.language, *self.vision.values())
         return round(sum(place.parameters.on(1) + place.experts_parameters for place in places))
 

@@ -17,56 +17,41 @@ from trainer.model.shape import ModelShape
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageProcessor:
-    """The image processors that convert images to the same patches as ours.
+    """The image processors that convert images to the same patches as ours."""
 
-    Attributes:
-        types: values of image_processor_type in preprocessor_config.json.
-        reference: "module:class" of transformers, backed by torchvision; samples are compared with its output.
-    """
-
-    types: tuple[str, ...]
-    reference: str
+    types: tuple[str, ...]  # values of image_processor_type in preprocessor_config.json
+    reference: str  # "module:class" of transformers, backed by torchvision; samples are compared with its output
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """A family of models.
+    """A family of models."""
 
-    Attributes:
-        model_type: the model_type in config.json.
-        read_shape: returns the model's sizes, given the parsed config.json and its path; refuses unknown keys.
-        parts: names of the parts. Each can be frozen, and has its own learning rate, gradient norm and parameter count.
-        part_of: returns the part of a parameter, given its name in the bare model; ValueError if it has none.
-        model: "module:class" of a chunk of the model, see `trainer.layers.packed_model.PackedModel`.
-        encoder: "module:function" that builds only the vision encoder; empty for a text-only family.
-        rules: "module:function" that returns the table of weights of a shape, see `trainer.model.rules.Rule`.
-        reference: "module:class" of transformers that generates with a directory of this family.
-        turn_tokens: the tokens that begin and end a turn in the family's chat template.
-        image_processor: None for a text-only family.
-        check_settings: raises InputError for settings that the family does not support yet and that its shape does not
-            exclude.
-        carried: prefixes of the names of tensors that need not be computed; if they are not, they are neither trained
-            nor counted, and an export contains them unchanged.
-        embedded: returns the configs of a model with random weights by file name, given sizes and token ids; None if
-            the family supports only models from a directory.
-        sizes: classes of the fields of `EmbeddedModelConfig` that only some families have, and this family has.
-        variants: sizes by name: the published ones, and the smallest for a CPU, "<model_type>_tiny".
-    """
-
-    model_type: str
+    model_type: str  # the model_type in config.json
+    # returns the model's sizes, given the parsed config.json and its path; refuses unknown keys
     read_shape: Callable[[Mapping[str, Any], Path | str], ModelShape]
+    # names of the parts. Each can be frozen, and has its own learning rate, gradient norm and parameter count.
     parts: tuple[str, ...]
+    # returns the part of a parameter, given its name in the bare model; ValueError if it has none
     part_of: Callable[[str], str]
-    model: str
-    rules: str
-    encoder: str = ""
-    reference: str
+    model: str  # "module:class" of a chunk of the model, see `trainer.layers.packed_model.PackedModel`
+    rules: str  # "module:function" that returns the table of weights of a shape, see `trainer.model.rules.Rule`
+    encoder: str = ""  # "module:function" that builds only the vision encoder; empty for a text-only family
+    reference: str  # "module:class" of transformers that generates with a directory of this family
+    # the tokens that begin and end a turn in the family's chat template
     turn_tokens: tuple[str, str] = ("<|im_start|>", "<|im_end|>")
-    image_processor: ImageProcessor | None = None
+    image_processor: ImageProcessor | None = None  # None for a text-only family
+    # raises InputError for settings that the family does not support yet and that its shape does not exclude
     check_settings: Callable[[TrainConfig, ParallelConfig], None] = lambda train, parallel: None
+    # prefixes of the names of tensors that need not be computed; if they are not, they are neither trained nor counted,
+    # and an export contains them unchanged
     carried: tuple[str, ...] = ()
+    # returns the configs of a model with random weights by file name, given sizes and token ids; None if the family
+    # supports only models from a directory
     embedded: Callable[[Mapping[str, Any], Mapping[str, int]], dict[str, dict[str, Any]]] | None = None
+    # classes of the fields of `EmbeddedModelConfig` that only some families have, and this family has
     sizes: tuple[type[StrictModel], ...] = ()
+    # sizes by name: the published ones, and the smallest for a CPU, "<model_type>_tiny"
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def weight_rules(self, shape: ModelShape) -> Sequence[Any]:

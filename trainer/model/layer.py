@@ -13,29 +13,20 @@ from trainer.model.rules import Rule
 
 
 class LayerFlops(NamedTuple):
-    """Forward FLOPs of a layer.
+    """Forward FLOPs of a layer."""
 
-    Attributes:
-        before: FLOPs per token, up to and including the mixing of tokens.
-        after: FLOPs per token, after the mixing. In the last layer only loss tokens are computed there.
-        squared: FLOPs per token^2 of a sample.
-    """
-
-    before: int
+    before: int  # FLOPs per token, up to and including the mixing of tokens
+    # FLOPs per token, after the mixing. In the last layer only loss tokens are computed there.
     after: int
-    squared: int
+    squared: int  # FLOPs per token^2 of a sample
 
 
 class Part(ABC):
-    """One half of a layer.
+    """One half of a layer."""
 
-    Attributes:
-        spec: "module:function" that returns the megatron-core spec of the half: (part, set of modules) -> ModuleSpec.
-        role: name by which `train.adapter.targets` selects the linear layers of the part.
-    """
-
+    # "module:function" that returns the megatron-core spec of the half: (part, set of modules) -> ModuleSpec
     spec: ClassVar[str]
-    role: ClassVar[str]
+    role: ClassVar[str]  # name by which `train.adapter.targets` selects the linear layers of the part
 
     @property
     @abstractmethod
@@ -77,15 +68,11 @@ class Part(ABC):
 
 
 class Mixer(Part):
-    """The first half of a layer, which mixes the tokens of a segment: attention, or a part that replaces attention.
+    """The first half of a layer, which mixes the tokens of a segment: attention, or a part that replaces attention."""
 
-    Attributes:
-        in_chunks: whether the mixer takes a bin's segments in chunks.
-        check_device: "module:function" that refuses a device on which the part computes wrong results: (part, dtype,
-            device) -> None. It runs before any weight is read. Empty: no check.
-    """
-
-    in_chunks: ClassVar[bool] = False
+    in_chunks: ClassVar[bool] = False  # whether the mixer takes a bin's segments in chunks
+    # "module:function" that refuses a device on which the part computes wrong results: (part, dtype, device) -> None.
+    # It runs before any weight is read. Empty: no check.
     check_device: ClassVar[str] = ""
 
     @property
@@ -95,13 +82,10 @@ class Mixer(Part):
 
 
 class FeedForward(Part):
-    """The second half of a layer, which computes every token independently.
+    """The second half of a layer, which computes every token independently."""
 
-    Attributes:
-        routes_tokens: whether the part must know which tokens are padding, and routes all tokens also in the last
-            layer, where only the tokens trained on are computed.
-    """
-
+    # whether the part must know which tokens are padding, and routes all tokens also in the last layer, where only the
+    # tokens trained on are computed
     routes_tokens: ClassVar[bool] = False
 
     @property
@@ -132,13 +116,9 @@ class FeedForward(Part):
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A layer with a norm before each half.
+    """A layer with a norm before each half."""
 
-    Attributes:
-        width: hidden size, the width of the norms.
-    """
-
-    width: int
+    width: int  # hidden size, the width of the norms
     mixer: Mixer
     feed_forward: FeedForward
 
@@ -153,17 +133,14 @@ class Layer:
 
     @property
     def divided_by_experts(self) -> int:
-        """Number of the parameters that expert-parallel ranks divide."""
         return self.feed_forward.divided_by_experts
 
     @property
     def divided_kept_numbers(self) -> int:
-        """See `FeedForward.divided_kept_numbers`."""
         return self.feed_forward.divided_kept_numbers
 
     @property
     def brief_numbers(self) -> int:
-        """See `FeedForward.brief_numbers`."""
         return self.feed_forward.brief_numbers
 
     @property
@@ -177,7 +154,7 @@ class Layer:
         return sum(half.kept_numbers(selective=selective) for half in self.halves)
 
     def rules(self, ours: str, hf: str) -> Iterator[Rule]:
-        """Yield the table of the layer's weights in Hugging Face's order. See `Part.rules`."""
+        """Yield the table of the layer's weights in Hugging Face's order."""
         yield Rule(ours + "input_layernorm.weight", (hf + "input_layernorm.weight",))
         yield from self.mixer.rules(ours, hf)
         yield Rule(ours + "pre_mlp_layernorm.weight", (hf + "post_attention_layernorm.weight",))

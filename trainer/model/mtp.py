@@ -38,10 +38,8 @@ class MultiTokenPrediction:
         return LayerFlops(4 * self.layer.width**2 + before, after, squared)
 
     def kept_numbers(self, *, selective: bool) -> int:
-        """Return the number of values per token that are kept for backward in addition to the inputs of the halves.
-
-        These are those of the layer, the inputs of two norms, and the input of the projection.
-        """
+        """Return the number of values per token that are kept for backward in addition to the inputs of the halves."""
+        # Those of the layer, the inputs of two norms, and the input of the projection, which is twice as wide.
         return self.layer.kept_numbers(selective=selective) + 4 * self.layer.width
 
     def rules(self) -> Iterator[Rule]:

@@ -33,14 +33,7 @@ ENTRY_POINTS = "athanor.families"
 
 
 def get_family(model_type: object, path: Path | str = "config.json") -> Family:
-    """Return the family of a `model_type`.
-
-    Args:
-        path: the file that contains the `model_type`, for messages.
-
-    Raises:
-        InputError: no family has this `model_type`.
-    """
+    """Return the family of a `model_type`."""
     # Search the installed packages only if needed: it is slow.
     places = FAMILIES if str(model_type) in FAMILIES else _all_places()
     if not isinstance(model_type, str) or model_type not in places:
@@ -54,11 +47,7 @@ def _all_places() -> dict[str, str]:
 
 
 def get_variant(name: object) -> tuple[str, Mapping[str, Any]]:
-    """Return the model_type and the sizes of a variant.
-
-    Raises:
-        InputError: no variant has this name.
-    """
+    """Return the model_type and the sizes of a variant."""
     known = {}
     for model_type in _all_places():
         known |= {variant: (model_type, sizes) for variant, sizes in get_family(model_type).variants.items()}
@@ -68,11 +57,7 @@ def get_variant(name: object) -> tuple[str, Mapping[str, Any]]:
 
 
 def get_variants(model_type: object) -> Mapping[str, Mapping[str, Any]]:
-    """Return the variants of a family.
-
-    Raises:
-        InputError: the family does not exist, or has no variants.
-    """
+    """Return the variants of a family."""
     families = {name: get_family(name).variants for name in _all_places()}
     having = [name for name, variants in families.items() if variants]
     if not isinstance(model_type, str) or model_type not in having:
@@ -81,17 +66,15 @@ def get_variants(model_type: object) -> Mapping[str, Mapping[str, Any]]:
 
 
 def read_model(hf_dir: Path, train: TrainConfig | None = None) -> tuple[Family, ModelShape]:
-    """Return the family and the sizes of the model in an HF directory. A process reads a file once until it changes.
+    """Return the family and the sizes of the model in an HF directory.
 
     Args:
         train: the training whose shape is returned, see `ModelShape.for_training`; None: the model alone.
-
-    Raises:
-        InputError: config.json does not exist, its family is not supported, or one of its keys is not understood.
     """
     path = hf_dir / "config.json"
     if not path.is_file():
         raise InputError(f"{path} does not exist; give the HF directory of a model")
+    # A process reads a file once until it changes.
     state = path.stat()
     family, shape = _read_config(path, (state.st_ino, state.st_size, state.st_mtime_ns))
     return family, shape if train is None else shape.for_training(train)

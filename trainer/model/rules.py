@@ -21,21 +21,16 @@ def _cat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Stacked:
-    """The packing that concatenates HF tensors of equal size along the first axis; a single tensor is copied.
+    """The packing that concatenates HF tensors of equal size along the first axis; a single tensor is copied."""
 
-    Attributes:
-        divides_names: whether each rank has whole HF tensors, a share of their names, instead of slices of all of them.
-        mixes_ranks: whether a rank's part of ours is no slice of the HF tensors, so that each rank reads them whole.
-    """
-
+    # whether each rank has whole HF tensors, a share of their names, instead of slices of all of them
     divides_names: ClassVar[bool] = False
+    # whether a rank's part of ours is no slice of the HF tensors, so that each rank reads them whole
     mixes_ranks: ClassVar[bool] = False
 
     def runs(self, count: int) -> Sequence[tuple[int, ...]]:
-        """Return the relative lengths of the runs of rows of each of `count` HF tensors.
-
-        Tensor-parallel ranks divide each run.
-        """
+        """Return the relative lengths of the runs of rows of each of `count` HF tensors; tensor-parallel ranks divide
+        each run."""
         return [(1,)] * count
 
     def fuse(self, parts: Sequence[Tensor], tp: int) -> Tensor:
@@ -56,12 +51,9 @@ class EitherWay(Stacked):
 
     The shape decides, as in transformers (5.23, core_model_loading.Transpose with check_dims); square matrices are
     taken as ours. An export stores the matrices as the directory that was read.
-
-    Attributes:
-        matrix: (out, in) of one matrix.
     """
 
-    matrix: tuple[int, int] = (1, 1)
+    matrix: tuple[int, int] = (1, 1)  # (out, in) of one matrix
 
     def fuse(self, parts: Sequence[Tensor], tp: int) -> Tensor:
         return parts[0] if tuple(parts[0].shape[1:]) == self.matrix else parts[0].transpose(1, 2)
@@ -69,15 +61,12 @@ class EitherWay(Stacked):
 
 @dataclass(frozen=True, slots=True)
 class OneByOne(Stacked):
-    """The packing of HF's matrices, one or more for each expert, into (experts, out, in); an expert's are concatenated.
-
-    Attributes:
-        experts: number of experts.
-    """
+    """The packing of HF's matrices, one or more for each expert, into (experts, out, in); an expert's are
+    concatenated."""
 
     divides_names = True
 
-    experts: int = 1
+    experts: int = 1  # number of experts
 
     def fuse(self, parts: Sequence[Tensor], tp: int) -> Tensor:
         return _cat(parts).unflatten(0, (self.experts // tp, -1))
@@ -88,13 +77,9 @@ class OneByOne(Stacked):
 
 @dataclass(frozen=True, slots=True)
 class ExpertsFirst(Stacked):
-    """The packing of PEFT's A (experts * r, in) into (experts, r, in).
+    """The packing of PEFT's A (experts * r, in) into (experts, r, in)."""
 
-    Attributes:
-        experts: number of experts of the whole model.
-    """
-
-    experts: int = 1
+    experts: int = 1  # number of experts of the whole model
 
     def fuse(self, parts: Sequence[Tensor], tp: int) -> Tensor:
         return parts[0].unflatten(0, (self.experts // tp, -1))
@@ -121,12 +106,9 @@ class StackedRuns(Stacked):
     """The packing that concatenates HF tensors along the first axis; each HF tensor has one or more runs of rows.
 
     In our parameter a rank's parts of all runs are contiguous.
-
-    Attributes:
-        rows: lengths of the runs of each HF tensor.
     """
 
-    rows: tuple[tuple[int, ...], ...]
+    rows: tuple[tuple[int, ...], ...]  # lengths of the runs of each HF tensor
 
     def runs(self, count: int) -> Sequence[tuple[int, ...]]:
         return self.rows
@@ -137,17 +119,13 @@ class StackedRuns(Stacked):
 
 @dataclass(frozen=True, slots=True)
 class GroupedQKV(Stacked):
-    """The packing of HF's separate queries, keys and values into our groups of heads.
+    """The packing of HF's separate queries, keys and values into our groups of heads."""
 
-    Attributes:
-        groups: number of key-value heads.
-        widths: number of rows of a group's queries, of its key and of its value.
-    """
-
-    groups: int = 1
-    widths: tuple[int, int, int] = (1, 1, 1)
+    groups: int = 1  # number of key-value heads
+    widths: tuple[int, int, int] = (1, 1, 1)  # number of rows of a group's queries, of its key and of its value
 
     def fuse(self, parts: Sequence[Tensor], tp: int) -> Tensor:
+        # A group's queries, its key and its value follow each other.
         return _cat([part.unflatten(0, (self.groups // tp, -1)) for part in parts], dim=1).flatten(0, 1)
 
     def split(self, ours: Tensor, count: int, tp: int) -> list[Tensor]:
@@ -158,13 +136,9 @@ class GroupedQKV(Stacked):
 @dataclass(frozen=True, slots=True)
 class GatedGroupedQKV(GroupedQKV):
     """The packing of queries with gates: in HF a head's gate follows its query, in ours a group's gates its queries.
+    The first of `widths` counts the rows of a group's queries and gates."""
 
-    Attributes:
-        widths: see `GroupedQKV`; the first counts the rows of a group's queries and gates.
-        head_dim: number of rows of a head's query, and of a head's gate.
-    """
-
-    head_dim: int = 1
+    head_dim: int = 1  # number of rows of a head's query, and of a head's gate
 
     def fuse(self, parts: Sequence[Tensor], tp: int) -> Tensor:
         by_head = parts[0].unflatten(0, (self.groups // tp, -1, 2, self.head_dim))
@@ -194,32 +168,23 @@ class JointQKV(Stacked):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A row of the table of weights: one parameter of ours, its HF tensors, and their packing.
+    """A row of the table of weights: one parameter of ours, its HF tensors, and their packing."""
 
-    Attributes:
-        ours: name of our parameter; layers are counted over the whole model.
-        hf: names of the HF tensors.
-        packing: the packing of the HF tensors in our parameter.
-        sizes: (out, in) of each HF tensor, if it is the weight of a linear layer that can have adapters. If the tensor
-            holds several matrices, this is the size of one.
-        matrices: number of matrices that the HF tensor holds, stacked along its first axis; 0: it is one matrix.
-        used: number of these matrices with which a token is multiplied.
-        role: name by which `train.adapter.targets` selects the layer; empty for weights without `sizes`.
-        axis: the axis of a linear layer's weight that tensor-parallel ranks divide: 0, the outputs, or 1, the inputs.
-        group: the ranks that divide the parameter: "tp", tensor-parallel ranks, or "ep", expert-parallel ranks.
-        one_by_one: the rule of the same parameter for directories that store its matrices one by one; None: there is
-            no such directory.
-    """
-
-    ours: str
-    hf: tuple[str, ...]
-    packing: Stacked = STACKED
+    ours: str  # name of our parameter; layers are counted over the whole model
+    hf: tuple[str, ...]  # names of the HF tensors
+    packing: Stacked = STACKED  # the packing of the HF tensors in our parameter
+    # (out, in) of each HF tensor, if it is the weight of a linear layer that can have adapters. If the tensor holds
+    # several matrices, this is the size of one.
     sizes: tuple[tuple[int, int], ...] = ()
-    matrices: int = 0
-    used: int = 1
-    role: str = ""
+    matrices: int = 0  # number of matrices that the HF tensor holds, stacked along its first axis; 0: it is one matrix
+    used: int = 1  # number of these matrices with which a token is multiplied
+    role: str = ""  # name by which `train.adapter.targets` selects the layer; empty for weights without `sizes`
+    # the axis of a linear layer's weight that tensor-parallel ranks divide: 0, the outputs, or 1, the inputs
     axis: int = 0
+    # the ranks that divide the parameter: "tp", tensor-parallel ranks, or "ep", expert-parallel ranks
     group: Literal["tp", "ep"] = "tp"
+    # the rule of the same parameter for directories that store its matrices one by one; None: there is no such
+    # directory
     one_by_one: "Rule | None" = None
 
     @property

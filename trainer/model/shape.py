@@ -21,21 +21,13 @@ DELTA_CHUNK = 64
 
 
 class Work(NamedTuple):
-    """The work in a bin, by kinds with different costs; or arrays, for many bins.
+    """The work in a bin, by kinds with different costs; or arrays, for many bins."""
 
-    Attributes:
-        tokens: tokens in the linear layers of the language model.
-        loss_tokens: tokens whose logits are computed.
-        tokens_squared: sum over samples of length^2; the cost per unit accounts for the causal half.
-        patches: patches in the vision encoder.
-        patches_squared: sum over images of patches^2.
-    """
-
-    tokens: float
-    loss_tokens: float
-    tokens_squared: float
-    patches: float
-    patches_squared: float
+    tokens: float  # tokens in the linear layers of the language model
+    loss_tokens: float  # tokens whose logits are computed
+    tokens_squared: float  # sum over samples of length^2; the cost per unit accounts for the causal half
+    patches: float  # patches in the vision encoder
+    patches_squared: float  # sum over images of patches^2
 
     def without_images(self) -> "Work":
         """Return the same work without the vision encoder's."""
@@ -44,25 +36,19 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderShape:
-    """A language model: an embedding, layers with a norm before each half, a norm and an output projection.
-
-    Attributes:
-        rotary_dim: number of leading components of each attention head that are rotated.
-        mrope_section: number of rotary pairs of each of three position axes; None if positions have one axis.
-        zero_centred_norms: whether RMSNorm multiplies by 1 + weight.
-        mtp: the multi-token prediction that is trained; None: none is.
-    """
+    """A language model: an embedding, layers with a norm before each half, a norm and an output projection."""
 
     vocab_size: int
     hidden_size: int
     layers: tuple[Layer, ...]
     norm_eps: float
     rope_theta: float
-    rotary_dim: int
+    rotary_dim: int  # number of leading components of each attention head that are rotated
     tie_word_embeddings: bool
+    # number of rotary pairs of each of three position axes; None if positions have one axis
     mrope_section: tuple[int, int, int] | None = None
-    zero_centred_norms: bool = False
-    mtp: MultiTokenPrediction | None = None
+    zero_centred_norms: bool = False  # whether RMSNorm multiplies by 1 + weight
+    mtp: MultiTokenPrediction | None = None  # the multi-token prediction that is trained; None: none is
 
     @property
     def num_layers(self) -> int:
@@ -96,19 +82,15 @@ class DecoderShape:
         return {name: size for name, size in widths.items() if name not in shared} | own | shared
 
     def context_divided_widths(self) -> dict[str, int]:
-        """Return the widths that context-parallel ranks divide, after the tensor-parallel ranks."""
         return {name: size for part in self.parts for name, size in part.context_divided_widths().items()}
 
     def expert_divided_widths(self) -> dict[str, int]:
-        """Return the widths that expert-parallel ranks divide."""
         return {name: size for part in self.parts for name, size in part.expert_divided_widths().items()}
 
     @property
     def parameters(self) -> int:
         """Number of parameters of embedding, layers, final norm, output projection and trained multi-token prediction.
-
-        A tied weight counts once.
-        """
+        A tied weight counts once."""
         layers = sum(layer.parameters for layer in self.layers) + (0 if self.mtp is None else self.mtp.parameters)
         matrices = 1 if self.tie_word_embeddings else 2
         return layers + self.hidden_size + matrices * self.vocab_size * self.hidden_size
@@ -120,12 +102,10 @@ class DecoderShape:
 
     @property
     def forward_flops(self) -> dict[str, int]:
-        """FLOPs per unit of each kind of work, by the names of `trainer.data.balance.CostModel`.
-
-        Logits, and the part of the last layer after the mixing of tokens, are computed only for loss tokens. The last
-        layer is the one of multi-token prediction if that is trained.
-        """
+        """FLOPs per unit of each kind of work, by the names of `trainer.data.balance.CostModel`."""
         layers = [layer.flops for layer in self.layers] + ([] if self.mtp is None else [self.mtp.flops])
+        # The last layer computes only loss tokens after its mixing of tokens, as the logits do. It is the one of
+        # multi-token prediction if that is trained.
         after = sum(layer.after for layer in layers[:-1])
         logits = 2 * self.hidden_size * self.vocab_size
         return {
@@ -135,11 +115,7 @@ class DecoderShape:
         }
 
     def rules(self, hf: str) -> Iterator[Rule]:
-        """Yield the table of weights in Hugging Face's order.
-
-        Args:
-            hf: prefix of Hugging Face's names: "model.".
-        """
+        """Yield the table of weights in Hugging Face's order; `hf` is the prefix of its names: "model."."""
         yield Rule("language.embedding.weight", (f"{hf}embed_tokens.weight",))
         for number, layer in enumerate(self.layers):
             yield from layer.rules(f"language.decoder.layers.{number}.", f"{hf}layers.{number}.")
@@ -152,24 +128,18 @@ class DecoderShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VisionShape:
-    """A vision encoder whose layers have biases and LayerNorms, with a merger of patches into image tokens.
-
-    Attributes:
-        out_hidden_size: width of an image token.
-        num_positions: number of rows of the table of learned positions, a square number.
-        deepstack_layers: indices of layers whose merged output is added after the language model's first layers; may be
-            empty.
-    """
+    """A vision encoder whose layers have biases and LayerNorms, with a merger of patches into image tokens."""
 
     num_layers: int
     hidden_size: int
     intermediate_size: int
     num_heads: int
-    out_hidden_size: int
+    out_hidden_size: int  # width of an image token
     patch_size: int
     temporal_patch_size: int
     spatial_merge_size: int
-    num_positions: int
+    num_positions: int  # number of rows of the table of learned positions, a square number
+    # indices of layers whose merged output is added after the language model's first layers; may be empty
     deepstack_layers: tuple[int, ...]
     rope_theta: float
     activation: str
@@ -184,10 +154,8 @@ class VisionShape:
         return int(self.num_positions**0.5)
 
     def divided_widths(self) -> dict[str, int]:
-        """Return the widths that tensor-parallel ranks divide with vision_split=tensor_parallel.
-
-        The merger's width is a multiple of the number of heads, so it needs no entry.
-        """
+        """Return the widths that tensor-parallel ranks divide with vision_split=tensor_parallel."""
+        # The merger's width is a multiple of the number of heads, so it needs no entry.
         return {"vision_num_heads": self.num_heads, "vision_intermediate_size": self.intermediate_size}
 
     @property
@@ -228,16 +196,13 @@ class ImageTokens:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """A whole model.
-
-    Attributes:
-        vision, images: both None for a text-only model.
-        mtp: the multi-token prediction that can be trained; None: the model has none. See `for_training`.
-    """
+    """A whole model."""
 
     language: DecoderShape
+    # both None for a text-only model
     vision: VisionShape | None = None
     images: ImageTokens | None = None
+    # the multi-token prediction that can be trained; None: the model has none. See `for_training`.
     mtp: MultiTokenPrediction | None = None
 
     def for_training(self, train: TrainConfig) -> "ModelShape":
@@ -265,12 +230,10 @@ class ModelShape:
 
     @property
     def parameters(self) -> dict[str, int]:
-        """Number of parameters of each part of the model."""
         vision = {} if self.vision is None else self.vision.parameters
         return {**vision, "language": self.language.parameters}
 
     @property
     def forward_flops(self) -> dict[str, int]:
-        """FLOPs per unit of each kind of work, by the names of `trainer.data.balance.CostModel`."""
         vision = {"per_patch": 0, "per_patch_squared": 0} if self.vision is None else self.vision.forward_flops
         return self.language.forward_flops | vision

@@ -24,38 +24,27 @@ _OF_LAYER = re.compile(r"language\.decoder\.layers\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class Adapted:
-    """A layer of ours that gets adapters.
+    """A layer of ours that gets adapters."""
 
-    Attributes:
-        ours: name of the layer in the whole model.
-        chosen: for each HF tensor of the rule whether its module is adapted.
-        peft: the name of each HF tensor's module in PEFT. PEFT wraps a module once for each adapted parameter of it, so
-            the names of all but the last have a ".base_layer" for each parameter that follows.
-    """
-
-    ours: str
+    ours: str  # name of the layer in the whole model
     rule: Rule
-    chosen: tuple[bool, ...]
+    chosen: tuple[bool, ...]  # for each HF tensor of the rule whether its module is adapted
+    # the name of each HF tensor's module in PEFT. PEFT wraps a module once for each adapted parameter of it, so the
+    # names of all but the last have a ".base_layer" for each parameter that follows.
     peft: tuple[str, ...]
 
     @property
     def modules(self) -> list[str]:
-        """Names of the HF modules of the layer."""
         return [name.removesuffix(_WEIGHT) for name in self.rule.hf]
 
 
 @dataclass(frozen=True, slots=True)
 class Matches:
-    """The modules that a target adapts.
-
-    Attributes:
-        modules: names of the HF modules, in the model's order.
-        parameters: number of parameters of their adapters.
-    """
+    """The modules that a target adapts."""
 
     target: str
-    modules: tuple[str, ...]
-    parameters: int
+    modules: tuple[str, ...]  # names of the HF modules, in the model's order
+    parameters: int  # number of parameters of their adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +61,11 @@ class _Module:
 
 
 def adapted_layers(rules: Sequence[Rule], config: AdapterConfig) -> list[Adapted]:
-    """Return the layers of the whole model with modules that the targets name.
-
-    Raises:
-        InputError: a regular expression matches no module, or all targets together match none.
-    """
+    """Return the layers of the whole model with modules that the targets name."""
     modules = _modules(rules)
     named = {target: [m for m in modules if m.is_named_by(target)] for target in config.targets}
     for target, found in named.items():
+        # A role may match nothing beside another target: the default names roles that only some models have.
         if not found and (target not in ROLES or not any(named.values())):
             raise _names_nothing(target, modules)
     chosen = {(m.rule.ours, m.number) for found in named.values() for m in found}
@@ -129,14 +115,7 @@ def _names_nothing(target: str, modules: Sequence[_Module]) -> InputError:
 
 
 def check_targets(train: TrainConfig, family: Family, rules: Sequence[Rule]) -> None:
-    """Check that the targets of an adapter name layers of the model that are trained.
-
-    Args:
-        rules: the model's table of weights.
-
-    Raises:
-        InputError: a target names no layers, or only frozen ones.
-    """
+    """Check that the targets of an adapter name layers of the model that are trained."""
     layers = adapted_layers(rules, train.adapter)
     if stacks := [layer.modules[0] for layer in layers if layer.rule.matrices]:
         _check_stacks(train.adapter, stacks[0])
@@ -164,12 +143,9 @@ def _check_stacks(config: AdapterConfig, name: str) -> None:
 
 
 def list_matches(train: TrainConfig, family: Family, shape: ModelShape) -> list[Matches]:
-    """Return the modules that each target adapts, without frozen ones; several targets may name the same module.
-
-    Raises:
-        InputError: see `adapted_layers`.
-    """
+    """Return the modules that each target adapts, without frozen ones; several targets may name the same module."""
     rules, config = family.weight_rules(shape), train.adapter
+    # Raises for a target that names nothing.
     adapted_layers(rules, config)
     matches = []
     for target in config.targets:
@@ -187,10 +163,7 @@ def _parameters(size: tuple[int, int], config: AdapterConfig) -> int:
 
 
 def adapter_sizes(train: TrainConfig, family: Family, shape: ModelShape) -> AdapterSizes | None:
-    """Return the sizes of the adapters of a training, or None if it has no adapters.
-
-    Adapters of frozen parts keep their initial values and are not counted.
-    """
+    """Return the sizes of the adapters of a training, or None if it has no adapters."""
     if train.adapter is None:
         return None
     rules = family.weight_rules(shape)
@@ -201,6 +174,7 @@ def adapter_sizes(train: TrainConfig, family: Family, shape: ModelShape) -> Adap
         if not rule.sizes:
             continue
         part = family.part_of(rule.ours)
+        # Adapters of frozen parts keep their initial values and are not counted.
         is_trained = rule.ours in chosen and part not in train.frozen
         sizes = _layer_sizes(rule, chosen[rule.ours] if is_trained else (), train.adapter)
         if layer := _OF_LAYER.match(rule.ours):

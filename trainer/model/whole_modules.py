@@ -16,11 +16,7 @@ from trainer.model.targets import Adapted, adapted_layers, check_targets
 
 
 def check_adapter(train: TrainConfig, family: Family, shape: ModelShape) -> None:
-    """Check that the modules to adapt or to train whole exist in the model and can be trained so.
-
-    Raises:
-        InputError: a module does not exist or cannot be trained so.
-    """
+    """Check that the modules to adapt or to train whole exist in the model and can be trained so."""
     if train.adapter is not None:
         rules = family.weight_rules(shape)
         check_targets(train, family, rules)
@@ -33,11 +29,7 @@ def whole_modules(rules: Sequence[Rule], config: AdapterConfig) -> list[str]:
 
 
 def whole_rules(rules: Sequence[Rule], config: AdapterConfig) -> list[Rule]:
-    """Return the rules of the weights that are trained whole.
-
-    Raises:
-        InputError: a pattern names nothing, or weights that are adapted or tied, or only a part of a matrix of ours.
-    """
+    """Return the rules of the weights that are trained whole."""
     names = [name for rule in rules for name in rule.hf]
     for pattern in config.modules_to_save:
         if not any(re.fullmatch(pattern, module) for name in names for module in _within(name)):

@@ -13,20 +13,19 @@ def loss_of(
     """Return the three-tuple of `calculate_per_token_loss`: sum of losses, number of loss tokens, report.
 
     megatron-core divides the gradient by the loss tokens of the whole global batch, over all ranks and micro batches.
-    As in megatron-core this number divides the losses of multi-token prediction too. There are as many of these, except
-    that the second token of a sample has none.
 
     Args:
         losses: (N,), then (M,) of multi-token prediction if its factor is not 0.
         lengths: loss tokens of each sample; if given, the report also has these lengths and the losses.
         num_loss_tokens: N; None: all losses.
-        mtp_factor: factor of the M losses.
     """
     losses, second = losses.tensor_split((len(losses) if num_loss_tokens is None else num_loss_tokens,))
     total = losses.sum()
     count = torch.full((), losses.numel(), dtype=torch.int, device=losses.device)  # torch.tensor waits for the device
     sums = [total.detach().double(), count.double()]
     if mtp_factor:
+        # Also divided by N, as in megatron-core: there are as many of these losses, but for the second token of a
+        # sample.
         second_total = second.sum()
         sums += [second_total.detach().double(), torch.full_like(sums[1], second.numel())]
         total = total + mtp_factor * second_total

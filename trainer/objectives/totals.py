@@ -14,29 +14,21 @@ from trainer.parallel.mesh import Mesh
 
 @dataclass(slots=True)
 class Totals:
-    """Sums over micro batches: loss on the device, counts on the host. Only `over_ranks` reduces them over ranks.
+    """Sums over micro batches: loss on the device, counts on the host. Only `over_ranks` reduces them over ranks."""
 
-    Attributes:
-        loss_and_tokens: (2,) float64, the sum of the losses and the number of loss tokens; with multi-token prediction
-            (4,), then the same two of its losses.
-        tokens: number of tokens without padding.
-        slots: number of tokens with padding.
-        flops: FLOPs of each part of the model that is counted separately.
-        cost: FLOPs of one unit of each kind of work; None: FLOPs are not counted.
-    """
-
+    # (2,) float64, the sum of the losses and the number of loss tokens; with multi-token prediction (4,), then the same
+    # two of its losses
     loss_and_tokens: torch.Tensor
-    tokens: int = 0
-    slots: int = 0
-    flops: Counter[str] = field(default_factory=Counter)
-    cost: CostModel | None = None
+    tokens: int = 0  # number of tokens without padding
+    slots: int = 0  # number of tokens with padding
+    flops: Counter[str] = field(default_factory=Counter)  # FLOPs of each part of the model that is counted separately
+    cost: CostModel | None = None  # FLOPs of one unit of each kind of work; None: FLOPs are not counted
 
     @classmethod
     def zero(cls, device: torch.device, cost: CostModel | None = None, *, has_mtp: bool = False) -> "Totals":
         return cls(torch.zeros(4 if has_mtp else 2, dtype=torch.float64, device=device), cost=cost)
 
     def count(self, batch: MicroBatch, flops: Mapping[str, float]) -> None:
-        """Count one micro batch."""
         self.tokens += batch.num_tokens
         self.slots += batch.num_slots
         self.flops.update(flops)

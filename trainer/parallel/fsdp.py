@@ -37,7 +37,6 @@ class FullyShardedModel(DataParallelBase):
     Args:
         module: the whole model in float32, equal on every rank, or without memory; it is divided in place.
         dtype: arithmetic of forward and backward.
-        group: the data-parallel ranks.
         device: device of the slices; the slices of a model without memory are zeros.
         state: the checkpoint entries of the parameters that a checkpoint holds.
     """
@@ -81,22 +80,19 @@ class FullyShardedModel(DataParallelBase):
                 piece.grad.mul_(scaling_factor)
 
     def optimize_slices(self, optimizer: ChainedOptimizer) -> None:
-        """Make an optimizer of the divided weights update this rank's slices instead. Call it before the first step.
-
-        Slices are plain tensors, which Transformer Engine's Adam needs. megatron-core then sums the gradient norm over
-        the group. A slice without elements (of a bias that has fewer numbers than the group has ranks) is left out.
-        """
+        """Make an optimizer of the divided weights update this rank's slices instead: plain tensors, which Transformer
+        Engine's Adam needs. Call it before the first step."""
         slices = {self.weights[name]: piece for name, piece in self.slices.items()}
         for group in optimizer.param_groups:
+            # A slice without elements (of a bias that has fewer numbers than the group has ranks) is left out.
             group["params"] = [slices[weight] for weight in group["params"] if slices[weight].numel()]
         for chained in optimizer.chained_optimizers:
+            # megatron-core then sums the gradient norm over the group.
             chained.grad_stats_parallel_group = self.group
 
     def checkpoint_state(self, optimizer: ChainedOptimizer, num_updates: int) -> dict[str, Any]:
-        """Return the state that dist_checkpointing saves, and loads in place: this rank's slices and their moments.
-
-        The weights have the names and shapes of the bare model, so that any layout can load them.
-        """
+        """Return the state that dist_checkpointing saves, and loads in place: this rank's slices and their moments. The
+        weights have the names and shapes of the bare model, so that any layout can load them."""
         state = {name: place for name, place in self.places.items() if isinstance(place, ShardedObject)}
         for group in optimizer.param_groups:
             for piece in group["params"]:
@@ -119,14 +115,13 @@ class FullyShardedModel(DataParallelBase):
 
 
 def _divide(module: MegatronModule, dtype: torch.dtype, group: ProcessGroup, device: torch.device) -> None:
-    """Apply FSDP2 to each transformer layer, vision and language, and to the rest. Gradients are summed, not averaged.
-
-    A module with `computes_in_float32` is divided separately. Other modules use its weights after its forward pass, so
-    the weights stay whole until the gradients are ready. They are only a few numbers per head.
-    """
+    """Apply FSDP2 to each transformer layer, vision and language, and to the rest. Gradients are summed, not
+    averaged."""
     mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("dp",))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     exact = dataclasses.replace(policy, param_dtype=torch.float32)
+    # Other modules use these weights after the module's forward pass, so they stay whole until the gradients are ready.
+    # They are only a few numbers per head.
     for unit in [unit for unit in module.modules() if getattr(unit, "computes_in_float32", False)]:
         fully_shard(unit, mesh=mesh, mp_policy=exact, reshard_after_forward=False)
     layers = [layer for layer in module.modules() if isinstance(layer, TransformerLayer)]
@@ -139,11 +134,11 @@ def _divide(module: MegatronModule, dtype: torch.dtype, group: ProcessGroup, dev
 
 
 def _places(state: ShardedStateDict) -> dict[str, ShardedTensor | ShardedObject]:
-    """Return the checkpoint entry of each whole parameter of the bare model, without data. The two halves of a gated
-    MLP have the same order in the checkpoint as in the parameter."""
+    """Return the checkpoint entry of each whole parameter of the bare model, without data."""
     places = {}
     for name, value in state.items():
         if isinstance(value, ShardedTensorFactory):
+            # The two halves of a gated MLP have the same order in the checkpoint as in the parameter.
             value = value.build()[0]
         places[name] = value.without_data() if isinstance(value, ShardedTensor) else value
     return places

@@ -44,16 +44,17 @@ def all_with_memory(model: torch.nn.Module) -> None:
 
 def _like(param: torch.nn.Parameter, device: str) -> torch.nn.Parameter:
     moved = torch.nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
-    moved.__dict__.update(param.__dict__)
+    moved.__dict__.update(param.__dict__)  # marks such as tensor_model_parallel
     return moved
 
 
 def return_freed_matrices() -> None:
-    """Make glibc map every allocation of a megabyte or more separately, and unmap it when it is freed. By default glibc
-    raises this threshold up to 32 MB as large blocks are freed. Freed blocks below it stay in the heap between blocks
-    in use; after many matrices of unlike sizes the heap is several times as large as the memory in use."""
+    """Make glibc map every allocation of a megabyte or more separately, and unmap it when it is freed."""
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
+        # By default glibc raises this threshold up to 32 MB as large blocks are freed. Freed blocks below it stay in
+        # the heap between blocks in use; after many matrices of unlike sizes the heap is several times as large as the
+        # memory in use.
         set_option(_MMAP_THRESHOLD, 1 << 20)
 
 

@@ -27,14 +27,7 @@ TIMEOUT = datetime.timedelta(minutes=30)
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The position of this process among the ranks of its world.
-
-    Attributes:
-        alone: the process group of only this rank.
-        hosts: all ranks, in a group whose messages do not pass through the devices and so do not wait for them; None:
-            the world is such a group.
-        vision_world: connects the language model's ranks with those that only encode images; None without such ranks.
-    """
+    """The position of this process among the ranks of its world."""
 
     rank: int
     world_size: int
@@ -42,16 +35,15 @@ class Mesh:
     dp: int
     device: torch.device
     groups: ProcessGroupCollection
-    alone: dist.ProcessGroup
+    alone: dist.ProcessGroup  # the process group of only this rank
+    # connects the language model's ranks with those that only encode images; None without such ranks
     vision_world: VisionWorld | None = None
+    # all ranks, in a group whose messages do not pass through the devices and so do not wait for them; None: the world
+    # is such a group
     hosts: dist.ProcessGroup | None = None
 
     def slice_of_bin(self, parallel: ParallelConfig, *, has_vision: bool = True) -> RankSlice:
-        """Return the part of every bin that this rank works on.
-
-        Args:
-            has_vision: whether the model has a vision encoder.
-        """
+        """Return the part of every bin that this rank works on."""
         tp, cp, pp = self.groups.tp, self.groups.cp, self.groups.pp
         encoders = self.groups.tp_cp if parallel.vision_split == "images" else cp
         is_first, shares, share = pp.rank() == 0, encoders.size(), encoders.rank()
@@ -128,9 +120,6 @@ def rank_mesh(parallel: ParallelConfig, seed: int, on_lost: Callable[[str], None
 
     Args:
         on_lost: called with a line that names the lost ranks when other ranks are gone; then this process ends.
-
-    Raises:
-        InputError: the world does not divide into model copies.
     """
     rank, local_rank, world = place_in_world()
     check_world(parallel, world)
@@ -152,7 +141,7 @@ def rank_mesh(parallel: ParallelConfig, seed: int, on_lost: Callable[[str], None
                 virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
                 context_parallel_size=parallel.cp,
                 expert_model_parallel_size=parallel.ep,
-                expert_tensor_parallel_size=1,
+                expert_tensor_parallel_size=1,  # tensor-parallel ranks do not divide an expert
                 create_gloo_process_groups=True,
             )
             seed_rank(seed)

@@ -87,7 +87,7 @@ class Watch:
     def hold_for_news(self) -> None:
         """Wait after a failed collective; if it failed because a rank is gone, this process ends here."""
         if self._has_news.wait(NEWS_SECONDS):
-            time.sleep(2 * FAILED_SECONDS)
+            time.sleep(2 * FAILED_SECONDS)  # `end` ends this process meanwhile, in the watch's thread
 
     def _listen(self) -> None:
         while self._peers and not self._leaving:

@@ -20,13 +20,7 @@ ENCODING_PARTS = ("vision", "merger")  # the parts that turn pixels into image t
 
 
 def check_run(run: RunConfig, world_size: int) -> None:
-    """Run `check_layout`, `check_training` and `check_adapter` for a job whose inputs are on disk.
-
-    Raises:
-        InputError: something does not fit, `hf_dir` is not a model, `bins_dir` is not an artifact of plan_bins,
-            `features_dir` is not an artifact of encode_images for these samples, or `adapter_dir` holds an adapter
-            with other settings.
-    """
+    """Check the layout, the settings and the adapter of a job whose inputs are on disk."""
     plan = load_manifest(run.bins_dir).config
     if "pad_multiple" not in plan:
         raise InputError(f"bins_dir={run.bins_dir} is not an artifact of plan_bins: its manifest has no pad_multiple")
@@ -51,15 +45,7 @@ def check_run(run: RunConfig, world_size: int) -> None:
 
 
 def check_cached(frozen: Collection[str], parallel: ParallelConfig, family: Family) -> None:
-    """Check that image features can be computed once, before the training.
-
-    Args:
-        frozen: parts of the model that are not trained.
-
-    Raises:
-        InputError: the family has no separate vision encoder, a part of the encoder is trained, or the layout assigns
-            images to other ranks.
-    """
+    """Check that image features can be computed once, before the training."""
     if parallel.vision != "first_rank":
         raise InputError(
             "encode_images leaves no image to encode in training, and execution.parallel.vision gives them to other "
@@ -100,11 +86,7 @@ def pieces_of(run: RunConfig, shape: ModelShape) -> tuple[range, ...]:
 
 def check_training(train: TrainConfig, parallel: ParallelConfig, family: Family) -> None:
     """Check a training's settings: the family supports them, the model has the parts that they name, and at least one
-    part is trained.
-
-    Raises:
-        InputError: the family does not support a setting, a part does not exist, or all parts are frozen.
-    """
+    part is trained."""
     family.check_settings(train, parallel)
     if train.optim.moments == "bfloat16" and parallel.sharding == "fsdp":
         raise InputError(
@@ -127,11 +109,7 @@ def check_training(train: TrainConfig, parallel: ParallelConfig, family: Family)
 
 
 def check_experts(train: TrainConfig, parallel: ParallelConfig, shape: ModelShape) -> None:
-    """Check the settings of a training of a model with experts, and that no other model has any.
-
-    Raises:
-        InputError: a setting is not supported.
-    """
+    """Check the settings of a training of a model with experts, and that no other model has any."""
     settings = train.experts.model_dump(exclude_defaults=True)
     if not shape.language.routes_tokens:
         if settings:
@@ -160,11 +138,7 @@ def check_experts(train: TrainConfig, parallel: ParallelConfig, shape: ModelShap
 
 
 def check_mtp(train: TrainConfig, parallel: ParallelConfig, shape: ModelShape) -> None:
-    """Check that a model and a layout allow the training of multi-token prediction, if it is trained.
-
-    Raises:
-        InputError: they do not, or nothing but adapters is trained, or the language model is frozen.
-    """
+    """Check that a model and a layout allow the training of multi-token prediction, if it is trained."""
     factor = train.mtp_loss_scaling_factor
     for is_wrong, reason in (
         (shape.mtp is None, "this model has none with its own embeddings (mtp_num_hidden_layers=1 in config.json)"),

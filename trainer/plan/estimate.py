@@ -10,6 +10,7 @@ from trainer.model.adapter_sizes import AdapterSizes, PlaceSizes
 from trainer.model.shape import LOSS_CHUNK, ModelShape, VisionShape
 
 # Memory that torch's allocator holds in addition to the activations, as a fraction of them.
+# Bins of unequal shapes leave fragments. tests/trainer/plan/test_measured_memory.py compares every measured peak.
 RESERVE = 0.1
 
 
@@ -29,36 +30,15 @@ def estimate_memory(
 
     Model state, for P parameters on a process and the distributed optimizer over n = dp x cp ranks: weights 4 P, or in
     bfloat16 2 P plus 4 P / n for float32 copies; gradients 4 P; AdamW's two moments 8 P / n, or 4 P / n in bfloat16.
-    With fsdp it is (4 + 4 + 8) P / dp plus "gathered": the weights outside of layers, the weights of two layers, and
-    the gradients of one of these units before and after their cast to float32. P counts language matrices / tp, and
-    vision whole unless vision_split=tensor_parallel. Frozen parameters count only as weights, without float32 copies.
-    If vision is dealt, each pipeline rank except the first holds a copy of the encoder: weights (4 P, or 2 P in
-    bfloat16) and gradients. Without fsdp these figures are exact. Experts count / ep, and not / tp; their n is
-    dp x cp x tp / ep.
+    With fsdp it is (4 + 4 + 8) P / dp plus what is gathered, see `_gathered`; without it these figures are exact. P
+    counts language matrices / tp, vision whole unless vision_split=tensor_parallel, and experts / ep and not / tp,
+    whose n is dp x cp x tp / ep. Frozen parameters count only as weights, without float32 copies; so does the base
+    model of adapters.
 
     Activations: in half precision a layer of width D takes 10 D bytes per token (Korthikanti et al. 2022,
     arXiv:2205.05198, table 2, for attention that keeps no score matrix), and 2 / tp for each number that its halves
-    keep, see `Part.kept_numbers`. Sequence parallel divides all of it by tp; recomputation leaves 2 D, and one whole
-    layer. A delta layer's backward briefly takes 2 KB more per token and value head, for one layer at a time, which is
-    not counted. The gradient of one layer's experts exists twice, before it is added to the others'.
-    Tokens are seq_len / cp. Patches are max_patches / (tp x cp) if the images are dealt evenly, and max_patches / cp
-    with vision_split=tensor_parallel. These activations exist for every micro batch in flight. A frozen vision encoder
-    keeps only the layer that runs. If vision is dealt, every process has max_patches / (tp x cp x pp) patches for 2 pp
-    micro batches (3 pp with vpp > 1), because images are encoded ahead and wait for their gradients. The last process
-    adds the logits of one chunk of loss tokens, at most 4096 x vocabulary / tp, and as much again for multi-token
-    prediction, which is one more layer with 4 D (not measured).
-
-    Reserve is a tenth of the activations: the memory that torch's allocator holds in addition, because bins of unequal
-    shapes leave fragments. `tests/trainer/plan/test_measured_memory.py` compares every measured peak.
-
-    Start is the memory that a training takes before its first step beyond what it takes later. megatron-core copies the
-    trained weights into one buffer, and briefly holds both; a float8 base is made from one matrix at a time, in three
-    forms; with fsdp no rank ever holds more than its part.
-
-    With adapters, P counts only the adapters' parameters. The base model counts as weights; in float8 the matrices of
-    the language layers take a byte per number, and one matrix at a time is unpacked. Each adapted layer keeps k x rank
-    more numbers per token (k modules in the layer), with DoRA the layer's output too, and per micro batch the matrices
-    of the adapters' products. A vision encoder without adapters counts as frozen.
+    keep, see `Part.kept_numbers`, for every micro batch in flight. Sequence parallel divides all of it by tp;
+    recomputation leaves 2 D, and one whole layer.
 
     Args:
         pieces: the language layers of each piece of the pipeline, see `pipeline_pieces`.
@@ -81,12 +61,10 @@ def estimate_vision_rank(
     in_flight: float,
     adapters: AdapterSizes | None = None,
 ) -> dict[str, int]:
-    """Estimate the bytes of a process that holds only a copy of the vision encoder with its mergers. The rules are
-    those of `estimate_memory`; the process has weights, gradients of trained parameters, and activations.
+    """Estimate the bytes of a process that holds only a copy of the vision encoder with its mergers, by the rules of
+    `estimate_memory`: weights, gradients of trained parameters, and activations.
 
     Args:
-        tp: number of processes that divide the matrices.
-        recompute: every layer is computed again in backward.
         patches: number of patches that the process encodes at a time.
         in_flight: number of encoder passes before the gradients of the first pass arrive.
     """
@@ -130,11 +108,8 @@ def _sizes(train: TrainConfig) -> tuple[int, int]:
 def _layer_bytes(
     width: int, kept: Sequence[int], size: int, in_flight: float, tp: int, is_cut: bool, recompute: bool
 ) -> float:
-    """Return the bytes per token of some layers, for the micro batches in flight.
-
-    Args:
-        kept: numbers that each layer keeps per token in addition to the inputs of its halves.
-    """
+    """Return the bytes per token of some layers, for the micro batches in flight; `kept` has the numbers that each
+    layer keeps per token in addition to the inputs of its halves."""
     whole_width = width / tp if is_cut else width
     layers = [size * (5 * whole_width + numbers / tp) for numbers in kept]
     if recompute:
@@ -160,7 +135,6 @@ class _Vision:
 
     @property
     def trained(self) -> float:
-        """Number of trained parameters."""
         if self.adapters is not None:
             return sum(place.parameters.on(self.tp) for place in self.adapters.vision.values())
         return self._parameters(self.frozen)
@@ -183,19 +157,20 @@ class _Vision:
         return sum(count for part, count in counts.items() if part not in without) / self.tp
 
     def activations(self, patches: float, in_flight: float) -> float:
-        """Return the activation bytes of these patches for the micro batches in flight. Frozen layers run without an
-        autograd graph, so that only one layer's activations exist at a time."""
+        """Return the activation bytes of these patches for the micro batches in flight."""
         if self.shape is None:
             return 0
         width, layers = self.shape.hidden_size, self.shape.num_layers
         kept, tp, adapters = [12 * width] * layers, self.tp, self.adapters
         if not self.has_gradients:
+            # Frozen layers run without an autograd graph, so that only one layer's activations exist at a time.
             total = patches * _layer_bytes(width, kept[:1], self.size, 1, tp, False, False)
         else:
             total = patches * _layer_bytes(width, kept, self.size, in_flight, tp, False, self.recompute)
         if adapters is not None:
             blocks = _adapter_bytes(adapters.vision["vision"], patches, self.size, tp)
             total += blocks / layers if self.recompute else in_flight * blocks
+            # The mergers are not recomputed.
             tokens = patches / self.shape.spatial_merge_size**2
             total += in_flight * _adapter_bytes(adapters.vision["merger"], tokens, self.size, tp)
         return total
@@ -226,6 +201,7 @@ class _Process:
         }
         if self.parallel.sharding == "fsdp":
             parts |= {"weights": 4 * weights / self.size / ranks, "gradients": 4 * trained / ranks}
+        # Each pipeline rank except the first then holds a copy of the encoder, without optimizer states.
         if rank > 0 and self.parallel.deals_vision:
             parts["weights"] += self._vision.weights
             parts["gradients"] += 4 * self._vision.trained
@@ -233,19 +209,23 @@ class _Process:
         parts |= {"activations": activations, "reserve": RESERVE * activations}
         if self.parallel.sharding == "fsdp":
             parts["gathered"] = self._gathered()
+        # With fsdp no rank ever holds more than its part, so the start takes nothing more.
         elif (more := self._start(weights, trained) - sum(parts.values())) > 0:
             parts["start"] = more
         return {name: round(value) for name, value in parts.items()}
 
     def _start(self, weights: float, trained: float) -> float:
-        """Return the peak bytes of a pipeline rank before its first step."""
+        """Return the peak bytes of a pipeline rank before its first step. megatron-core copies the trained weights into
+        one buffer, and briefly holds both; a float8 base is made from one matrix at a time, in three forms."""
         matrix = 0.0
         if self.adapters is not None and self.adapters.has_float8_base:
             matrix = self.shape.language.largest_matrix / self.parallel.tp
         return max(weights + (self.size + 4) * trained, weights + 3 * self.size * matrix)
 
     def _gathered(self) -> float:
-        """Return the bytes that FSDP2 holds whole in forward and backward; fsdp is only for data parallel."""
+        """Return the bytes that FSDP2 holds whole in forward and backward: the weights outside of layers, the weights
+        of two layers, and the gradients of one of these units before and after their cast to float32. It is only for
+        data parallel."""
         decoder, vision = self.shape.language, self.shape.vision
         layer = max(layer.parameters for layer in decoder.layers)
         outside = (1 if decoder.tie_word_embeddings else 2) * decoder.vocab_size * decoder.hidden_size
@@ -330,6 +310,8 @@ class _Process:
         chunk_passes = 2 * (p.pp - 1 - rank) + (p.vpp - 1) * p.pp + 1 if p.vpp > 1 else p.pp - rank
         is_selective = p.recompute == "selective"
         layers = [decoder.layers[number] for number in self._layers(rank)]
+        # A delta layer's backward briefly takes 2 KB more per token and value head, for one layer at a time: not
+        # counted.
         kept = [layer.kept_numbers(selective=is_selective) for layer in layers]
         if decoder.mtp is not None:
             layers.append(decoder.mtp.layer)
@@ -348,22 +330,27 @@ class _Process:
         return total
 
     def _brief_numbers(self, rank: int, tokens: float) -> float:
-        """Return the numbers that exist for a moment: those of one layer, and the logits. With recomputation of all
-        layers they share memory, because the layers are then no CUDA graphs, which have memory of their own."""
+        """Return the numbers that exist for a moment: those of one layer, and the logits of one chunk of loss
+        tokens."""
         decoder, p = self.shape.language, self.parallel
         layers = [decoder.layers[number] for number in self._layers(rank)]
         of_layer = tokens * max((layer.brief_numbers for layer in layers), default=0)
         if self.adapters is not None and self.adapters.has_float8_base:
             of_layer += decoder.largest_matrix / p.tp  # unpacked
         elif self.adapters is None and "language" not in self.frozen:
+            # The gradient of one layer's experts exists twice, before it is added to the others'.
             of_layer += max((layer.divided_by_experts for layer in layers), default=0) / p.ep
+        # Multi-token prediction has logits of its own (not measured).
         losses = (rank == p.pp - 1) * (1 if decoder.mtp is None else 2)
         logits = losses * min(tokens, LOSS_CHUNK) * decoder.vocab_size / p.tp
+        # With full recomputation they share memory, because the layers are then no CUDA graphs, which have memory of
+        # their own.
         return max(of_layer, logits) if p.recompute == "full" else of_layer + logits
 
     def _vision_activations(self) -> float:
         p, vision = self.parallel, self._vision
         in_flight, sharers = (2 * p.pp - 1 if p.vpp > 1 else p.pp), p.cp * p.tp // vision.tp
         if p.deals_vision:
+            # Images are encoded ahead of the pipeline and wait for their gradients.
             in_flight, sharers = vision_in_flight(p), sharers * p.pp
         return vision.activations(self.max_patches / sharers, min(in_flight, self.num_micro_batches))

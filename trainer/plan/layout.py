@@ -41,13 +41,7 @@ def check_layout(
 
     Args:
         shape: the model's shape; None if it is not known yet, and then the checks that need it are skipped.
-        world_size: number of processes, over all hosts.
-        global_batch_size: bins between two optimizer updates.
-        seq_len: tokens of a bin.
         pad_multiple: number to a multiple of which the plan of the bins rounds up each sample's tokens.
-
-    Raises:
-        InputError: the layout does not fit.
     """
     if shape is not None:
         _check_vision(parallel, shape, names)
@@ -61,11 +55,7 @@ def check_layout(
 
 
 def check_world(parallel: ParallelConfig, world_size: int, names: FieldNames = IN_RUN_JSON) -> None:
-    """Check that the processes divide into copies of the model.
-
-    Raises:
-        InputError: the processes do not divide evenly.
-    """
+    """Check that the processes divide into copies of the model."""
     size, alone = parallel.model_size, parallel.vision_ranks
     language = world_size - alone
     if language < 1 or language % size:
@@ -132,11 +122,11 @@ def _check_vision_tensor_parallel(tp: int, shape: VisionShape, names: FieldNames
 
 
 def _check_tensor_parallel(parallel: ParallelConfig, shape: ModelShape, names: FieldNames) -> None:
-    """Check that tp divides every shared width. Fewer key-value heads than ranks are an error: megatron-core would give
-    several ranks the same head, which our tests do not cover.
-    """
+    """Check that tp divides every shared width."""
     has_vision = shape.vision is not None and parallel.vision_split == "tensor_parallel"
     vision = shape.vision.divided_widths() if has_vision else {}
+    # Fewer key-value heads than ranks are an error too: megatron-core would give several ranks the same head, which our
+    # tests do not cover.
     sizes = shape.language.divided_widths() | vision
     wrong = next((name for name in sizes if sizes[name] % parallel.tp), None)
     if wrong is None:
@@ -219,12 +209,11 @@ def _fitting(field: str, candidates: Iterable[int], parallel: ParallelConfig, sh
 
 
 def _check_global_batch(parallel: ParallelConfig, world_size: int, global_batch_size: int, names: FieldNames) -> None:
-    """Check that all data-parallel ranks get the same number of bins, and with vpp a multiple of pp bins
-    (schedules.py: micro batches go through a piece of the model in groups, and no group may be smaller than pp).
-    """
+    """Check that all data-parallel ranks get the same number of bins, and with vpp a multiple of pp bins."""
     dp = parallel.data_parallel(world_size)
     unit, formula = dp, f"dp={dp}"
     if parallel.vpp > 1:
+        # schedules.py: micro batches go through a piece of the model in groups, and no group may be smaller than pp.
         unit, formula = dp * parallel.pp, f"dp={dp} x pp={parallel.pp} = {dp * parallel.pp} (vpp={parallel.vpp})"
     if global_batch_size % unit:
         raise InputError(
@@ -240,11 +229,11 @@ def _language_processes(parallel: ParallelConfig, world_size: int, names: FieldN
 
 
 def _check_bins(parallel: ParallelConfig, seq_len: int, pad_multiple: int) -> None:
-    """Check that slices of bins and of samples are whole tokens. The advice rounds seq_len up, because a longer bin
-    keeps every sample, to a value that the plan's own check of pad_multiple also accepts.
-    """
+    """Check that slices of bins and of samples are whole tokens."""
     whole_sample, whole_bin = parallel.pad_multiple, parallel.bin_multiple
     if seq_len % whole_bin:
+        # Rounded up, because a longer bin keeps every sample, to a value that the plan's own check of pad_multiple
+        # accepts.
         both = math.lcm(whole_bin, pad_multiple)
         raise InputError(
             f"plan_bins.seq_len={seq_len} is not a multiple of {whole_bin} (cp={parallel.cp}, tp={parallel.tp}, "

@@ -16,15 +16,10 @@ EVEN_ENOUGH = 1.02
 
 
 class PipelineRoom(NamedTuple):
-    """The bounds that a layout sets for its pieces, in the order of the model; piece i is on pipeline rank i % pp.
+    """The bounds that a layout sets for its pieces, in the order of the model; piece i is on pipeline rank i % pp."""
 
-    Attributes:
-        least: minimum number of layers of each piece.
-        groups: groups of pieces, each with the number of layers that its pieces share.
-    """
-
-    least: list[int]
-    groups: list[tuple[Sequence[int], int]]
+    least: list[int]  # minimum number of layers of each piece
+    groups: list[tuple[Sequence[int], int]]  # groups of pieces, each with the number of layers that its pieces share
 
 
 def pipeline_room(shape: ModelShape, parallel: ParallelConfig) -> PipelineRoom:
@@ -39,19 +34,13 @@ def pipeline_room(shape: ModelShape, parallel: ParallelConfig) -> PipelineRoom:
 
 
 def mean_work(seq_len: int, plan: Mapping[str, Any], stats: Mapping[str, Any]) -> Work:
-    """Return the work in a mean training bin, in whole numbers. Every sample and every image is taken to have the mean
-    size of its subset.
-
-    If a plan's figures are not known, a bin counts as full: a loss at every token, and all patches that fit. The
-    squares, which need the samples, are then left out.
-
-    Args:
-        plan: the config of plan_bins.
-        stats: the statistics in the manifest of plan_bins; empty before it exists.
-    """
+    """Return the work in a mean training bin, in whole numbers, given the config of plan_bins and the statistics in its
+    manifest, which are empty before it exists. Every sample and every image is taken to have the mean size of its
+    subset."""
     epochs = stats.get("epochs", [])
     bins = sum(epoch["num_bins"] for epoch in epochs)
     if not bins:
+        # A full bin: a loss at every token, and all patches that fit. The squares need the samples and are left out.
         return Work(seq_len, seq_len, 0, plan.get("max_patches", 0), 0)
     subsets = [sums for epoch in epochs for sums in epoch["subsets"].values()]
 
@@ -70,14 +59,8 @@ def pipeline_pieces(
 ) -> tuple[range, ...]:
     """Return the indices of the language layers of each piece, in the order of the model; rank r has pieces[r::pp].
 
-    Single layers move between pieces as long as this makes the costliest rank cheaper; ties are decided by evener
-    ranks, then by evener pieces. The first piece also has the vision encoder, unless other ranks encode images too or
-    instead (`parallel.vision`). The last piece has the output layer and the loss. `check_layout` has checked that the
-    layers fit.
-
-    Args:
-        work: the work in a mean bin.
-        frozen: parts of the model that are not trained.
+    Single layers move between pieces as long as this makes the costliest rank cheaper. `check_layout` has checked that
+    the layers fit.
     """
     if parallel.pp == 1:
         return (range(shape.language.num_layers),)
@@ -133,20 +116,21 @@ class _Costs(NamedTuple):
 
 
 def _costs(shape: ModelShape, parallel: ParallelConfig, work: Work, frozen: Collection[str]) -> _Costs:
-    """Compute the costs. Passes: one forward, two backward (one of them for the weights), one more if recomputed.
-    Dealt vision is left out because it costs all ranks alike. Vision on other ranks costs the pipeline nothing.
-    Multi-token prediction is beside the output layer, and needs all tokens of the last layer."""
+    """Compute the costs, with all passes through each part."""
     decoder = shape.language
+    # Forward, backward for inputs and for weights, and forward again if recomputed.
     passes = 3 - ("language" in frozen) + (parallel.recompute == "full")
     flops = [layer.flops for layer in decoder.layers] + ([] if decoder.mtp is None else [decoder.mtp.flops])
     layers = []
     for number, (before, after, squared) in enumerate(flops):
         rows = work.loss_tokens if number == len(flops) - 1 else work.tokens
         layers.append(round(passes * (before * work.tokens + after * rows + squared * work.tokens_squared)))
+    # Dealt vision costs all ranks alike, and vision on other ranks costs the pipeline nothing.
     is_elsewhere = parallel.deals_vision or parallel.vision_ranks
     first = 0 if is_elsewhere else vision_flops(shape, parallel, work, frozen)
     logits = 2 * decoder.hidden_size * decoder.vocab_size * work.loss_tokens
     logits *= (3 - ("language" in frozen)) * (1 if decoder.mtp is None else 2)
+    # Multi-token prediction is beside the output layer.
     last = round(logits) + sum(layers[decoder.num_layers :])
     return _Costs(list(accumulate(layers[: decoder.num_layers], initial=0)), first, last, parallel.pp)
 

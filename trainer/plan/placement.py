@@ -35,24 +35,17 @@ Name = Literal["first_rank", "dealt", "own_ranks", "cached"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacementJob:
-    """The inputs of a prediction.
-
-    Attributes:
-        parallel: the current layout.
-        work: the work in a mean bin with its images, see `mean_work`.
-        is_cached: the images were encoded before the training.
-        adapters: sizes of the training's adapters; None: no adapters.
-    """
+    """The inputs of a prediction."""
 
     shape: ModelShape
-    parallel: ParallelConfig
+    parallel: ParallelConfig  # the current layout
     train: TrainConfig
     processes: int
     seq_len: int
     max_patches: int
-    work: Work
-    is_cached: bool = False
-    adapters: AdapterSizes | None = None
+    work: Work  # the work in a mean bin with its images, see `mean_work`
+    is_cached: bool = False  # the images were encoded before the training
+    adapters: AdapterSizes | None = None  # sizes of the training's adapters; None: no adapters
 
     @property
     def pieces(self) -> tuple[range, ...]:
@@ -96,24 +89,17 @@ class RankSeconds(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """A choice of the ranks that encode images, with the predicted time and memory of a step.
+    """A choice of the ranks that encode images, with the predicted time and memory of a step."""
 
-    Attributes:
-        name: first_rank: the first pipeline rank encodes all images of its bins; dealt: all pipeline ranks do;
-            own_ranks: ranks that do nothing else; cached: no rank, because the images were encoded before the training.
-        parallel: the layout with this choice.
-        ranks: seconds of each pipeline rank; with own_ranks, a rank with only vision follows them.
-        step: seconds of a step.
-        start: seconds of the step that the pipeline takes to fill and to empty.
-        memory: bytes of the fullest process, by purpose.
-    """
-
+    # first_rank: the first pipeline rank encodes all images of its bins; dealt: all pipeline ranks do; own_ranks: ranks
+    # that do nothing else; cached: no rank, because the images were encoded before the training
     name: Name
-    parallel: ParallelConfig
+    parallel: ParallelConfig  # the layout with this choice
+    # seconds of each pipeline rank; with own_ranks, a rank with only vision follows them
     ranks: tuple[RankSeconds, ...]
-    step: float
-    start: float
-    memory: Mapping[str, int]
+    step: float  # seconds of a step
+    start: float  # seconds of the step that the pipeline takes to fill and to empty
+    memory: Mapping[str, int]  # bytes of the fullest process, by purpose
 
     @property
     def waits(self) -> list[float]:
@@ -154,19 +140,21 @@ def _divides(job: PlacementJob, parallel: ParallelConfig) -> bool:
 
 
 def recommended(choices: Sequence[Placement]) -> Placement:
-    """Return the fastest choice that fits an H200, or the first one, which is current, if no choice gains more than 2%.
-    If the current choice itself does not fit, memory is not considered."""
+    """Return the fastest choice that fits an H200, or the first one, which is current, if no choice gains more than
+    2%."""
     now = choices[0]
+    # If the current choice itself does not fit by the estimate, memory is not considered.
     room = GPU_MEMORY if now.bytes <= GPU_MEMORY else math.inf
     best = min((choice for choice in choices if choice.bytes <= room), key=lambda choice: choice.step)
     return now if now.step <= EVEN_ENOUGH * best.step else best
 
 
 def own_ranks(job: PlacementJob) -> Iterator[Placement]:
-    """Yield a placement for every valid number of vision ranks. It leaves whole replicas of the language model, among
-    which a global batch divides evenly. The number of encoders is a multiple of the number of replicas, or the reverse.
-    The pipeline may be shorter than the current one."""
+    """Yield a placement for every valid number of vision ranks: it leaves whole replicas of the language model, among
+    which a global batch divides evenly, and one of the numbers of encoders and of replicas is a multiple of the other.
+    """
     tp = job.parallel.vision.tp if isinstance(job.parallel.vision, VisionRanks) else 1
+    # The pipeline may be shorter than the current one, because fewer ranks are left for it.
     for pp in range(1, job.parallel.pp + 1 if job.parallel.sharding != "fsdp" else 1):
         changes = {"pp": pp, "first_pipeline_layers": None, "vision_split": "images"}
         shorter = job.parallel.model_copy(update=changes if pp > 1 else changes | {"vpp": 1})
@@ -180,8 +168,8 @@ def own_ranks(job: PlacementJob) -> Iterator[Placement]:
 
 
 def _own_ranks(job: PlacementJob, parallel: ParallelConfig) -> Placement:
-    """Predict a step with ranks that only encode. They act as one more pipeline rank, which works on a later bin of
-    each replica. Their encoders are copies; the first pipeline rank has the optimizer's states."""
+    """Predict a step with ranks that only encode: they act as one more pipeline rank, which works on a later bin of
+    each replica."""
     dp = parallel.data_parallel(job.processes)
     each, count = dp / parallel.vision_encoders, job.train.global_batch_size // dp
     pieces = pipeline_pieces(job.shape, parallel, job.work, job.train.frozen)

@@ -26,19 +26,12 @@ INSTALL = "make gpu"
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The GPU and the library that a training runs on.
+    """The GPU and the library that a training runs on."""
 
-    Attributes:
-        gpu: name of the GPU; "" if there is none that torch can use.
-        capability: the GPU's compute capability; None if it is unknown.
-        engine: version of Transformer Engine; "" if it is not installed.
-        flash: version of FlashAttention 4; "" if it is not installed.
-    """
-
-    gpu: str = ""
-    capability: tuple[int, int] | None = None
-    engine: str = ""
-    flash: str = ""
+    gpu: str = ""  # name of the GPU; "" if there is none that torch can use
+    capability: tuple[int, int] | None = None  # the GPU's compute capability; None if it is unknown
+    engine: str = ""  # version of Transformer Engine; "" if it is not installed
+    flash: str = ""  # version of FlashAttention 4; "" if it is not installed
 
     @property
     def has_flash(self) -> bool:
@@ -52,11 +45,7 @@ class Host:
 
 
 def modules_of(wanted: Wanted, host: Host) -> Modules:
-    """Return the name of the module set for this host.
-
-    Raises:
-        InputError: Transformer Engine is asked for and is not installed, or there is no GPU.
-    """
+    """Return the name of the module set for this host."""
     if wanted == "engine" and not (host.engine and host.gpu):
         why = f"is not installed ({INSTALL} installs it)" if host.gpu else "needs an NVIDIA GPU, and here is none"
         raise InputError(f"execution.modules=engine: Transformer Engine {why}; or set execution.modules=auto")
@@ -68,11 +57,7 @@ def modules_of(wanted: Wanted, host: Host) -> Modules:
 
 
 def check_precision(precision: str, wanted: Wanted, host: Host) -> None:
-    """Check that the host can compute in a precision.
-
-    Raises:
-        InputError: the host cannot compute in it.
-    """
+    """Check that the host can compute in a precision."""
     if precision != "float8":
         return
     way_out = "set train.precision=bfloat16"
@@ -88,11 +73,7 @@ def check_precision(precision: str, wanted: Wanted, host: Host) -> None:
 
 
 def describe(wanted: Wanted, host: Host) -> str:
-    """Describe the modules of a job in one line, with the speed that a missing library would add.
-
-    Raises:
-        InputError: see `modules_of`.
-    """
+    """Describe the modules of a job in one line, with the speed that a missing library would add."""
     modules = modules_of(wanted, host)
     if modules == "exact":
         return "plain torch, on a CPU"

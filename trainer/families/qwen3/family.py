@@ -5,11 +5,7 @@ from trainer.model.family import Family
 
 
 def part_of(name: str) -> str:
-    """Return the part that a parameter of the bare model belongs to: "language".
-
-    Raises:
-        ValueError: the parameter belongs to another part.
-    """
+    """Return the part that a parameter of the bare model belongs to: "language"."""
     if not name.startswith("language."):
         raise ValueError(f"parameter {name} is not of language")
     return "language"

@@ -27,14 +27,7 @@ class Qwen3Keys(DecoderKeys):
 
 
 def read_shape(config: Mapping[str, Any], path: Path | str = "config.json") -> ModelShape:
-    """Return the sizes in a parsed config.json.
-
-    Args:
-        path: path of the file, for messages.
-
-    Raises:
-        InputError: a key is not understood, or two keys are inconsistent.
-    """
+    """Return the sizes in a parsed config.json."""
     keys = read_keys(Qwen3Keys, config, path)
     if keys.layer_types is not None and len(keys.layer_types) != keys.num_hidden_layers:
         raise InputError(

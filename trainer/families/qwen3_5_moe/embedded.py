@@ -7,12 +7,7 @@ from trainer.families.qwen3_5_vl.embedded import embedded_configs as qwen3_5_con
 
 
 def embedded_configs(settings: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, dict[str, Any]]:
-    """Return config.json and preprocessor_config.json.
-
-    Args:
-        settings: the fields of `EmbeddedModelConfig` in stages/inputs/config.py.
-        ids: ids of the tokenizer's control tokens.
-    """
+    """Return config.json and preprocessor_config.json."""
     configs = qwen3_5_configs(settings, ids)
     config, experts = configs["config.json"], settings["experts"]
     config["model_type"] = "qwen3_5_moe"

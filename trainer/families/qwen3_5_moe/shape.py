@@ -39,14 +39,7 @@ class Qwen35MoeKeys(qwen3_5.Qwen35VLKeys):
 
 
 def read_shape(config: Mapping[str, Any], path: Path | str = "config.json") -> ModelShape:
-    """Return the sizes in a parsed config.json.
-
-    Args:
-        path: path of the file, for messages.
-
-    Raises:
-        InputError: a key is not understood, or two keys are inconsistent.
-    """
+    """Return the sizes in a parsed config.json."""
     keys = read_keys(Qwen35MoeKeys, config, path)
     text, where = keys.text_config, f"{path}: text_config."
     shared = text.shared_expert_intermediate_size

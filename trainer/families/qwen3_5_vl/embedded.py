@@ -7,12 +7,7 @@ from trainer.families.qwen3_vl.embedded import embedded_configs as qwen3_vl_conf
 
 
 def embedded_configs(settings: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, dict[str, Any]]:
-    """Return config.json and preprocessor_config.json; they equal a Qwen3-VL's except for the decoder.
-
-    Args:
-        settings: the fields of `EmbeddedModelConfig` in stages/inputs/config.py.
-        ids: ids of the tokenizer's control tokens.
-    """
+    """Return config.json and preprocessor_config.json; they equal a Qwen3-VL's except for the decoder."""
     configs = qwen3_vl_configs(settings, ids)
     config, delta = configs["config.json"], settings["delta"]
     config["model_type"] = "qwen3_5"

@@ -14,11 +14,7 @@ from trainer.parts.delta.sizes import WithDelta
 
 
 def check_settings(train: TrainConfig, parallel: ParallelConfig) -> None:
-    """Check that delta layers support the settings of a training.
-
-    Raises:
-        InputError: they do not.
-    """
+    """Check that delta layers support the settings of a training."""
     if train.precision == "float8":
         raise InputError(
             "train.precision is float8, in which the delta layers of a qwen3_5 model have not been tried; set "

@@ -26,10 +26,7 @@ class TextRotaryKeys(qwen3_vl.TextRotaryKeys):
 
 
 class HybridKeys(BackboneKeys):
-    """The keys of text_config, without those of the feed-forward layers.
-
-    The layer of multi-token prediction (mtp) can be trained if there is one, with the model's own embeddings.
-    """
+    """The keys of text_config, without those of the feed-forward layers."""
 
     vocab_size: PositiveInt = 248_320
     num_attention_heads: PositiveInt = 16
@@ -51,6 +48,7 @@ class HybridKeys(BackboneKeys):
     linear_num_value_heads: PositiveInt = 32
     mamba_ssm_dtype: Literal["float32"] = "float32"
     mlp_only_layers: list[int] = Field(default=[], max_length=0)
+    # The layer of multi-token prediction can be trained if there is one, with the model's own embeddings.
     mtp_num_hidden_layers: Any = None
     mtp_use_dedicated_embeddings: Any = None
 
@@ -79,24 +77,13 @@ class Qwen35VLKeys(qwen3_vl.Qwen3VLKeys):
 
 
 def read_shape(config: Mapping[str, Any], path: Path | str = "config.json") -> ModelShape:
-    """Return the sizes in a parsed config.json.
-
-    Args:
-        path: path of the file, for messages.
-
-    Raises:
-        InputError: a key is not understood, or two keys are inconsistent.
-    """
+    """Return the sizes in a parsed config.json."""
     keys = read_keys(Qwen35VLKeys, config, path)
     return shape_with(keys, mlp_of(keys.text_config), path)
 
 
 def shape_with(keys: Qwen35VLKeys, feed_forward: FeedForward, path: Path | str) -> ModelShape:
-    """Return the shape of a model whose layers all have this feed-forward part.
-
-    Raises:
-        InputError: two keys are inconsistent.
-    """
+    """Return the shape of a model whose layers all have this feed-forward part."""
     text, where = keys.text_config, f"{path}: text_config."
     rotary, theta = rotary_of(text, TextRotaryKeys(), default_theta=10_000.0)
     rotary_dim = int(text.head_dim * (rotary.partial_rotary_factor or text.partial_rotary_factor))
@@ -109,7 +96,7 @@ def shape_with(keys: Qwen35VLKeys, feed_forward: FeedForward, path: Path | str) 
         rotary_dim=rotary_dim,
         mrope_section=qwen3_vl.checked_section(rotary.mrope_section, rotary_dim, path),
         tie_word_embeddings=keys.tie_word_embeddings,
-        zero_centred_norms=True,
+        zero_centred_norms=True,  # transformers' RMSNorm of this model multiplies by 1 + weight
     )
     has_mtp = text.mtp_num_hidden_layers == 1 and not text.mtp_use_dedicated_embeddings
     drafts = Layer(text.hidden_size, mixers[ATTENTION], feed_forward)

@@ -9,11 +9,7 @@ _MERGERS = ("vision.merger.", "vision.deepstack_mergers.")
 
 
 def part_of(name: str) -> str:
-    """Return the part that a parameter of the bare model belongs to: "vision", "merger" or "language".
-
-    Raises:
-        ValueError: the parameter belongs to none of these parts.
-    """
+    """Return the part that a parameter of the bare model belongs to: "vision", "merger" or "language"."""
     if name.startswith(_MERGERS):
         return "merger"
     part = name.partition(".")[0]

@@ -81,11 +81,9 @@ class Qwen3VLModel(PackedModel):
         return (1 + self.shape.num_deepstack) * self.shape.language.hidden_size
 
     def rotation(self, batch: MicroBatch) -> Rotation:
-        """Rotate by positions with three axes."""
         return Rotation.of(mrope_angles(batch.position_ids, self.shape.language))
 
     def prepare_pixels(self, patch_format: PatchFormat) -> None:
-        """Set how the patches of the data are converted to pixel values."""
         encoders = [self.vision] if self.pre_process else [self.exchange.part["vision"]] if self.exchange else []
         for encoder in encoders:
             encoder.patch_embed.set_normalisation(patch_format.image_mean, patch_format.image_std)
@@ -132,6 +130,7 @@ class Qwen3VLModel(PackedModel):
 
     def partial_gradients(self) -> list[torch.nn.Parameter]:
         """Extend the base method by the vision encoder's parameters, if tensor-parallel ranks share the images."""
+        # Each of these ranks has the gradient of the images that it encodes.
         shared = self.pre_process and self.parallel.vision_split == "images" and self.parallel.tp > 1
         vision = self.vision.parameters() if shared else ()
         return super().partial_gradients() + [param for param in vision if param.requires_grad]

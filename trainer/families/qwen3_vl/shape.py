@@ -66,14 +66,12 @@ class VisionKeys(CommonKeys):
 
 
 class Qwen3VLKeys(CommonKeys):
-    """The keys of config.json.
-
-    The token ids have no default: transformers' defaults would be the ids of other tokens in this tokenizer.
-    """
+    """The keys of config.json."""
 
     model_type: Literal["qwen3_vl"]
     text_config: TextKeys
     vision_config: VisionKeys
+    # Without defaults: transformers' would be the ids of other tokens in this tokenizer.
     image_token_id: NonNegativeInt
     video_token_id: NonNegativeInt
     vision_start_token_id: NonNegativeInt
@@ -82,24 +80,13 @@ class Qwen3VLKeys(CommonKeys):
 
 
 def read_shape(config: Mapping[str, Any], path: Path | str = "config.json") -> ModelShape:
-    """Return the sizes in a parsed config.json.
-
-    Args:
-        path: path of the file, for messages.
-
-    Raises:
-        InputError: a key is not understood, or two keys are inconsistent.
-    """
+    """Return the sizes in a parsed config.json."""
     keys = read_keys(Qwen3VLKeys, config, path)
     return shape_with(keys, (mlp_of(keys.text_config),) * keys.text_config.num_hidden_layers, path)
 
 
 def shape_with(keys: Qwen3VLKeys, feed_forwards: Sequence[FeedForward], path: Path | str) -> ModelShape:
-    """Return the shape of a model whose layers have these feed-forward parts.
-
-    Raises:
-        InputError: two keys are inconsistent.
-    """
+    """Return the shape of a model whose layers have these feed-forward parts."""
     text, where = keys.text_config, f"{path}: text_config."
     attention, sizes = attention_of(text, where), decoder_sizes(text, where)
     section, theta = mrope_of(text, text.head_dim, path)
@@ -115,24 +102,13 @@ def shape_with(keys: Qwen3VLKeys, feed_forwards: Sequence[FeedForward], path: Pa
 
 
 def mrope_of(keys: TextKeys, rotary_dim: int, path: Path | str) -> tuple[tuple[int, ...], float]:
-    """Return the number of rotary pairs of each axis, and the base.
-
-    Args:
-        rotary_dim: number of leading components of a head that are rotated.
-
-    Raises:
-        InputError: the numbers of pairs do not add up to rotary_dim / 2.
-    """
+    """Return the number of rotary pairs of each axis, and the base."""
     rotary, theta = rotary_of(keys, TextRotaryKeys(), default_theta=500_000.0)
     return checked_section(rotary.mrope_section, rotary_dim, path), theta
 
 
 def checked_section(section: list[int], rotary_dim: int, path: Path | str) -> tuple[int, ...]:
-    """Return the number of rotary pairs of each axis.
-
-    Raises:
-        InputError: the numbers of pairs do not add up to rotary_dim / 2.
-    """
+    """Return the number of rotary pairs of each axis."""
     if 2 * sum(section) != rotary_dim:
         raise InputError(
             f"{path}: text_config.rope_parameters.mrope_section is {section}; only the sum {rotary_dim // 2} of a "
@@ -142,11 +118,7 @@ def checked_section(section: list[int], rotary_dim: int, path: Path | str) -> tu
 
 
 def with_vision(language: DecoderShape, keys: Qwen3VLKeys, path: Path | str) -> ModelShape:
-    """Return the shape of the whole model: the language model and its vision encoder.
-
-    Raises:
-        InputError: language model and vision encoder are inconsistent.
-    """
+    """Return the shape of the whole model: the language model and its vision encoder."""
     vision = _vision(keys.vision_config, f"{path}: vision_config.")
     if vision.out_hidden_size != language.hidden_size:
         raise InputError(

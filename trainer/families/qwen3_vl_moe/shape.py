@@ -50,20 +50,12 @@ class Qwen3VLMoeKeys(qwen3_vl.Qwen3VLKeys):
 
 
 def read_shape(config: Mapping[str, Any], path: Path | str = "config.json") -> ModelShape:
-    """Return the sizes in a parsed config.json.
-
-    Args:
-        path: path of the file, for messages.
-
-    Raises:
-        InputError: a key is not understood, or two keys are inconsistent.
-    """
+    """Return the sizes in a parsed config.json."""
     keys = read_keys(Qwen3VLMoeKeys, config, path)
     return qwen3_vl.shape_with(keys, _feed_forwards(keys.text_config, f"{path}: text_config."), path)
 
 
 def _feed_forwards(keys: TextKeys, where: str) -> list[FeedForward]:
-    """Return the feed-forward part of each layer."""
     counts = {keys.num_experts, keys.num_local_experts} - {None}
     if len(counts) > 1:
         raise InputError(

@@ -42,9 +42,6 @@ class _Embed(torch.autograd.Function):
 def add_rows(buffer: torch.Tensor, tokens: torch.Tensor, grad: torch.Tensor) -> None:
     """Add the sum of each word's gradients, rounded to their dtype, to the word's row: the bits of a whole gradient.
 
-    The host does not wait for the number of different words. They are numbered in their order, their sums are the first
-    of T rows, and the other rows add zeros to word 0.
-
     Args:
         buffer: (W, D) float32.
         tokens: (T,) int64.
@@ -55,6 +52,8 @@ def add_rows(buffer: torch.Tensor, tokens: torch.Tensor, grad: torch.Tensor) -> 
     is_next[1:] = words[1:] != words[:-1]
     numbers = is_next.cumsum(0) - 1
     of_tokens = torch.empty_like(numbers).scatter_(0, places, numbers)
+    # The host does not wait for the number of different words: the sums are the first of T rows, in the words' order,
+    # and the other rows add zeros to word 0.
     sums = torch.ops.aten.embedding_dense_backward(grad, of_tokens, len(tokens), -1, False)
     rows = torch.zeros_like(words).scatter_(0, numbers, words)
     buffer.index_add_(0, rows, sums.to(buffer.dtype))

@@ -32,6 +32,7 @@ def _sum_norm_fwd(
         value += tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)
         rounded = value.to(total.dtype.element_ty)
         tl.store(total + at, rounded, mask=inside)
+        # The norm is that of the rounded sum, which later operations read.
         value = rounded.to(tl.float32)
     w = tl.load(weight + column, mask=column < D, other=0.0).to(tl.float32) + CENTRE
     rate = tl.rsqrt(tl.sum(value * value, 1) / D + eps)[:, None]
@@ -110,20 +111,11 @@ def row_blocks(x: torch.Tensor) -> dict[str, int]:
 def sum_and_norm(
     x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float, *, zero_centred: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x + delta, rounded, and its norm, both (..., D); if delta is None, x itself and its norm.
-
-    Args:
-        x, delta: (..., D).
-        weight: (D,).
-        zero_centred: whether to multiply by 1 + weight.
-    """
+    """Return x + delta, rounded, and its norm, both (..., D); if delta is None, x itself and its norm. With
+    `zero_centred` the norm multiplies by 1 + weight (D,)."""
     return _SumNorm.apply(x, delta, weight, eps, float(zero_centred))
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, zero_centred: bool = False) -> torch.Tensor:
-    """Normalise (..., D) with the weight (D,), computed in float32 from the read to the write.
-
-    Args:
-        zero_centred: whether to multiply by 1 + weight.
-    """
+    """Normalise (..., D) with the weight (D,), computed in float32 from the read to the write; see `sum_and_norm`."""
     return sum_and_norm(x, None, weight, eps, zero_centred=zero_centred)[1]

@@ -37,10 +37,8 @@ class LinearAdapter(Adapter):
     """The adapters of one linear layer.
 
     Args:
-        linear: column-parallel (the output is divided) or row-parallel (the input is divided).
-        rule: the rule of the layer's weight.
         chosen: for each of the rule's HF tensors whether it is adapted.
-        is_column: whether `linear` is column-parallel.
+        is_column: whether ranks divide the layer's output (column-parallel), and not its input (row-parallel).
     """
 
     def __init__(
@@ -85,16 +83,11 @@ class LinearAdapter(Adapter):
 
     @torch.no_grad()
     def initialise(self, names: Sequence[str], seed: int) -> None:
-        """Set A as PEFT does: uniform within 1 / sqrt(in) (Kaiming with a = sqrt(5)); B is zero already.
-
-        Each module's values depend only on the seed and the module's name.
-
-        Args:
-            names: names of the HF modules of the layer.
-        """
+        """Set A as PEFT does: uniform within 1 / sqrt(in) (Kaiming with a = sqrt(5)); B is zero already."""
         for number in self.chosen:
             a = self.a[str(number)]
             ranks, rank = (1, 0) if self.is_column else (self.tp.size(), self.tp.rank())
+            # A module's values depend only on the seed and its HF name, not on the layout.
             key = hashlib.sha256(f"{seed} {names[number]}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(key[:8]))
             whole = torch.empty(len(a), a.size(1) * ranks).uniform_(-1, 1, generator=generator)
@@ -111,7 +104,6 @@ class LinearAdapter(Adapter):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> ShardedStateDict:
-        """Return the sharded tensors of each Hugging Face module's A, B and magnitude."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         divided = {f"{'b' if self.is_column else 'a'}.{n}": int(not self.is_column) for n in self.chosen}
         if self.is_column:
@@ -168,7 +160,6 @@ class LinearAdapter(Adapter):
         return scaled if bias is None else scaled + bias * (1 - scale)
 
     def _exchanged(self, low: torch.Tensor) -> torch.Tensor:
-        """Combine the ranks' parts of `low` over the tensor-parallel ranks."""
         if self.is_column and self.sequence_parallel:
             return gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=self.tp)
         if self.is_column:
@@ -187,14 +178,13 @@ class LinearAdapter(Adapter):
         return (self.packing.fuse(wanted, ranks) / lengths[:, None])[:, 0]
 
     def _row_lengths(self, weight: torch.Tensor, a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor:
-        """Return (out,) lengths of the rows of W + scaling * B A, or of W if A and B are None.
-
-        B A is never formed: all products have an inner or outer dimension of the adapters' rank.
-        """
+        """Return (out,) lengths of the rows of W + scaling * B A, or of W if A and B are None."""
         squares = self._squares if a is not None else None
         if squares is None:
             squares = torch.linalg.vector_norm(weight.detach(), dim=1, dtype=torch.float32).square()
         if a is not None:
+            # |W + s B A|^2 = |W|^2 + 2 s (W A^T) . B + s^2 (B A A^T) . B for each row. B A is never formed: all
+            # products have an inner or outer dimension of the adapters' rank.
             self._squares, scaling = squares, self.config.scaling
             low = 2 * scaling * F.linear(weight, a) + scaling**2 * F.linear(b, a @ a.T)
             squares = squares + low.mul(b).sum(1, dtype=torch.float32)

@@ -13,15 +13,12 @@ from trainer.model.targets import Adapted
 
 
 def add_adapters(model: torch.nn.Module, layers: Sequence[Adapted], config: AdapterConfig, seed: int) -> None:
-    """Add freshly initialised adapters to a chunk's layers and freeze all other parameters of the chunk.
-
-    Args:
-        layers: adapted layers of the whole model.
-    """
+    """Add freshly initialised adapters to a chunk's layers and freeze all other parameters of the chunk."""
     model.has_adapters = True
     for param in model.parameters():
         param.requires_grad = False
     for module in model.modules() if config.dropout else ():
+        # If such a layer is recomputed, it draws the same dropout again.
         if hasattr(module, "is_random"):
             module.is_random = True
     for layer, linear in _modules(model, layers):
@@ -42,10 +39,7 @@ def begin_adapters(
     read: Callable[[Rule, torch.nn.Parameter], torch.Tensor],
 ) -> None:
     """Set the initial values of the adapters of a chunk that was sharded before it had memory; B is zero already.
-
-    Args:
-        read: returns the whole weight of a rule, given the rule and its parameter.
-    """
+    `read` returns the whole weight of a rule, given the rule and its parameter."""
     for layer, linear in _modules(model, layers):
         adapter = linear.adapter[_parameter_of(layer)] if layer.rule.matrices else linear.adapter
         adapter.initialise(layer.modules, seed)
@@ -63,7 +57,6 @@ def _modules(model: torch.nn.Module, layers: Sequence[Adapted]) -> Iterator[tupl
 
 
 def _parameter_of(layer: Adapted) -> str:
-    """Return the name of a layer's weight in its module."""
     return layer.ours.rpartition(".")[2]
 
 

@@ -61,13 +61,14 @@ class _Graph:
     """The hooks for tensors that autograd saves in one forward pass of a packed layer.
 
     A view of the weight is saved as its size, stride and offset, every other tensor as it is. A layer may save its
-    weight several times; backward unpacks it once for all of them. torch calls only the innermost hooks, so these
-    hooks pass all other tensors on to the outer hooks, which a recomputation needs.
+    weight several times; backward unpacks it once for all of them.
     """
 
     def __init__(self, linear: Any) -> None:
         self._linear, self._unpacked = linear, None
         self._saved = self._taken = 0
+        # torch calls only the innermost hooks, so these pass all other tensors on to the outer ones, which a
+        # recomputation needs.
         outer = innermost_hooks()
         self._keep, self._give = outer or (_itself, _itself)
 
@@ -126,7 +127,7 @@ def pack_layer(linear: Any, device: torch.device) -> None:
     divides_input = getattr(whole, "tensor_model_parallel", False) and whole.partition_dim == 1
     codes, scale = pack(whole.detach().to(device), linear.tp_group if divides_input else None)
     param = torch.nn.Parameter(codes, requires_grad=False)
-    param.__dict__.update(whole.__dict__)
+    param.__dict__.update(whole.__dict__)  # marks such as tensor_model_parallel
     parameters_of(linear)["weight"] = param
     linear.register_buffer("row_scale", scale, persistent=False)
     linear.__class__ = _with_float8(type(linear))
@@ -134,12 +135,7 @@ def pack_layer(linear: Any, device: torch.device) -> None:
 
 def base_packer(model: torch.nn.Module, device: torch.device, packed: Collection[str]) -> Callable[[str], None]:
     """Return a function that packs a chunk's weight onto the device, given our name of the weight in the whole model.
-
-    The function ignores weights outside the language layers and weights that are not in `packed`.
-
-    Args:
-        packed: names of the weights of frozen linear layers.
-    """
+    The function ignores weights outside the language layers and weights that are not in `packed`."""
     names = zip(global_names(model), model.named_parameters(), strict=True)
     places = {
         ours: name.rpartition(".") for (ours, _), (name, _) in names if ours.startswith(_LAYERS) and ours in packed

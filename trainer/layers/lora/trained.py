@@ -13,14 +13,7 @@ from trainer.model.whole_modules import whole_rules
 
 
 def trained_rules(rules: Sequence[Rule], config: AdapterConfig) -> list[Rule]:
-    """Return the table of all trained weights with PEFT's names, adapters first.
-
-    Args:
-        rules: the model's table of weights.
-
-    Raises:
-        InputError: a target or module matches nothing, or modules cannot be trained whole.
-    """
+    """Return the table of all trained weights with PEFT's names, adapters first."""
     return [*adapter_rules(adapted_layers(rules, config), config), *whole_rules(rules, config)]
 
 

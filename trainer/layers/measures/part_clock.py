@@ -14,9 +14,6 @@ class PartClock:
     """A clock that splits a step's time into consecutive parts: data, vision, language, optimizer.
 
     On CUDA the marks are events on the stream, so that timing waits for nothing.
-
-    Attributes:
-        on_switch: called on any thread with each part when it begins, or with None if no part begins.
     """
 
     def __init__(self) -> None:
@@ -24,6 +21,7 @@ class PartClock:
         self._part: str | None = None
         self._mark: object = None
         self._spans: list[Span] = []
+        # Called on any thread with each part when it begins, or with None if no part begins.
         self.on_switch: Callable[[str | None], None] | None = None
 
     def switch(self, part: str | None) -> None:

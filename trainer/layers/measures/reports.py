@@ -29,21 +29,17 @@ class Reports:
         return self._shared.setdefault(kind, kind())
 
     def report(self, reduce: str, layer: int, values: torch.Tensor) -> None:
-        """Add a vector of numbers that a layer reports.
-
-        A forward pass without gradient reports nothing: it is an evaluation, or the first of two passes through a layer
-        that is recomputed.
+        """Add a vector of numbers that a layer reports; its index counts from 0 over the whole model.
 
         Args:
             reduce: "module:function" of the metrics: {layer: sums over steps and ranks} -> {name: number}.
-            layer: index of the layer, from 0 over the whole model.
         """
+        # Without gradient it is an evaluation, or the first of two passes through a layer that is recomputed.
         if torch.is_grad_enabled():
             values, key = values.detach().double(), (reduce, layer)
             self._sums[key] = self._sums[key].add_(values) if key in self._sums else values.clone()
 
     def forget(self) -> None:
-        """Set all sums to zero."""
         if self._sums:
             foreach_zero(list(self._sums.values()))
 
@@ -52,12 +48,8 @@ class Reports:
         return list(self._sums.values())
 
     def metrics(self, numbers: Sequence[float], group: dist.ProcessGroup | None = None) -> dict[str, float]:
-        """Return the metrics of all ranks' reports; a collective of hosts.
-
-        Args:
-            numbers: this rank's `sums`, one after the other.
-            group: all ranks, whose hosts communicate; None: the world.
-        """
+        """Return the metrics of all ranks' reports, given this rank's `sums` one after the other; a collective of the
+        hosts in `group`, or of the world."""
         mine, start = {}, 0
         for key, values in self._sums.items():
             stop = start + len(values)

@@ -37,15 +37,11 @@ def host_of(device: torch.device) -> Host:
 
 
 def choose_modules(wanted: Wanted, device: torch.device, cp: int = 1) -> BackendSpecProvider:
-    """Return the modules of a job on a device, and log the choice.
-
-    Also set whether our kernels run in this process from now on: they do not with the portable modules.
+    """Return the modules of a job on a device, and log the choice. Also set whether our kernels run in this process
+    from now on: they do not with the portable modules.
 
     Args:
         cp: ranks that divide the tokens of a segment.
-
-    Raises:
-        InputError: the requested modules are not available.
     """
     host = host_of(device)
     modules = modules_of(wanted, host)
@@ -63,12 +59,12 @@ def choose_modules(wanted: Wanted, device: torch.device, cp: int = 1) -> Backend
 def _keep_kernels() -> None:
     """Let FlashAttention 4, before it is imported, keep compiled kernels in a directory of the user.
 
-    On an H200 compiling for one head dim took 9 s, and reading compiled kernels 1 s. Unless asked, FlashAttention 4
-    keeps none; where it may not lock files, as on some shared disks, it would end the training.
+    On an H200 compiling for one head dim took 9 s, and reading compiled kernels 1 s. Unless asked, it keeps none.
     """
     try:
         directory = cache_dir() / "flash-attn-4"
         directory.mkdir(parents=True, exist_ok=True)
+        # Where it may not lock files, as on some shared disks, it would end the training.
         with (directory / "locks").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except (OSError, RuntimeError):  # RuntimeError: the user has no home directory

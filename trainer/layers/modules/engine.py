@@ -39,23 +39,19 @@ _CUDNN = FusedAttnBackend["F16_arbitrary_seqlen"]
 
 
 class ColumnLinear(TEColumnParallelLinear):
-    """A column-parallel linear layer, with the bias added in the matrix product.
-
-    megatron-core's `skip_bias_add` would cost one more pass over memory forward and one backward.
-    """
+    """A column-parallel linear layer, with the bias added in the matrix product: `skip_bias_add` would cost one more
+    pass over memory forward and one backward."""
 
     def __init__(self, *args: object, skip_bias_add: bool = False, **kwargs: object) -> None:
         super().__init__(*args, skip_bias_add=False, **kwargs)
 
 
 class RowLinear(TERowParallelLinear):
-    """A row-parallel linear layer that adds its bias in the matrix product on a single rank.
-
-    Transformer Engine adds the bias after the sum over ranks, even on one rank, where there is no sum.
-    """
+    """A row-parallel linear layer that adds its bias in the matrix product on a single rank."""
 
     def __init__(self, *args: object, skip_bias_add: bool = False, **kwargs: object) -> None:
         super().__init__(*args, skip_bias_add=False, **kwargs)
+        # Transformer Engine adds the bias after the sum over ranks, even on one rank, where there is no sum.
         if self.tp_size == 1:
             self.gemm_bias_unfused_add = False
 
@@ -126,10 +122,8 @@ class _Swiglu(torch.autograd.Function):
 
 
 class Swiglu:
-    """silu(first half) * second half, where each value is read and written once.
-
-    It is not a torch module, because it has no state to save.
-    """
+    """silu(first half) * second half, where each value is read and written once. It is no torch module, as it has no
+    state to save."""
 
     def __init__(self, *, config: object) -> None:
         pass
@@ -165,11 +159,8 @@ def gelu_product_gradient(grad: torch.Tensor, weight: torch.Tensor, before: torc
 def weight_gradient(
     grad: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the gradients of `product` with respect to its weight (O, D) and, if it is given, its bias (O,).
-
-    Args:
-        out: a float32 buffer to which the weight's gradient is added.
-    """
+    """Return the gradients of `product` with respect to its weight (O, D) and, if it is given, its bias (O,). The
+    weight's is added to `out`, a float32 buffer."""
     dtype = grad.dtype if out is None else out.dtype
     added = {"accumulate": out is not None, "out": out, "bias": bias}
     return general_gemm(x, grad, out_dtype=dtype, layout="NT", grad=True, **added)[:2]

@@ -8,14 +8,11 @@ from trainer.libraries.flash_4_private import attend_in_segments, padded
 
 
 class FlashAttention4(FlashAttention):
-    """Core attention by the kernels of FlashAttention 4, which are compiled when they are first called.
-
-    Attributes:
-        head_width: the width that the kernels need; heads of this width, with zeros at their end, are not copied.
-    """
+    """Core attention by the kernels of FlashAttention 4, which are compiled when they are first called."""
 
     def __init__(self, *, config, **kwargs: object) -> None:
         super().__init__(config=config, **kwargs)
+        # Heads of the width that the kernels need, with zeros at their end, are not copied.
         self.head_dim, self.head_width = config.kv_channels, padded(config.kv_channels)
 
     def _attend(self, qkv, bounds, longest: tuple[int, int], places: Places | None = None) -> torch.Tensor:

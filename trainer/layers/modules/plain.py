@@ -23,7 +23,6 @@ class PlainSwiglu(TorchSwiglu):
     """silu(first half) * second half, with our kernel where it runs."""
 
     def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """Return silu(first half) * second half: (..., 2 F) -> (..., F)."""
         return swiglu(gate_up) if kernels_run(gate_up.device) else super().__call__(gate_up)
 
 
@@ -63,20 +62,15 @@ class _OurProduct(OneRankProduct):
 
 
 class PlainColumnLinear(_OurProduct, ColumnParallelLinear):
-    """megatron-core's column-parallel layer, with the bias added in the matrix product.
-
-    `skip_bias_add` would cost one more pass over memory forward and one backward.
-    """
+    """megatron-core's column-parallel layer, with the bias added in the matrix product: `skip_bias_add` would cost one
+    more pass over memory forward and one backward."""
 
     def __init__(self, *args: object, skip_bias_add: bool = False, **kwargs: object) -> None:
         super().__init__(*args, skip_bias_add=False, **kwargs)
 
 
 class PlainRowLinear(_OurProduct, RowParallelLinear):
-    """megatron-core's row-parallel layer, with the bias added in the matrix product on a single rank.
-
-    megatron-core adds the bias after the sum over ranks; on one rank there is no sum.
-    """
+    """megatron-core's row-parallel layer, with the bias added in the matrix product on a single rank."""
 
     def __init__(self, *args: object, skip_bias_add: bool = False, **kwargs: object) -> None:
         super().__init__(*args, skip_bias_add=False, **kwargs)
@@ -85,15 +79,12 @@ class PlainRowLinear(_OurProduct, RowParallelLinear):
         """Map (N, 1, D) to (N, 1, O), and None, as no bias remains to be added."""
         if self.tp_group.size() > 1 or not self.input_is_parallel:
             return super().forward(input_)
+        # megatron-core adds the bias after the sum over ranks; on one rank there is no sum.
         return self.product(input_, self.weight, self.bias), None
 
 
 class PlainModules(TorchModules):
-    """megatron-core's set of torch modules, with the slow ones replaced.
-
-    Args:
-        fast_attention: the class of attention cores in place of torch's flash attention.
-    """
+    """megatron-core's set of torch modules, with the slow ones replaced."""
 
     def __init__(self, fast_attention: type | None = None) -> None:
         self._fast_attention = fast_attention

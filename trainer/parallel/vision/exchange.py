@@ -42,32 +42,23 @@ Encode = Callable[[MicroBatch], torch.Tensor]  # -> (encoded_rows, (1 + L) * D)
 @dataclass(frozen=True, slots=True)
 class Links:
     """Two groups of the same ranks, one for each direction, because messages in a group are ordered and the two
-    directions have independent orders. Ranks are numbered within the groups.
-
-    Attributes:
-        pipeline: the group of the pipeline's own messages, if these ranks are a pipeline.
-    """
+    directions have independent orders. Ranks are numbered within the groups."""
 
     to_owner: ProcessGroup
     to_worker: ProcessGroup
-    pipeline: ProcessGroup | None = None
+    pipeline: ProcessGroup | None = None  # the group of the pipeline's own messages, if these ranks are a pipeline
 
 
 class Window(NamedTuple):
-    """The numbers of micro batches by which a worker runs ahead of and behind the pipeline's forward pass.
+    """The numbers of micro batches by which a worker runs ahead of and behind the pipeline's forward pass."""
 
-    Attributes:
-        ahead: from the encoding of images to the forward pass.
-        behind: from the forward pass to the time when the first rank's backward pass is known to have ended.
-    """
-
-    ahead: int
-    behind: int
+    ahead: int  # from the encoding of images to the forward pass
+    behind: int  # from the forward pass to the time when the first rank's backward pass is known to have ended
 
     @classmethod
     def of(cls, pp: int, vpp: int) -> "Window":
-        """Return the window of a pipeline. With virtual stages the first rank runs pp more micro batches forward before
-        its first backward pass."""
+        """Return the window of a pipeline."""
+        # With virtual stages the first rank runs pp more micro batches forward before its first backward pass.
         return cls(pp, pp * min(vpp, 2))
 
     @classmethod

@@ -51,21 +51,19 @@ class VisionOwner(ExchangeSide):
         self._copies = workers
 
     def prepare(self, device: torch.device) -> None:
-        """See `ExchangeSide.prepare`; also opens the connections."""
         super().prepare(device)
         warm_up_links(self._links, self._workers, device, is_owner=True)
 
     def encoded(self, batches: Iterator[MicroBatch], count: int) -> Iterator[MicroBatch]:
-        """Return `count` micro batches, in order, with the image tokens of all ranks.
-
-        The first of them are encoded at once, before the schedule makes a rank wait for another rank's hidden states.
-        """
+        """Return `count` micro batches, in order, with the image tokens of all ranks."""
         if moving := self._moving():
             weights = flatten_together([param.detach() for param in moving])
             for work in [self._links.to_worker.send([weights], copy, 0) for copy in self._copies]:
                 work.wait()
+        # The workers have returned the last step's gradients of the weights, so all that was sent to them has arrived.
         self.retire(math.inf)
         coming = (self._with_own(batch) for batch in islice(batches, count))
+        # The first are encoded at once, before the schedule makes a rank wait for another rank's hidden states.
         waiting = deque(islice(coming, self._window.ahead if self._encode else 0))
 
         def in_order() -> Iterator[MicroBatch]:
@@ -88,6 +86,8 @@ class VisionOwner(ExchangeSide):
         if self._encode:
             return dataclasses.replace(batch, features=self._encode(batch))
         own = torch.empty(0, self._width, dtype=self._params[0].dtype, device=self._device)
+        # Without an input that requires a gradient, autograd would not call `_Joined.backward`, which sends the
+        # gradients back.
         return dataclasses.replace(batch, features=own.requires_grad_(bool(self.trained)))
 
     def _with_all(self, number: int, batch: MicroBatch) -> MicroBatch:
@@ -111,11 +111,7 @@ class RemoteOwner(VisionOwner):
     """A first pipeline rank whose workers do nothing but encode images. It tells them what to do next.
 
     Args:
-        workers: see `VisionOwner`.
         copies: workers that get their weights from this rank and send it their gradients.
-
-    Attributes:
-        should_stop: whether a worker was told to stop.
     """
 
     def __init__(
@@ -128,10 +124,9 @@ class RemoteOwner(VisionOwner):
         width: int,
     ) -> None:
         super().__init__(encoder, None, links, workers, window, width)
-        self._copies, self.should_stop = copies, False
+        self._copies, self.should_stop = copies, False  # should_stop: whether a worker was told to stop
 
     def tell(self, message: Message, number: int = 0) -> None:
-        """Send the workers a message and its number."""
         words = torch.tensor([message, number], device=self._device)
         for copy in self._copies:
             self._links.to_worker.send([words], copy, 0).wait()

@@ -21,24 +21,16 @@ from trainer.parallel.vision.world import Assignment
 
 @dataclass(slots=True)
 class Serving:
-    """A rank that encodes images until the training ends.
-
-    Attributes:
-        replicas: indices of the language model's replicas for which it encodes.
-        dp: number of all replicas.
-        owners: for each of its replicas, the rank that gets the image tokens.
-        window: micro batches of a replica that are encoded before the rank waits for the gradients of the first.
-        orders: for each of its replicas, the order of the bins.
-    """
+    """A rank that encodes images until the training ends."""
 
     run: RunConfig
     device: torch.device
     worker: VisionWorker
-    replicas: range
-    dp: int
-    owners: list[int]
-    window: int
-    orders: list[TrainingOrder]
+    replicas: range  # indices of the language model's replicas for which it encodes
+    dp: int  # number of all replicas
+    owners: list[int]  # for each of its replicas, the rank that gets the image tokens
+    window: int  # micro batches of a replica that are encoded before the rank waits for the gradients of the first
+    orders: list[TrainingOrder]  # for each of its replicas, the order of the bins
     heldout: BinReader
     should_stop: bool = False
 

@@ -205,9 +205,7 @@ class WholeParameters:
 
     Attributes:
         numbers: the numbers of all whole parameters, one parameter after another.
-        sizes: the size of each whole parameter.
         own: views of this rank's part of each parameter.
-        divided: whether each parameter is divided, so that this rank has a slice of it.
     """
 
     def __init__(self, params: Sequence[torch.nn.Parameter], dtype: torch.dtype, tp: ProcessGroup | None) -> None:

@@ -19,15 +19,10 @@ from trainer.parallel.vision.exchange import Links
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The work of one copy of the vision encoder.
+    """The work of one copy of the vision encoder."""
 
-    Attributes:
-        replicas: indices of the language model's replicas for which it encodes.
-        share: index of the share of a bin's images that it encodes, if several encoders work for one replica.
-    """
-
-    replicas: range
-    share: int
+    replicas: range  # indices of the language model's replicas for which it encodes
+    share: int  # index of the share of a bin's images that it encodes, if several encoders work for one replica
 
 
 def assignments(encoders: int, dp: int) -> list[Assignment]:
@@ -43,32 +38,22 @@ def assignments(encoders: int, dp: int) -> list[Assignment]:
 
 @dataclass(frozen=True, slots=True)
 class VisionWorld:
-    """The connection of the two worlds.
-
-    Attributes:
-        rank: rank of this process in the whole job, which is also its rank in the links.
-        language_ranks: number of processes of the language model.
-        vision_ranks: number of processes that only encode images.
-        vision_tp: number of processes that share one copy of the encoder.
-    """
+    """The connection of the two worlds."""
 
     store: Store
     links: Links
-    rank: int
-    language_ranks: int
-    vision_ranks: int
-    vision_tp: int
+    rank: int  # rank of this process in the whole job, which is also its rank in the links
+    language_ranks: int  # number of processes of the language model
+    vision_ranks: int  # number of processes that only encode images
+    vision_tp: int  # number of processes that share one copy of the encoder
 
     @property
     def is_vision(self) -> bool:
         return self.rank >= self.language_ranks
 
     def publish_index(self, replica: int, place: int | None) -> None:
-        """Publish this process's index in tensor and context parallel of its replica of the language model.
-
-        Args:
-            place: the index; None: this process is not a first pipeline rank.
-        """
+        """Publish this process's index in tensor and context parallel of its replica of the language model; None: it is
+        not a first pipeline rank."""
         self.store.set(f"place/{self.rank}", "" if place is None else f"{replica} {place}")
 
     def places(self) -> dict[tuple[int, int], int]:
@@ -81,6 +66,7 @@ class VisionWorld:
         """Return every process's text, by rank; a collective of the job."""
         self.store.set(f"{name}/{self.rank}", value)
         everybody = range(self.language_ranks + self.vision_ranks)
+        # `get` waits until the process has set its text.
         return [self.store.get(f"{name}/{rank}").decode() for rank in everybody]
 
     def workers_of(self, replica: int, place: int, places: int, dp: int) -> tuple[list[int], list[int]]:

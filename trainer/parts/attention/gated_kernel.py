@@ -131,6 +131,7 @@ class _SplitNormRotate(torch.autograd.Function):
         tokens = len(mixed)
         q, gate = (mixed.new_empty(tokens, groups * per_group, head_dim) for _ in range(2))
         k, v = (mixed.new_empty(tokens, groups, head_dim) for _ in range(2))
+        # Only the sizes of the heads are constants of the kernels, so new lengths need no compilation.
         sizes = {"G": groups, "R": per_group, "D": head_dim, "PAIRS": cos.size(1)}
         widths = {"WIDTH": triton.next_power_of_2(head_dim), "HALF": triton.next_power_of_2(cos.size(1))}
         ctx.meta = {**sizes, **widths, "TOKENS": _TOKENS, "num_warps": _WARPS}
@@ -168,8 +169,6 @@ def split_gated_heads(
     zero_centred: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Split the heads, and normalise and rotate queries and keys, in float32 from the read to the write.
-
-    Only the sizes of the heads are constants of the kernels, so new lengths need no compilation.
 
     Args:
         mixed: (T, G * (2 R + 2) * d), contiguous.

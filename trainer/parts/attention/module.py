@@ -21,12 +21,8 @@ if can_import():
 
 
 class RotarySelfAttention(SelfAttention):
-    """megatron-core's self-attention for packed training, in the pieces of a PackedLayer.
-
-    This class applies the angles itself. megatron-core 0.16.1 guesses from a length which of two meanings the angles of
-    a packed sequence have, and its fused rotation uses the first angles for every segment. Both are wrong for positions
-    with three axes.
-    """
+    """megatron-core's self-attention for packed training, in the pieces of a PackedLayer: this class applies the angles
+    itself."""
 
     def forward(self, *_: object, **__: object):
         raise NotImplementedError("a PackedLayer calls prepare, attend and linear_proj")
@@ -37,6 +33,8 @@ class RotarySelfAttention(SelfAttention):
         if is_whole and kernels_run(hidden_states.device):
             return self._prepare_fused(hidden_states, rotation)
         query, key, value = (x.squeeze(1) for x in self.get_query_key_value_tensors(hidden_states))
+        # megatron-core 0.16.1 guesses from a length which of two meanings the angles of a packed sequence have, and its
+        # fused rotation uses the first angles for every segment. Both are wrong for positions with three axes.
         return rotation.rotate(query), rotation.rotate(key), value
 
     def attend(self, query, key, value, segments: PackedSegments) -> torch.Tensor:
@@ -46,13 +44,11 @@ class RotarySelfAttention(SelfAttention):
         return out.view(out.size(0), 1, -1)
 
     def modules_of_prepare(self) -> list[torch.nn.Module]:
-        """Return the modules whose parameters `prepare` uses."""
         modules = (self.linear_qkv, self.q_layernorm, self.k_layernorm)
         return [module for module in modules if module is not None]
 
     @property
     def attended_width(self) -> int:
-        """h * d, the width of `attend`'s output."""
         return self.num_attention_heads_per_partition * self.hidden_size_per_attention_head
 
     def partial_gradients(self) -> list[torch.nn.Parameter]:
@@ -60,7 +56,6 @@ class RotarySelfAttention(SelfAttention):
         return []
 
     def _prepare_fused(self, hidden_states: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, ...]:
-        """See `prepare`; uses one kernel after the projection."""
         mixed, _ = self.get_query_key_value_tensors(hidden_states, split_qkv=False)
         return split_norm_rotate(
             mixed.reshape(len(mixed), -1),
@@ -74,13 +69,12 @@ class RotarySelfAttention(SelfAttention):
 
 
 class GatedSelfAttention(RotarySelfAttention):
-    """Self-attention that multiplies each head's output by the sigmoid of the head's gate.
-
-    `linear_qkv` computes the gates along with the queries.
-    """
+    """Self-attention that multiplies each head's output by the sigmoid of the head's gate. `linear_qkv` computes the
+    gates along with the queries."""
 
     def prepare(self, hidden_states: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, ...]:
         """Map (T, 1, D) to rotated queries (T, h, d), rotated keys (T, g, d), values (T, g, d), gates (T, h, d)."""
+        # The kernel does not gather groups of heads that several ranks share.
         if kernels_run(hidden_states.device) and self.config.num_query_groups >= self.world_size:
             return self._prepare_fused(hidden_states, rotation)
         projected = self.get_query_key_value_tensors(hidden_states, output_gate=True)
@@ -94,7 +88,6 @@ class GatedSelfAttention(RotarySelfAttention):
         return _gated(super().attend(query, key, value, segments), gate, (out, grads[3]))
 
     def _prepare_fused(self, hidden_states: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, ...]:
-        """See `prepare`; uses one kernel after the projection. It does not gather groups that ranks share."""
         mixed, _ = self.linear_qkv(hidden_states)
         groups = self.num_query_groups_per_partition
         return split_gated_heads(
@@ -110,11 +103,7 @@ class GatedSelfAttention(RotarySelfAttention):
 def _gated(
     attended: torch.Tensor, gate: torch.Tensor, places: tuple[torch.Tensor | None, torch.Tensor | None]
 ) -> torch.Tensor:
-    """Return attended (T, 1, h * d) times the sigmoid of gate (T, h, d).
-
-    Args:
-        places: memory that the kernels may use for the output and for the gate's gradient.
-    """
+    """Return attended (T, 1, h * d) times the sigmoid of gate (T, h, d)."""
     if kernels_run(gate.device):
         return gated(attended, gate, places)
     return attended * gate.sigmoid().flatten(1)[:, None]

@@ -10,12 +10,7 @@ from trainer.model.rules import GatedGroupedQKV, GroupedQKV, Rule
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attention(Mixer):
-    """Attention with norms of queries and keys.
-
-    Attributes:
-        gated: whether the output of each query head is multiplied by the sigmoid of a gate, which is projected with the
-            queries.
-    """
+    """Attention with norms of queries and keys."""
 
     spec = "trainer.parts.attention.module:spec"
     role = "attention"
@@ -24,6 +19,7 @@ class Attention(Mixer):
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    # whether the output of each query head is multiplied by the sigmoid of a gate, which is projected with the queries
     gated: bool = False
 
     @property
@@ -36,11 +32,9 @@ class Attention(Mixer):
         return LayerFlops(2 * self._projections, 2 * self._output_projection, 2 * self.num_heads * self.head_dim)
 
     def kept_numbers(self, *, selective: bool) -> int:
-        """Return the numbers of queries, keys and values, before their norm and rotated, and of the output.
-
-        A gate adds the size of the gate and of the output that it multiplies.
-        """
+        """Return the numbers of queries, keys and values, before their norm and rotated, and of the output."""
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        # A gate adds the size of the gate and of the output that it multiplies.
         return 2 * (queries + 2 * keys) + queries + (2 * queries if self.gated else 0)
 
     def divided_widths(self) -> dict[str, int]:

@@ -116,6 +116,7 @@ def _split_backward(
             n2 *= w2
             mean = ((tl.sum(n1 * x1, 1) + tl.sum(n2 * x2, 1)) / D)[:, None]
             n1, n2 = rstd * (n1 - x1 * mean), rstd * (n2 - x2 * mean)
+        # Values are neither normalised nor rotated.
         n1, n2 = tl.where(is_v, v1, n1), tl.where(is_v, v2, n2)
         if SUM:
             total1 += n1
@@ -168,6 +169,7 @@ class Heads(NamedTuple):
 
 
 def _sizes(groups: int, per_group: int, head_dim: int, width: int) -> dict[str, int]:
+    # Only the sizes of the heads are constants of the kernels, so new lengths need no compilation.
     return {
         "G": groups,
         "R": per_group,
@@ -199,11 +201,8 @@ def split_forward(
 def split_gradients(
     grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor], cos: torch.Tensor, sin: torch.Tensor, heads: Heads
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradient of `mixed` (T, G * (R + 2) * d) and its sum over the tokens, in float32; no norms.
-
-    Args:
-        grads: those of the results of `split_forward`.
-    """
+    """Return the gradient of `mixed` (T, G * (R + 2) * d) and its sum over the tokens, in float32, given those of the
+    results of `split_forward`; no norms."""
     tokens, width = len(cos), heads.groups * (heads.per_group + 2) * heads.head_dim
     programs = min(tokens, _PROGRAMS)
     d_mixed, sums = grads[0].new_empty(tokens, width), cos.new_empty(programs, width)
@@ -226,10 +225,8 @@ def split_norm_rotate(
     k_weight: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Split the heads, normalise queries and keys if they have weights, and rotate them.
-
-    All is computed in float32 from the read to the write. Only the sizes of the heads are constants of the kernel, so
-    new lengths need no compilation.
+    """Split the heads, normalise queries and keys if they have weights, and rotate them, in float32 from the read to
+    the write.
 
     Args:
         mixed: (T, G * (R + 2) * d), group by group R queries, a key, a value.

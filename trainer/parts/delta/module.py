@@ -30,7 +30,6 @@ _DIVIDED = ("conv_weight", "decay.a_log", "decay.dt_bias")
 
 
 def heads_of_rank(heads: DeltaHeads, ranks: int) -> DeltaHeads:
-    """Return the number of heads of each rank, if `ranks` ranks divide the heads."""
     return DeltaHeads(heads.key // ranks, heads.value // ranks, heads.dim)
 
 
@@ -68,12 +67,10 @@ class DeltaSubmodules:
 
 
 class Decay(MegatronModule):
-    """The decay parameters of each head, which are always float32, whatever the dtype of the other weights.
+    """The decay parameters of each head, which are always float32, whatever the dtype of the other weights: in bfloat16
+    their updates would be lost to rounding."""
 
-    In bfloat16, updates of these parameters would be lost to rounding. FSDP2 casts the weights of a module when its
-    forward pass begins, so these parameters are a separate module.
-    """
-
+    # FSDP2 casts the weights of a module when its forward pass begins, so these parameters are a module of their own.
     computes_in_float32 = True  # trainer/parallel/fsdp.py reads it
 
     def __init__(self, config: TransformerConfig, heads: int) -> None:
@@ -86,11 +83,7 @@ class Decay(MegatronModule):
 
 
 class DeltaAttention(MegatronModule):
-    """A gated delta net in the pieces of a PackedLayer.
-
-    Args:
-        heads: the heads of the whole model; tensor-parallel ranks divide them.
-    """
+    """A gated delta net in the pieces of a PackedLayer. Tensor-parallel ranks divide the `heads` of the whole model."""
 
     def __init__(
         self,
@@ -134,22 +127,18 @@ class DeltaAttention(MegatronModule):
             param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, 0, 1
 
     def prepare(self, hidden_states: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, ...]:
-        """Map (s, 1, D) to (T, [q | k | v]), z (T, H * d), b and a (T, H).
-
-        Nothing is rotated, because the state already depends on the order of the tokens.
-        """
+        """Map (s, 1, D) to (T, [q | k | v]), z (T, H * d), b and a (T, H). Nothing is rotated, because the state
+        already depends on the order of the tokens."""
         projected, _ = self.in_proj(hidden_states)
         return _split(projected.squeeze(1), self.heads)
 
     def attend(self, mixed, z, b, a, segments: PackedSegments) -> torch.Tensor:
-        """Compute the delta net, given the results of `prepare` and the segments; return (T, 1, H * d).
-
-        A state needs its tokens in order. So context-parallel ranks exchange their slices of the sequence for slices of
-        the heads, and back.
-        """
+        """Compute the delta net, given the results of `prepare` and the segments; return (T, 1, H * d)."""
         inputs, heads, group, parameters = (mixed, z, b, a), self.heads, self.cp_group, self._of_heads(0, 1)
         ranks = group.size()
         if ranks > 1:
+            # A state needs its tokens in order: ranks exchange their slices of the sequence for slices of the heads,
+            # and back.
             by_rank = [x.unflatten(1, (ranks, -1)) for x in (*mixed.split(heads.widths, 1), z, b, a)]
             heads, parameters = heads_of_rank(heads, ranks), self._of_heads(group.rank(), ranks)
             inputs = _split(to_heads(torch.cat(by_rank, 2), segments.cp_order, group), heads)
@@ -163,12 +152,10 @@ class DeltaAttention(MegatronModule):
         return out[:, None]
 
     def modules_of_prepare(self) -> list[torch.nn.Module]:
-        """Return the modules whose parameters `prepare` uses; `attend` uses all other parameters."""
         return [self.in_proj]
 
     @property
     def attended_width(self) -> int:
-        """H * d, the width of `attend`'s output."""
         return self.heads.value * self.heads.dim
 
     def partial_gradients(self) -> list[torch.nn.Parameter]:
@@ -188,10 +175,7 @@ class DeltaAttention(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> ShardedStateDict:
-        """Extend megatron-core's method by the parameters that tensor-parallel ranks divide.
-
-        The stored names do not contain `decay.`.
-        """
+        """Extend megatron-core's method by the parameters that tensor-parallel ranks divide."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         state |= make_sharded_tensors_for_checkpoint(
@@ -202,6 +186,7 @@ class DeltaAttention(MegatronModule):
             tp_group=self.tp_group,
             dp_cp_group=metadata["dp_cp_group"],
         )
+        # The stored names do not contain `decay.`.
         apply_prefix_mapping(state, {prefix + "decay.": prefix})
         if self.tp_group.size() > 1:
             for name, rows in (("in_proj.weight", rows_of(self.heads)), ("conv_weight", self.heads.widths)):
@@ -218,7 +203,6 @@ def _heads(part: DeltaNet) -> DeltaHeads:
 
 
 def spec(part: DeltaNet, modules: BackendSpecProvider) -> ModuleSpec:
-    """Return the spec of a decoder layer's mixer."""
     projections = DeltaSubmodules(modules.column_parallel_linear(), modules.row_parallel_linear())
     return ModuleSpec(module=DeltaAttention, params={"heads": _heads(part)}, submodules=projections)
 

@@ -10,13 +10,7 @@ from trainer.model.shape import DELTA_CHUNK
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeltaNet(Mixer):
-    """A gated delta net.
-
-    Attributes:
-        key_heads, value_heads: numbers of heads; each key head serves the same number of value heads.
-        head_dim: width of a head's query, key and value.
-        taps: width of the convolution, in tokens.
-    """
+    """A gated delta net."""
 
     spec = "trainer.parts.delta.module:spec"
     role = "delta"
@@ -24,10 +18,11 @@ class DeltaNet(Mixer):
     check_device = "trainer.parts.delta.module:check_device"
 
     hidden_size: int
+    # numbers of heads; each key head serves the same number of value heads
     key_heads: int
     value_heads: int
-    head_dim: int
-    taps: int
+    head_dim: int  # width of a head's query, key and value
+    taps: int  # width of the convolution, in tokens
 
     @property
     def channels(self) -> tuple[int, int, int]:
@@ -42,25 +37,22 @@ class DeltaNet(Mixer):
 
     @property
     def flops(self) -> LayerFlops:
-        """Forward FLOPs. The delta rule counts as `before`, because a state needs every token.
-
-        Per token and value head the rule is three products inside a chunk of C tokens (6 C d), the solution of a
-        triangular system (2 C d), and three products with the state (6 d^2). Nothing grows with the length of a sample.
-        """
+        """Forward FLOPs. The delta rule counts as `before`, because a state needs every token; nothing grows with the
+        length of a sample."""
         width = self.head_dim
+        # Per token and value head: three products inside a chunk of C tokens (6 C d), the solution of a triangular
+        # system (2 C d), and three products with the state (6 d^2).
         rule = self.value_heads * (8 * DELTA_CHUNK * width + 6 * width**2)
         convolution = 2 * self.taps * sum(self.channels)
         return LayerFlops(2 * self._projections + convolution + rule, 2 * self._output_projection, 0)
 
     def kept_numbers(self, *, selective: bool) -> int:
-        """Return the number of values per token that the kernels save.
-
-        Always saved are the projected [q | k | v | z | b | a] and the input of the output projection. Without selective
-        recomputation q, k and v after the convolution, the rule's output, and decay and beta are saved too. Decay and
-        beta are float32 and count twice.
-        """
+        """Return the number of values per token that the kernels save."""
         queries, keys, values = self.channels
+        # Not kept with selective recomputation: q, k and v after the convolution, the rule's output, and decay and
+        # beta, which are float32 and count twice.
         inside = queries + keys + values + values + 4 * self.value_heads
+        # Always kept: the projected [q | k | v | z | b | a] and the input of the output projection.
         return queries + keys + 3 * values + 2 * self.value_heads + (0 if selective else inside)
 
     def divided_widths(self) -> dict[str, int]:

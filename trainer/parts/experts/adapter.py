@@ -24,7 +24,6 @@ class ExpertsAdapter(Adapter):
 
     Args:
         weight: (E, out, in).
-        dtype: dtype of the adapters.
     """
 
     def __init__(
@@ -40,12 +39,9 @@ class ExpertsAdapter(Adapter):
 
     @torch.no_grad()
     def initialise(self, names: Sequence[str], seed: int) -> None:
-        """Set A as PEFT does: uniform within 1 / sqrt(in); B is zero already. The values depend on seed and name only.
-
-        Args:
-            names: the name of the HF tensor.
-        """
+        """Set A as PEFT does: uniform within 1 / sqrt(in); B is zero already."""
         (name,), group = names, self.groups.ep
+        # The values depend only on the seed and the name of the HF tensor, not on the layout.
         key = hashlib.sha256(f"{seed} {name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(key[:8]))
         whole = torch.empty(len(self.a) * group.size(), *self.a.shape[1:]).uniform_(-1, 1, generator=generator)
@@ -66,17 +62,14 @@ class ExpertsAdapter(Adapter):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> ShardedStateDict:
-        """Return the sharded tensors of A and B."""
         groups = {"tp_group": self.groups.ep, "dp_cp_group": self.groups.expt_dp}
         state = self.state_dict(keep_vars=True)
         return make_sharded_tensors_for_checkpoint(state, prefix, dict.fromkeys(state, 0), sharded_offsets, **groups)
 
 
 def mark_of_experts(weight: torch.nn.Parameter) -> None:
-    """Mark a parameter whose first axis expert-parallel ranks divide.
-
-    The mark `allreduce` makes megatron-core sum its gradient over the ranks that hold the same experts, and the other
-    marks make it count in norms on every rank that holds a part.
-    """
+    """Mark a parameter whose first axis expert-parallel ranks divide."""
+    # megatron-core then sums its gradient over the ranks that hold the same experts.
     weight.allreduce = False
+    # With these marks it counts in norms on every rank that holds a part.
     weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, 0, 1

@@ -42,10 +42,8 @@ def compute_on_ranks(
     compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     group: ProcessGroup,
 ) -> torch.Tensor:
-    """Return the output of every row's expert, (s, k, D), given the tokens (s, D). A collective of the group.
-
-    The ranks hold equal numbers of consecutive experts. The numbers of rows are needed on the host, so this waits for
-    the device. A row whose expert is not below E, such as a row of padding, is sent nowhere and has the output zero.
+    """Return the output of every row's expert, (s, k, D), given the tokens (s, D). A collective of the group, whose
+    ranks hold equal numbers of consecutive experts.
 
     Args:
         order: the order of the rows by expert.
@@ -56,6 +54,7 @@ def compute_on_ranks(
     arriving = torch.empty_like(counts)
     dist.all_to_all_single(arriving, counts, group=group)
     arriving = arriving.view(ranks, experts // ranks)  # by the rank that sends, then by expert
+    # The numbers of rows are needed on the host, so this waits for the device.
     sums = torch.stack([counts.view(ranks, -1).sum(1), arriving.sum(1)]).tolist()
     send, receive = ([int(number) for number in numbers] for numbers in sums)
     rows = ToRanks.apply(order.dispatch(hidden)[: sum(send)], send, receive, group)
@@ -66,5 +65,6 @@ def compute_on_ranks(
     ends = arriving.sum(0).cumsum(0, dtype=torch.int32)
     out = compute(rows.index_select(0, by_expert), ends).index_select(0, back)
     out = ToRanks.apply(out, receive, send, group)
+    # A row whose expert is not below E, such as a row of padding, is sent nowhere and has the output zero.
     nowhere = out.new_zeros(order.order.numel() - len(out), out.size(1))
     return order.collect(torch.cat([out, nowhere]))

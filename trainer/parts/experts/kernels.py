@@ -87,26 +87,18 @@ def _gate_bwd(d_out, gate_up, weights, order, d_gate_up, out, d_weights, N, STRI
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
-    """One matrix per expert, with the adapters that are added to it.
+    """One matrix per expert, with the adapters that are added to it."""
 
-    Attributes:
-        base: (E, out, in) bf16, or uint8 codes, see `float8_base.pack`.
-        scale: (E * out,) float32 factors of the codes; None for bf16.
-        a: (E, r, in); None without adapters.
-        b: (E, out, r), times the adapters' scaling.
-    """
-
-    base: torch.Tensor
-    scale: torch.Tensor | None = None
-    a: torch.Tensor | None = None
-    b: torch.Tensor | None = None
+    base: torch.Tensor  # (E, out, in) bf16, or uint8 codes, see `float8_base.pack`
+    scale: torch.Tensor | None = None  # (E * out,) float32 factors of the codes; None for bf16
+    a: torch.Tensor | None = None  # (E, r, in); None without adapters
+    b: torch.Tensor | None = None  # (E, out, r), times the adapters' scaling
 
     def __iter__(self):
         return iter((self.base, self.scale, self.a, self.b))
 
     @property
     def rank(self) -> int:
-        """r."""
         return 0 if self.a is None else self.a.size(1)
 
     def wide(self) -> torch.Tensor:
@@ -199,7 +191,6 @@ def _gradients(
         rows: (R, in) what was multiplied.
         d_low: (R, r) gradients of its products with A.
         low: (R, r) its products with A.
-        needs: which of the four are needed.
     """
     d_base = F.grouped_mm(d_out.t(), rows, offs=ends) if needs[0] else None
     d_a = F.grouped_mm(d_low.t(), rows, offs=ends) if needs[2] else None

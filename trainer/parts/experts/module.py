@@ -75,11 +75,8 @@ class RoutedExperts(MegatronModule):
             self.shared_gate = _weight(config, 1, width)
 
     def prepare_training(self, train: TrainConfig, layer: int, reports: Reports) -> None:
-        """Set how the router is trained, and where the loads are reported.
-
-        Args:
-            layer: index of the layer, from 0 over the whole model.
-        """
+        """Set how the router is trained, and where the loads are reported. `layer` counts from 0 over the whole
+        model."""
         self.settings, self.layer, self.reports = train.experts, layer, reports
         reports.shared(LoadPool).layers.add(layer)
 
@@ -98,12 +95,8 @@ class RoutedExperts(MegatronModule):
         self.register_buffer(f"{name}_scale", scale, persistent=False)
 
     def forward(self, hidden: torch.Tensor, rows: ChosenRows | None, tokens: RoutedTokens) -> torch.Tensor:
-        """Map (s, 1, D) to (s, 1, D), or only to the chosen rows (m, 1, D).
-
-        All tokens are routed, so that loads and auxiliary loss cover them. Padding is counted nowhere, and its rows
-        have the weight 0. On ranks that divide the experts they belong to none. Otherwise they are the last of the last
-        expert, so that every row belongs to an expert, and the number of rows does not depend on the tokens.
-        """
+        """Map (s, 1, D) to (s, 1, D), or only to the chosen rows (m, 1, D)."""
+        # All tokens are routed, so that loads and auxiliary loss cover them; padding is counted nowhere.
         is_trained = torch.is_grad_enabled() and (rows is None or self.settings.coefficient > 0)
         routing = self._choose(hidden[:, 0]) if is_trained else self._choose(hidden[:, 0].detach())
         counts = tokens_of_experts(routing.chosen, tokens.is_token, self.part.num_experts)
@@ -112,6 +105,9 @@ class RoutedExperts(MegatronModule):
         if self.training and self.settings.coefficient:
             hidden = self._with_auxiliary_loss(hidden, routing.probabilities, counts, tokens)
         if rows is None:
+            # Rows of padding have the weight 0. On ranks that divide the experts they belong to none. Otherwise they
+            # are the last of the last expert, so that every row belongs to one, and the number of rows does not depend
+            # on the tokens.
             of_padding = self.part.num_experts - (self.groups.ep.size() == 1)
             chosen = routing.chosen.masked_fill(~tokens.is_token[:, None], of_padding)
             weights = routing.weights * tokens.is_token[:, None]
@@ -137,14 +133,11 @@ class RoutedExperts(MegatronModule):
     def _with_auxiliary_loss(
         self, hidden: torch.Tensor, probabilities: torch.Tensor, counts: torch.Tensor, tokens: RoutedTokens
     ) -> torch.Tensor:
-        """Return `hidden`, whose backward pass adds the gradient of the auxiliary loss to the probabilities.
-
-        A bin's auxiliary loss is weighted by its loss tokens, because the sum of all losses is divided by the loss
-        tokens of the global batch.
-        """
+        """Return `hidden`, whose backward pass adds the gradient of the auxiliary loss to the probabilities."""
         experts, count = self.part.num_experts, max(1, tokens.num_tokens)
         mine = (probabilities.detach().double() * tokens.is_token[:, None]).sum(0)
         load_and_probability = tokens.summed(torch.stack([counts, mine])) / count
+        # Weighted by the bin's loss tokens, because the sum of all losses is divided by those of the global batch.
         scale = self.settings.coefficient * tokens.num_loss_tokens * experts / count
         if self.settings.auxiliary_loss == "layer":
             top_k, load = self.part.top_k, load_and_probability[0]
@@ -215,25 +208,21 @@ class RoutedExperts(MegatronModule):
 
 
 def _weight(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
-    """Return an unset parameter that every tensor-parallel rank has whole.
-
-    With sequence parallelism each of these ranks has the gradient of its own tokens, and the mark makes megatron-core
-    sum them.
-    """
+    """Return an unset parameter that every tensor-parallel rank has whole."""
     weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
+    # With sequence parallelism each of these ranks has the gradient of its own tokens; by the mark megatron-core sums
+    # them.
     weight.sequence_parallel = config.sequence_parallel
     return weight
 
 
 def _weight_of_experts(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
-    """Return an unset parameter whose first axis expert-parallel ranks divide."""
     weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
     mark_of_experts(weight)
     return weight
 
 
 def spec(part: Experts, modules: BackendSpecProvider) -> ModuleSpec:
-    """Return the spec of a decoder layer's experts."""
     shared = MLPSubmodules(
         linear_fc1=modules.column_parallel_linear(),
         linear_fc2=modules.row_parallel_linear(),

@@ -10,27 +10,19 @@ from trainer.model.rules import STACKED, EitherWay, OneByOne, Rule
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Experts(FeedForward):
-    """Gated MLPs of which each token uses `top_k`, and optionally a gated MLP that every token uses.
-
-    Attributes:
-        num_experts: number of experts of the layer.
-        top_k: number of experts of a token.
-        intermediate_size: width of one expert.
-        activation: name of the gates' activation in transformers.
-        shared_size: width of the shared expert, whose output is multiplied by a sigmoid gate; 0: there is none.
-        may_be_transposed: whether files may store an expert's matrices as (in, out), as the published Qwen3-VL does.
-    """
+    """Gated MLPs of which each token uses `top_k`, and optionally a gated MLP that every token uses."""
 
     spec = "trainer.parts.experts.module:spec"
     role = "mlp"
     routes_tokens = True
 
     hidden_size: int
-    num_experts: int
-    top_k: int
-    intermediate_size: int
-    activation: str
-    shared_size: int = 0
+    num_experts: int  # number of experts of the layer
+    top_k: int  # number of experts of a token
+    intermediate_size: int  # width of one expert
+    activation: str  # name of the gates' activation in transformers
+    shared_size: int = 0  # width of the shared expert, whose output is multiplied by a sigmoid gate; 0: there is none
+    # whether files may store an expert's matrices as (in, out), as the published Qwen3-VL does
     may_be_transposed: bool = False
 
     @property
@@ -60,17 +52,15 @@ class Experts(FeedForward):
         return 3 * self.hidden_size * self.intermediate_size
 
     def kept_numbers(self, *, selective: bool) -> int:
-        """Return the kept numbers per token.
-
-        The kernels of a GPU keep gate and up of each chosen expert, and compute its other numbers again. The router
-        keeps its probabilities in float32. The shared expert keeps what a dense MLP keeps, see `GatedMLP.kept_numbers`.
-        """
+        """Return the kept numbers per token."""
+        # The kernels of a GPU keep gate and up of each chosen expert, and compute its other numbers again. The router
+        # keeps its probabilities in float32. The shared expert keeps what a dense MLP keeps.
         return 2 * self.top_k * self.intermediate_size + 2 * self.num_experts + 3 * self.shared_size
 
     @property
     def divided_kept_numbers(self) -> int:
-        """Numbers per token that are also kept if ranks divide the experts, because the kernels are not used then: per
-        chosen expert its input row, its activated gate, its inner output, and its output row."""
+        """Numbers per token that are also kept if ranks divide the experts, because the kernels are not used then."""
+        # Per chosen expert its input row, its activated gate, its inner output, and its output row.
         return self.top_k * (2 * self.hidden_size + 2 * self.intermediate_size)
 
     @property
@@ -147,10 +137,6 @@ def loads(counts: Mapping[int, list[float]]) -> dict[str, float]:
 
 
 def mean_auxiliary_loss(sums: Mapping[int, list[float]]) -> dict[str, float]:
-    """Return the auxiliary loss.
-
-    Args:
-        sums: the sum of a layer's auxiliary losses and their number, by layer.
-    """
+    """Return the auxiliary loss, given for each layer the sum of its auxiliary losses and their number."""
     values = [total / count for total, count in sums.values() if count]
     return {"auxiliary_loss": sum(values) / len(values)} if values else {}

@@ -13,20 +13,17 @@ ROW_MULTIPLE = 8  # bf16 numbers: for torch's grouped product on a GPU, rows beg
 
 
 class Dispatch(torch.autograd.Function):
-    """Rows of tokens in the order of their experts: (s, D) -> (R, D). Its gradient is a sum over a token's rows.
-
-    Both directions are gathers, so that no order of additions is left to chance.
-    """
+    """Rows of tokens in the order of their experts: (s, D) -> (R, D). Its gradient is a sum over a token's rows."""
 
     @staticmethod
     def forward(ctx, hidden, order, inverse):
-        """Args: order, inverse: see `Order`."""
         ctx.save_for_backward(inverse)
         return hidden.index_select(0, order // (len(order) // len(hidden)))
 
     @staticmethod
     def backward(ctx, grad):
         (inverse,) = ctx.saved_tensors
+        # A gather, as in forward, so that no order of additions is left to chance.
         return grad[inverse].sum(1), None, None
 
 
@@ -35,7 +32,6 @@ class Collect(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rows, order, inverse):
-        """Args: order, inverse: see `Order`."""
         ctx.save_for_backward(order)
         return rows[inverse]
 
@@ -46,10 +42,7 @@ class Collect(torch.autograd.Function):
 
 
 class Order:
-    """The order of rows by expert.
-
-    Args:
-        chosen: (s, k) int64 index of each expert of each token.
+    """The order of rows by expert, given the (s, k) int64 index of each expert of each token.
 
     Attributes:
         order: (R,) the token's row, token * k + number, at each sorted place.
@@ -103,20 +96,15 @@ def is_grouped(rows: torch.Tensor) -> bool:
 
 
 def grouped_product(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Return the product of each expert's rows with its matrix.
-
-    On a GPU in bf16 this is torch's grouped product, which does not wait for the device. Elsewhere it is one product
-    per expert that has rows.
+    """Return the product of each expert's rows with its matrix, (R, out).
 
     Args:
         rows: (R, in), sorted by expert; the last expert's end is R.
         weights: (E, out, in); for torch's grouped product, in and out are multiples of ROW_MULTIPLE.
         ends: (E,) int32 the end of each expert's rows.
-
-    Returns:
-        (R, out).
     """
     if is_grouped(rows):
+        # It does not wait for the device, as the products one by one below do.
         return F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
     lengths = ends.diff(prepend=ends.new_zeros(1)).tolist()
     return torch.cat([F.linear(part, weight) for part, weight in zip(rows.split(lengths), weights)])

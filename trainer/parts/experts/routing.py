@@ -12,16 +12,11 @@ from trainer.layers.chosen_rows import RoutedTokens
 
 
 class Routing(NamedTuple):
-    """The choice of experts.
+    """The choice of experts."""
 
-    Attributes:
-        probabilities: (s, E) float32, over all experts.
-        weights: (s, k) in the dtype of the logits: the chosen experts' probabilities, divided by their sum.
-        chosen: (s, k) int64 indices of the chosen experts. Of equal probabilities, torch.topk decides.
-    """
-
-    probabilities: torch.Tensor
-    weights: torch.Tensor
+    probabilities: torch.Tensor  # (s, E) float32, over all experts
+    weights: torch.Tensor  # (s, k) in the dtype of the logits: the chosen experts' probabilities, divided by their sum
+    # (s, k) int64 indices of the chosen experts. Of equal probabilities, torch.topk decides.
     chosen: torch.Tensor
 
 
@@ -34,12 +29,7 @@ def route(hidden: torch.Tensor, router: torch.Tensor, top_k: int) -> Routing:
 
 
 def tokens_of_experts(chosen: torch.Tensor, is_token: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Return (E,) float64: the number of tokens of each expert, without padding.
-
-    Args:
-        chosen: (s, k) indices of experts.
-        is_token: (s,) bool.
-    """
+    """Return (E,) float64: the number of tokens of each expert, without padding, given (s, k) indices of experts."""
     counts = torch.zeros(num_experts, dtype=torch.float64, device=chosen.device)
     return counts.scatter_add_(0, chosen.flatten(), is_token.double().repeat_interleave(chosen.size(1)))
 
@@ -53,12 +43,10 @@ class LoadPool:
         self._of_layers: dict[int, torch.Tensor] = {}
 
     def put(self, tokens: RoutedTokens, layer: int, load_and_probability: torch.Tensor) -> None:
-        """Set the (2, E) loads and mean probabilities of a layer, for the bin with these tokens.
-
-        A layer that is recomputed in the backward pass sets the same values again.
-        """
+        """Set the (2, E) loads and mean probabilities of a layer, for the bin with these tokens."""
         if tokens is not self._tokens:
             self._tokens, self._of_layers = tokens, {}
+        # A layer that is recomputed in the backward pass sets the same values again.
         self._of_layers[layer] = load_and_probability
 
     @property

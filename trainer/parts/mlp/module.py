@@ -29,7 +29,6 @@ def spec(part: GatedMLP, modules: BackendSpecProvider) -> ModuleSpec:
 
 
 def mlp_spec(modules: BackendSpecProvider) -> ModuleSpec:
-    """Return the spec of an MLP built from this set of modules."""
     return ModuleSpec(
         module=PackedMLP,
         submodules=MLPSubmodules(

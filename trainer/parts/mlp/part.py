@@ -10,18 +10,14 @@ from trainer.model.rules import Rule
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatedMLP(FeedForward):
-    """A gated MLP: down(activation(gate(x)) * up(x)).
-
-    Attributes:
-        activation: name of the gate's activation in transformers.
-    """
+    """A gated MLP: down(activation(gate(x)) * up(x))."""
 
     spec = "trainer.parts.mlp.module:spec"
     role = "mlp"
 
     hidden_size: int
     intermediate_size: int
-    activation: str
+    activation: str  # name of the gate's activation in transformers
 
     @property
     def parameters(self) -> int:

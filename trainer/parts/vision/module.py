@@ -29,11 +29,7 @@ from trainer.parts.vision.spans import can_join, joined_layer, joined_layers
 
 
 def vision_config(shape: VisionShape, parallel: ParallelConfig, dtype: torch.dtype) -> TransformerConfig:
-    """Return megatron-core's config of the vision encoder.
-
-    All layers of the encoder are on the first pipeline rank, its sequence is never cut, and each matrix is whole unless
-    vision_split=tensor_parallel.
-    """
+    """Return megatron-core's config of the vision encoder."""
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -44,6 +40,7 @@ def vision_config(shape: VisionShape, parallel: ParallelConfig, dtype: torch.dty
         layernorm_epsilon=1e-6,
         activation_func=ACTIVATIONS[shape.activation],
         add_bias_linear=True,
+        # All layers are on the first pipeline rank, and the sequence is never cut.
         tensor_model_parallel_size=parallel.tp if parallel.vision_split == "tensor_parallel" else 1,
         **shared_config(dtype),
     )
@@ -53,8 +50,7 @@ def position_taps(coordinates: torch.Tensor, frames: torch.Tensor, side: int) ->
     """Return the taps that resample a side x side table of learned positions to each frame's grid.
 
     The interpolation is bilinear with aligned corners, as in transformers'
-    `get_vision_interpolation_indices_and_weights`. Every operation on floats is a single float32 operation, so all
-    devices give the same bits, and nothing waits for a device.
+    `get_vision_interpolation_indices_and_weights`.
 
     Args:
         coordinates: (P, 2) int32 row and column of each patch.
@@ -63,6 +59,7 @@ def position_taps(coordinates: torch.Tensor, frames: torch.Tensor, side: int) ->
     Returns:
         (P, 4) int64 rows of the table for each patch, and their (P, 4) float32 weights, which sum to 1.
     """
+    # Every operation on floats is a single float32 operation, so all devices give the same bits; none is waited for.
     source = coordinates.float() * (side - 1) / (frames - 1).clamp(min=1)
     low = source.floor()
     fraction = source - low
@@ -74,19 +71,14 @@ def position_taps(coordinates: torch.Tensor, frames: torch.Tensor, side: int) ->
 
 
 def vision_angles(patch_coordinates: torch.Tensor, shape: VisionShape) -> torch.Tensor:
-    """Return the angles of (P, 2) rows and columns: (P, head_dim / 2) float32.
-
-    Half of the pairs rotate by the row, half by the column.
-    """
+    """Return the angles of (P, 2) rows and columns: (P, head_dim / 2) float32. Half of the pairs rotate by the row,
+    half by the column."""
     inverse = inverse_frequencies(shape.rope_theta, shape.head_dim // 2, patch_coordinates.device)
     return (patch_coordinates[..., None].float() * inverse).flatten(1)
 
 
 class PatchEmbedding(torch.nn.Module):
-    """A module that normalises uint8 patches and projects them.
-
-    The weight has a frame axis; the frames of a still image are equal.
-    """
+    """A module that normalises uint8 patches and projects them. The weight has a frame axis."""
 
     def __init__(self, config: TransformerConfig, shape: VisionShape) -> None:
         super().__init__()
@@ -102,18 +94,17 @@ class PatchEmbedding(torch.nn.Module):
         self.divisor.copy_(torch.tensor(std) * 255)
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
-        """Embed (P, C) uint8 to (P, hidden); as frames are equal, one product with their summed weights suffices."""
+        """Embed (P, C) uint8 to (P, hidden)."""
         pixels = patches.view(len(patches), 3, -1).float()
         pixels = pixels.sub(self.offset[:, None]).div(self.divisor[:, None]).flatten(1)
+        # The frames of a still image are equal, so one product with their summed weights suffices.
         weight = self.weight.sum(dim=2).flatten(1)
         return F.linear(pixels.to(weight.dtype), weight, self.bias)
 
 
 class PatchMerger(MegatronModule):
-    """A module that merges merge x merge patches into one image token.
-
-    Deepstack's mergers normalise after the patches are joined.
-    """
+    """A module that merges merge x merge patches into one image token. Deepstack's mergers normalise after the patches
+    are joined."""
 
     def __init__(self, config, shape: VisionShape, modules: BackendSpecProvider, groups, *, norm_after: bool) -> None:
         super().__init__(config)
@@ -196,11 +187,9 @@ class VisionEncoder(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> ShardedStateDict:
-        """Extend megatron-core's method, which treats the modules of a ModuleList as whole on every rank.
-
-        The mergers' own methods replace the entries of the deepstack mergers.
-        """
+        """Extend megatron-core's method by the deepstack mergers' own."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        # megatron-core treats the modules of a ModuleList as whole on every rank.
         for number, merger in enumerate(self.deepstack_mergers):
             state |= merger.sharded_state_dict(f"{prefix}deepstack_mergers.{number}.", sharded_offsets, metadata)
         return state

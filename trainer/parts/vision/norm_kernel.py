@@ -28,6 +28,7 @@ def _add_norm_fwd(
     if ADD:
         value += tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)
         value += tl.load(delta_bias + column, mask=column < D, other=0.0).to(tl.float32)
+        # The norm is that of the rounded sum, which later operations read.
         rounded = value.to(out.dtype.element_ty)
         tl.store(out + at, rounded, mask=inside)
         value = tl.where(inside, rounded.to(tl.float32), 0.0)
@@ -57,6 +58,7 @@ def _add_norm_bwd(
         at = row[:, None] * D + column
         dy = tl.load(d_normed + at, mask=inside, other=0.0).to(tl.float32)
         value = tl.load(out + at, mask=inside, other=0.0).to(tl.float32)
+        # The gradient of the sum itself, to which the next half adds again.
         upstream = tl.load(d_out + at, mask=inside, other=0.0).to(tl.float32)
         mean = tl.load(statistics + row, mask=row < rows, other=0.0)[:, None]
         rate = tl.load(statistics + rows + row, mask=row < rows, other=0.0)[:, None]

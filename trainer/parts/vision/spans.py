@@ -35,13 +35,11 @@ if HAVE_TE:
 
 
 def can_join(layers: Sequence[PackedLayer]) -> bool:
-    """Whether spans compute these layers: in bfloat16 on a GPU of our kernels, with Transformer Engine's products.
-
-    Excluded are adapters, and layers that several ranks share. cuBLAS's GELU is the tanh approximation, and needs rows
-    of a multiple of 16 bytes.
-    """
+    """Whether spans compute these layers: in bfloat16 on a GPU of our kernels, with Transformer Engine's products,
+    without adapters, and not if several ranks share a layer."""
     config, weight = layers[0].config, layers[0].self_attention.linear_qkv.weight
     gelu = config.activation_func
+    # cuBLAS's GELU is the tanh approximation, and needs rows of a multiple of 16 bytes.
     by_tanh = isinstance(gelu, partial) and gelu.func is F.gelu and gelu.keywords == {"approximate": "tanh"}
     fits = config.params_dtype is torch.bfloat16 and config.ffn_hidden_size % 8 == 0
     return HAVE_TE and by_tanh and fits and kernels_run(weight.device) and all(_is_ours(layer) for layer in layers)
@@ -68,7 +66,6 @@ def joined_layers(
 def joined_layer(
     layer: PackedLayer, hidden: torch.Tensor, rotation: Rotation, segments: PackedSegments
 ) -> torch.Tensor:
-    """Return a single layer's output, (P, 1, D)."""
     return next(joined_layers([layer], hidden, rotation, segments))
 
 
@@ -174,11 +171,7 @@ class _Span(torch.autograd.Function):
 def _of_weight_and_bias(
     linear: torch.nn.Module, needed: Sequence[bool], grad: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the gradients of a linear layer's weight and bias, the latter None if `bias` is.
-
-    If the weight has a float32 buffer for its gradient, the gradient is added there, and a tensor that is never read is
-    returned, because data parallelism waits for a gradient.
-    """
+    """Return the gradients of a linear layer's weight and bias, the latter None if `bias` is."""
     weight = linear.weight
     if not any(needed):
         return None, None
@@ -186,6 +179,8 @@ def _of_weight_and_bias(
         return weight_gradient(grad, x, bias)
     of_bias = weight_gradient(grad, x, bias, out=weight.main_grad)[1]
     weight.grad_added_to_main_grad = True
+    # The weight's gradient is in its float32 buffer. This tensor is never read, but data parallelism waits for a
+    # gradient.
     return torch.empty_like(weight), of_bias
 
 

@@ -25,12 +25,10 @@ def _merge(inverse, system, corner, PRECISION: tl.constexpr):
 
 @triton.jit
 def _invert_small(system, SIZE: tl.constexpr, PRECISION: tl.constexpr):
-    """Return (I + system)^-1 for a strictly lower triangular (blocks, SIZE = 16, SIZE).
-
-    It merges blocks of 2, 4, 8 and 16 with matrix products, and is as stable as substitution.
-    """
+    """Return (I + system)^-1 for a strictly lower triangular (blocks, SIZE = 16, SIZE), as stable as substitution."""
     row = tl.arange(0, SIZE)[None, :, None]
     col = tl.arange(0, SIZE)[None, None, :]
+    # Blocks of 2, then of 4, 8 and 16 by matrix products.
     inverse = tl.where(row == col, 1.0, 0.0) - tl.where((row == col + 1) & (row % 2 == 1), system, 0.0)
     inverse = _merge(inverse, system, (row // 4 == col // 4) & (row // 2 > col // 2), PRECISION)
     inverse = _merge(inverse, system, (row // 8 == col // 8) & (row // 4 > col // 4), PRECISION)
@@ -57,6 +55,7 @@ def chunk_decay(decay, C: tl.constexpr):
     """Return exp(G_i - G_j) where i >= j, else 0: (C,) -> (C, C)."""
     row = tl.arange(0, C)[:, None]
     col = tl.arange(0, C)[None, :]
+    # Masked before exp too, which would overflow above the diagonal.
     return tl.where(row >= col, tl.exp(tl.where(row >= col, decay[:, None] - decay[None, :], 0.0)), 0.0)
 
 

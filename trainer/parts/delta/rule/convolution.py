@@ -92,11 +92,9 @@ def _backward_step(
     x3, x2, x1, x0, dy, position, own, w3, w2, w1, w0, for_1, for_2, for_3, sum3, sum2, sum1, sum0, factor, eps,
     NORMED: tl.constexpr,
 ):  # fmt: skip
-    """Process one token: complete its gradient, and add its contributions to the gradients of the three before it.
-
-    The three tokens after it have already contributed. `own`: whether the token is in this program's run, so that it
-    counts in the taps' gradients.
-    """
+    """Process one token: complete its gradient, to which the three tokens after it have already contributed, and add
+    its contributions to the gradients of the three before it. `own`: whether the token is in this program's run, so
+    that it counts in the taps' gradients."""
     dy *= factor
     x2, w2 = tl.where(position >= 1, x2, 0.0), tl.where(position >= 1, w2, 0.0)
     x1, w1 = tl.where(position >= 2, x1, 0.0), tl.where(position >= 2, w1, 0.0)
@@ -148,6 +146,8 @@ def _run_backward(
     x1 = _load_row(mixed, top - 2, tokens, stride, channel).to(tl.float32)
     for step in range(0, RUN + 4, 4):
         t = top - step
+        # All reads of four tokens come before the first write: several reads in flight take no longer than one, a
+        # microsecond.
         x0 = _load_row(mixed, t - 3, tokens, stride, channel)
         y0 = _load_row(mixed, t - 4, tokens, stride, channel)
         z0 = _load_row(mixed, t - 5, tokens, stride, channel)
@@ -188,11 +188,11 @@ def _convolve_backward(
 ):  # fmt: skip
     """Write the gradients of HEADS heads and RUN tokens per program, last token first, so that each value is read once:
     a token's contributions to the gradients of the three tokens before it stay in registers. The tokens just after the
-    run are read for their contributions to it; another program writes their gradients. All reads of four tokens come
-    before the first write, because several reads in flight take no longer than one, a microsecond. Queries, keys and
-    values have code of their own: where it is not known at compile time what is read, it is read number by number."""
+    run are read for their contributions to it; another program writes their gradients."""
     WIDTH: tl.constexpr = (2 * HK + H) * D
     head = tl.program_id(0) * HEADS
+    # Code of their own for queries, keys and values: where it is not known at compile time what is read, it is read
+    # number by number.
     if head < HK:
         _run_backward(
             mixed, weight, positions, dq, d_mixed, sums, head, head, tokens, stride, stride_dx, scale, eps,

@@ -17,6 +17,7 @@ def _norm_forward(o, z, weight, out, rows, stride, eps, H: tl.constexpr, D: tl.c
     dim = tl.arange(0, D)[None, :]
     inside = (row < rows)[:, None]
     at = row[:, None] * D + dim
+    # Tokens of z are `stride` apart, the heads of a token are contiguous.
     at_gate = (row // H)[:, None] * stride + (row % H)[:, None] * D + dim
     x = tl.load(o + at, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(z + at_gate, mask=inside, other=0.0).to(tl.float32)

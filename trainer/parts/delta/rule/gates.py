@@ -55,6 +55,7 @@ def _gates_backward(
     rate = tl.exp(tl.load(a_log + head, mask=head < H, other=0.0).to(tl.float32))
     cell = (chunk * H + head) * C + token
     dg = tl.load(d_decay + cell, mask=head < H, other=0.0)
+    # The gradient of a cumulated sum is the sum from the end.
     dg = tl.where(inside, tl.cumsum(dg, 0, reverse=True), 0.0)
     dx = -dg * rate * tl.sigmoid(x)
     y = tl.load(beta + cell, mask=head < H, other=0.0)

@@ -129,11 +129,8 @@ def _backward(problem: _Problem, prepared: _Prepared, do: torch.Tensor) -> tuple
 
 
 def _gradients(problem: _Problem, solved, do, both_passes: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of q and k, both (T, H, D) for each value head, and of v, decay and log(beta).
-
-    Args:
-        both_passes: states, d_states, news, d_news.
-    """
+    """Return the gradients of q and k, both (T, H, D) for each value head, and of v, decay and log(beta), given states,
+    d_states, news and d_news."""
     q, k, v, decay, _, chunks = problem
     parts = v.shape[2] // GRADIENTS["PART"]
     dq, dk, dv = (torch.empty_like(v) for _ in range(3))

@@ -65,15 +65,7 @@ def gated_delta_rule(
     all chunks in parallel; the states advance from chunk to chunk, for all segments in parallel. So the outputs of a
     bin equal the outputs of its segments computed one by one.
 
-    Args:
-        q: (T, HK, d), scaled.
-        k: (T, HK, d).
-        v: (T, H, d).
-        g: (T, H).
-        beta: (T, H).
-
-    Returns:
-        (T, H, d).
+    Maps q, which is scaled, and k (T, HK, d), v (T, H, d), g and beta (T, H) to (T, H, d).
     """
     repeat = v.shape[1] // k.shape[1]
     q, k = (x.repeat_interleave(repeat, 1) for x in (q, k))
