@@ -75,7 +75,7 @@ class Program:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Service:
     """The settings of a root's service.
 
     Attributes:
@@ -106,88 +106,97 @@ class Plan:
         return service_dir(self.root) / f"{part}.log"
 
 
-def prefect_server(plan: Plan) -> Program:
+def prefect_server(service: Service) -> Program:
     """Return Prefect's server, on the same database that `athanor run` uses without a service."""
-    port = plan.ports["prefect"]
+    port = service.ports["prefect"]
     environment = {
-        **service_environment(plan.root),
-        "PREFECT_API_URL": plan.prefect_api,
-        "PREFECT_UI_API_URL": f"{plan.prefect_ui}/api",  # old and new name, since some versions read only one
-        "PREFECT_SERVER_UI_API_URL": f"{plan.prefect_ui}/api",
+        **service_environment(service.root),
+        "PREFECT_API_URL": service.prefect_api,
+        "PREFECT_UI_API_URL": f"{service.prefect_ui}/api",  # old and new name, since some versions read only one
+        "PREFECT_SERVER_UI_API_URL": f"{service.prefect_ui}/api",
         "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
         # The browser test covers the nested and optional fields of the older form. The newer pages are still at /v2.
         "PREFECT_SERVER_UI_V2_ENABLED": "false",
         "PREFECT__SERVER_FINAL": "1",  # set by `prefect server start` too; saves memory
         # By default leases are in memory. A killed server would forget who holds a slot, and never free it again.
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
-        "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": ",".join(f"http://{name}:{port}" for name in plan.access.names()),
-        NAMES_VARIABLE: ",".join(plan.access.names()),
-        PREFECT_SECRET: plan.access.prefect,
-        PREFECT_CLIENT_SECRET: plan.access.prefect,
+        "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": ",".join(f"http://{name}:{port}" for name in service.access.names()),
+        NAMES_VARIABLE: ",".join(service.access.names()),
+        PREFECT_SECRET: service.access.prefect,
+        PREFECT_CLIENT_SECRET: service.access.prefect,
     }
     factory = "flows.prefect_server.prefect_app:make_app"
     return Program(
         name="prefect",
-        command=server_command(factory, plan.access.host, port, "--log-level", "warning"),
+        command=server_command(factory, service.access.host, port, "--log-level", "warning"),
         environment=environment,
-        log_path=plan.log_path("prefect"),
-        answers=lambda _: answer_of(f"{plan.prefect_api}/health") is not None,
-        address=plan.prefect_ui,
+        log_path=service.log_path("prefect"),
+        answers=lambda _: answer_of(f"{service.prefect_api}/health") is not None,
+        address=service.prefect_ui,
     )
 
 
-def mlflow_server(plan: Plan) -> Program:
+def mlflow_server(service: Service) -> Program:
     """Return MLflow's server, on the store and the files that `athanor run` uses without a service.
 
     Clients on other machines read and write the files over HTTP. Commands on this machine do so in the root.
     """
-    port, files = plan.ports["mlflow"], mlflow_files(plan.root)
+    port, files = service.ports["mlflow"], mlflow_files(service.root)
     environment = {
-        **service_environment(plan.root),
+        **service_environment(service.root),
         "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false",
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # jobs are for judges of generated text, and need more processes
         **server_variables(f"sqlite:///{files.with_name('mlflow.db')}", files.as_uri()),
         "MLFLOW_SERVER_ALLOWED_HOSTS": "*",  # the guard in front of the server checks the host names
-        "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS": plan.access.url(port),
-        NAMES_VARIABLE: ",".join(plan.access.names()),
-        **mlflow_login(plan.access.mlflow),
+        "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS": service.access.url(port),
+        NAMES_VARIABLE: ",".join(service.access.names()),
+        **mlflow_login(service.access.mlflow),
     }
     return Program(
         name="mlflow",
-        command=server_command("flows.service.mlflow_app:make_app", plan.access.host, port, "--log-level", "info"),
+        command=server_command("flows.service.mlflow_app:make_app", service.access.host, port, "--log-level", "info"),
         environment=environment,
-        log_path=plan.log_path("mlflow"),
-        answers=lambda _: answer_of(f"{plan.mlflow}/health") is not None,
-        address=plan.access.url(port),
+        log_path=service.log_path("mlflow"),
+        answers=lambda _: answer_of(f"{service.mlflow}/health") is not None,
+        address=service.access.url(port),
     )
 
 
-def worker(plan: Plan) -> Program:
+def worker(service: Service) -> Program:
     """Return the worker. It registers deployments and limits, settles the runs of dead processes, and takes flow runs.
 
     Each flow run gets a process of its own, which inherits the worker's environment.
     """
     name = f"athanor-{socket.gethostname()}-{os.getpid()}"  # reconcile.py recognises lost runs by this name
-    limits = [word for limit, slots in plan.limits.items() for word in ("--limit", f"{limit}={slots}")]
+    limits = [word for limit, slots in service.limits.items() for word in ("--limit", f"{limit}={slots}")]
     environment = {
-        **service_environment(plan.root),
-        "PREFECT_API_URL": plan.prefect_api,
-        "PREFECT_UI_URL": plan.prefect_ui,
+        **service_environment(service.root),
+        "PREFECT_API_URL": service.prefect_api,
+        "PREFECT_UI_URL": service.prefect_ui,
         "PREFECT_WORKER_QUERY_SECONDS": "3",
         "PREFECT_WORKER_HEARTBEAT_SECONDS": "7",
-        "MLFLOW_TRACKING_URI": plan.mlflow,
+        "MLFLOW_TRACKING_URI": service.mlflow,
         "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
-        FILES_VARIABLE: str(mlflow_files(plan.root)),
-        PREFECT_CLIENT_SECRET: plan.access.prefect,
-        **mlflow_login(plan.access.mlflow),
+        FILES_VARIABLE: str(mlflow_files(service.root)),
+        PREFECT_CLIENT_SECRET: service.access.prefect,
+        **mlflow_login(service.access.mlflow),
     }
     return Program(
         name="worker",
-        command=[sys.executable, "-m", "flows.service.work", "--name", name, "--max-runs", str(plan.max_runs), *limits],
+        command=[
+            sys.executable,
+            "-m",
+            "flows.service.work",
+            "--name",
+            name,
+            "--max-runs",
+            str(service.max_runs),
+            *limits,
+        ],
         environment=environment,
-        log_path=plan.log_path("worker"),
-        answers=lambda program: _worker_is_online(plan, name, program.started),
-        address=f"up to {plan.max_runs} flow runs at a time",
+        log_path=service.log_path("worker"),
+        answers=lambda program: _worker_is_online(service, name, program.started),
+        address=f"up to {service.max_runs} flow runs at a time",
         may_be_silent=True,  # its flow runs would end with it
     )
 
@@ -225,10 +234,10 @@ def service_environment(root: StorePath) -> dict[str, str]:
     return {**inherited, **past_the_proxy(inherited), **console, **fixed}
 
 
-def _worker_is_online(plan: Plan, name: str, started: float) -> bool:
+def _worker_is_online(service: Service, name: str, started: float) -> bool:
     """Whether the server has had a heartbeat of the worker since the worker's start."""
-    login = base64.b64encode(plan.access.prefect.encode()).decode()
+    login = base64.b64encode(service.access.prefect.encode()).decode()
     headers = {"Content-Type": "application/json", "Authorization": f"Basic {login}"}
-    workers = json.loads(answer_of(f"{plan.prefect_api}/work_pools/{POOL}/workers/filter", b"{}", headers) or "[]")
+    workers = json.loads(answer_of(f"{service.prefect_api}/work_pools/{POOL}/workers/filter", b"{}", headers) or "[]")
     ours = [entry for entry in workers if entry["name"] == name and entry["status"] == "ONLINE"]
     return any(datetime.fromisoformat(entry["last_heartbeat_time"]).timestamp() >= started for entry in ours)

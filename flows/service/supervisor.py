@@ -38,7 +38,7 @@ from flows.prefect_server.service_record import (
     service_dir,
     write_record,
 )
-from flows.service.programs import Plan, Program, mlflow_server, prefect_server, worker
+from flows.service.programs import Program, Service, mlflow_server, prefect_server, worker
 from stages.launchers.owner import Owner
 from stages.launchers.parent import adopt_orphans
 from stages.launchers.processes import runs
@@ -84,7 +84,7 @@ def run_service(root: StorePath, host: str, max_runs: int, limits: Mapping[str, 
             if ended := end_leftovers(directory, LEFTOVER_SECONDS):  # they still occupy last time's ports
                 print(f"ended {ended} processes that a killed `athanor up` had left", flush=True)
             with reserve_ports(directory, host) as ports:
-                _serve(Plan(root, access, ports, max_runs, limits), stop)
+                _serve(Service(root, access, ports, max_runs, limits), stop)
         return 0
     except StartFailed as error:
         print(f"athanor: {error}", file=sys.stderr, flush=True)
@@ -103,31 +103,31 @@ def _runs_already(root: StorePath) -> str:
     )
 
 
-def _serve(plan: Plan, stop: "StopSignal") -> None:
+def _serve(service: Service, stop: "StopSignal") -> None:
     adopt_orphans()
     start, lines = time.monotonic(), StatusLines()
     record = ServiceRecord(
         **Owner.of_this_process().model_dump(),
-        root=str(plan.root),
-        prefect_api=plan.prefect_api,
-        prefect_ui=plan.prefect_ui,
-        mlflow=plan.mlflow,
+        root=str(service.root),
+        prefect_api=service.prefect_api,
+        prefect_ui=service.prefect_ui,
+        mlflow=service.mlflow,
         started=datetime.now(UTC).isoformat(timespec="seconds"),
     )
-    write_record(plan.root, record)
-    lines.say(f"athanor up: root {plan.root}, logs in {service_dir(plan.root)}")
-    lines.say(tell_password(plan.access, sys.stdout.isatty()))
-    supervisor = Supervisor([prefect_server(plan), mlflow_server(plan), worker(plan)], lines)
+    write_record(service.root, record)
+    lines.say(f"athanor up: root {service.root}, logs in {service_dir(service.root)}")
+    lines.say(tell_password(service.access, sys.stdout.isatty()))
+    supervisor = Supervisor([prefect_server(service), mlflow_server(service), worker(service)], lines)
     try:
-        with schemas_alone(plan.root):
+        with schemas_alone(service.root):
             supervisor.turn_until(lambda: stop.times or supervisor.is_ready("prefect", "mlflow"))
         supervisor.turn_until(lambda: stop.times or supervisor.is_ready("worker"))
         if not stop.times:
-            write_record(plan.root, record.model_copy(update={"ready": True}))
+            write_record(service.root, record.model_copy(update={"ready": True}))
             lines.say(f"ready after {time.monotonic() - start:.1f} s; Ctrl-C stops everything")
         supervisor.turn_until(lambda: stop.times)
     finally:
-        remove_record(plan.root)
+        remove_record(service.root)
         supervisor.end(stop)
 
 

@@ -267,13 +267,13 @@ def test_what_a_killed_service_left_is_ended_before_its_ports_are_taken(tmp_path
     owner = Owner(pid=left.pid, pid_started=born, host=socket.gethostname())
     (directory / "prefect.pid").write_text(owner.model_dump_json())
     (directory / "worker.pid").write_text(owner.model_copy(update={"pid_started": 1.0}).model_dump_json())
-    plans = []
+    services = []
     monkeypatch.setattr(supervised, "LEFTOVER_SECONDS", 0.5)
-    monkeypatch.setattr(supervised, "_serve", lambda plan, *_: plans.append(plan))
+    monkeypatch.setattr(supervised, "_serve", lambda service, *_: services.append(service))
     try:
         wait_for(lambda: not is_free("127.0.0.1", ports["prefect"]), 20, "server")
         assert supervised.run_service(tmp_path, "127.0.0.1", 2, {}) == 0
-        assert plans[0].ports == ports and left.wait(at_most(10)) == -signal.SIGKILL
+        assert services[0].ports == ports and left.wait(at_most(10)) == -signal.SIGKILL
     finally:
         left.kill()
 
