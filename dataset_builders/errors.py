@@ -7,6 +7,8 @@ MANIFEST = "manifest.json"  # written in the directory of every finished artifac
 
 LONGEST_LINE = 1500  # most characters of an error's text, which may end in a command to paste
 
+# Control characters other than tab and line break, marks that reverse the direction of writing or have no width, half
+# surrogate pairs, tags.
 _UNSEEN = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ufff9-\ufffb\ufffe\uffff"
     r"\ud800-\udfff\U000e0000-\U000e007f]"
@@ -33,12 +35,12 @@ _PLAIN = (
 class InputError(ValueError):
     """The user's input is wrong, or the machine lacks something.
 
-    The text is one line: the file, key or field, its value, and the way out. A value may have any length and hold any
-    characters, so the middle of a long text is left out, and escapes replace what a terminal would obey. The command
-    line prints the text without a traceback and exits with 2.
+    The text is one line: the file, key or field, its value, and the way out. The command line prints it without a
+    traceback and exits with 2.
     """
 
     def __init__(self, text: str) -> None:
+        # A value in the text may have any length and hold any characters.
         super().__init__(without_middle(printable(text), LONGEST_LINE))
 
 
@@ -61,13 +63,8 @@ class DamagedFile(InputError):
 
 
 def damaged(path: PurePath, what: str) -> DamagedFile:
-    """Return the error for a damaged file of an artifact. Its text names the directory to delete, so that it is made
-    again.
-
-    Args:
-        path: the file, or a URL.
-        what: what is wrong, in words that follow the file's name: "is missing".
-    """
+    """Return the error for a damaged file or URL; `what` follows its name: "is missing"."""
+    # The nearest directory with a manifest is the artifact, which only the stage that made it can make again.
     made = next((folder for folder in path.parents if (folder / MANIFEST).is_file()), None)
     way_out = "delete it" if made is None else f"delete {made}"
     return DamagedFile(f"{path} {what}; {way_out} and run the same command again, which makes it anew")
@@ -84,9 +81,7 @@ def in_ascii(text: object, limit: int = 100) -> str:
 
 
 def printable(text: str) -> str:
-    """Return a text with escapes in place of the characters that a terminal obeys or hides: control characters other
-    than tab and line break, marks that reverse the direction of writing, half surrogate pairs. The escapes are those of
-    Python, and of YAML in double quotes.
+    """Return a text with escapes, as Python has them and YAML in double quotes, for what a terminal obeys or hides.
 
     >>> printable("a\\x1b[2J")
     'a\\\\x1b[2J'
@@ -100,11 +95,7 @@ def first_line(error: Exception) -> str:
 
 
 def plain_message(kind: str, text: str) -> str:
-    """Return the text of one of pydantic's errors in plain words, to follow the name of the field.
-
-    Args:
-        kind: pydantic's type of the error; `value_error` is a text of ours.
-    """
+    """Return one of pydantic's texts in plain words, to follow the field's name; kind `value_error` is one of ours."""
     if kind == "value_error":
         return text.removeprefix("Value error, ")
     for words, plain in _PLAIN:

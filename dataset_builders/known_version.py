@@ -19,19 +19,12 @@ def installed_version(package: str) -> str:
 
 
 def check_version(package: str, known: str, module: str, risk: str, *, refuses: bool) -> None:
-    """Check the installed version of a library. The module that uses the library's private parts calls this at its
-    import.
+    """Warn of a version of a library that `module`, which uses the library's private parts, was not written for.
 
     Args:
-        package: name of the installed package.
         known: the versions that the module was written for, such as "==3.8.8".
-        module: name of the module, which the message names.
         risk: what another version could do unnoticed.
-        refuses: whether another version is an error, because results could be wrong or a server open; otherwise it is
-            a warning.
-
-    Raises:
-        InputError: another version is installed, and `refuses`.
+        refuses: raises InputError instead, because results could be wrong or a server open.
     """
     installed = importlib.metadata.version(package)
     if SpecifierSet(known).contains(installed, prereleases=True):

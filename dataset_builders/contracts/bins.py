@@ -5,9 +5,7 @@
 
 A partition is an Arrow IPC file of one record batch. It is not compressed, so that it can be mapped into memory. The
 column `samples` is a list whose offsets give the start of each bin's samples. The column `sums` holds the `BinSums` of
-each bin. A sample's row holds its shard, offset and size, so a reader needs only the plan and the shards. A reader
-opens a partition when it first needs one of its bins. If the plan is in an object store, the partition is downloaded at
-that moment.
+each bin. A sample's row holds its shard, offset and size, so a reader needs only the plan and the shards.
 
 Bin numbers of a split start at 0 and run through all its epochs. If training takes more epochs than are planned, the
 planned epochs are repeated.
@@ -70,25 +68,15 @@ Bin = tuple[SampleRef, ...]
 
 
 class BinSums(NamedTuple):
-    """The sums over the samples of bins: numbers for one bin, or (m,) arrays for m bins.
-
-    Attributes:
-        num_samples: number of samples.
-        num_tokens: number of tokens, without padding.
-        num_loss_tokens: predicted tokens that are trained on; the first token of a sample is not predicted.
-        num_patches: number of vision patches before merging.
-        num_images: number of images.
-        tokens_squared: sum over samples of tokens^2.
-        patches_squared: sum over samples of patches^2 / images, as if a sample's images were of one size.
-    """
+    """The sums over the samples of bins: numbers for one bin, or (m,) arrays for m bins."""
 
     num_samples: int | np.ndarray
-    num_tokens: int | np.ndarray
-    num_loss_tokens: int | np.ndarray
-    num_patches: int | np.ndarray
+    num_tokens: int | np.ndarray  # without padding
+    num_loss_tokens: int | np.ndarray  # trained on, and predicted: the first token of a sample is not
+    num_patches: int | np.ndarray  # of the vision encoder, before merging
     num_images: int | np.ndarray
-    tokens_squared: int | np.ndarray
-    patches_squared: float | np.ndarray
+    tokens_squared: int | np.ndarray  # sum over samples of tokens^2
+    patches_squared: float | np.ndarray  # sum over samples of patches^2 / images, as if a sample's images had one size
 
 
 class BinPartition(StrictModel):
@@ -115,15 +103,12 @@ class BinsFile(StrictModel):
 def write_bin_partition(
     directory: StorePath, split: Split, epoch: int, number: int, rows: pa.Table, bins: np.ndarray
 ) -> BinPartition:
-    """Write the bins of one split, epoch and partition of the index.
+    """Write the bins of one split, epoch and partition `number` of the index, and return the entry. Its `first_bin` is
+    0, since `write_bins` numbers the bins.
 
     Args:
-        number: the number of the index's partition.
         rows: (n) rows with INDEX_SCHEMA's columns, ordered by bin, then by position in the bin.
         bins: (n,) the bin of each row, ascending from 0 without a gap.
-
-    Returns:
-        The partition's entry, with `first_bin` 0: `write_bins` numbers its bins.
     """
     starts = np.flatnonzero(np.diff(bins, prepend=-1))
     columns = {name: rows[name].to_numpy().astype(np.int64) for name in SIZES}
@@ -174,11 +159,7 @@ def write_bins(directory: StorePath, partitions: Sequence[BinPartition]) -> None
 
 
 def read_bins(directory: StorePath, split: Split) -> "BinPlan":
-    """Return the bins of one split, in order of their numbers. Only bins.json is read here.
-
-    Raises:
-        InputError: there is no plan, it has another format version, or is damaged.
-    """
+    """Return the bins of one split, in order of their numbers. Only bins.json is read here."""
     path = directory / BINS
     if not path.is_file():
         raise InputError(f"{directory} has no {BINS}: it is not a plan of this version; run the plan_bins stage again")
@@ -197,11 +178,7 @@ def _check_numbers(path: StorePath, partitions: Sequence[BinPartition]) -> None:
 
 
 class BinPlan(Sequence[Bin]):
-    """The bins of one split, each read on its first use. Several threads may share it.
-
-    Args:
-        partitions: the partitions of the split, in order.
-    """
+    """The bins of one split, each read on its first use. Several threads may share it."""
 
     def __init__(self, directory: StorePath, partitions: Sequence[BinPartition]) -> None:
         self.partitions = list(partitions)
@@ -253,11 +230,7 @@ class BinPlan(Sequence[Bin]):
 
 
 class _OpenPartition:
-    """A partition's file mapped into memory.
-
-    Touched pages are released after each read. The kernel may map two megabytes for one byte, so a reader that jumps
-    between a thousand partitions would otherwise count as holding all of them in memory.
-    """
+    """A partition's file mapped into memory."""
 
     def __init__(self, path: StorePath, sha256: str, num_bins: int) -> None:
         with local_copy(path, sha256).open("rb") as file:
@@ -273,6 +246,8 @@ class _OpenPartition:
     def bin(self, number: int) -> Bin:
         start, end = int(self._offsets[number]), int(self._offsets[number + 1])
         columns = [field.slice(start, end - start).to_pylist() for field in self._fields]
+        # The kernel may map two megabytes for one byte, so a reader that jumps between a thousand partitions would
+        # otherwise count as holding all of them in memory.
         self._map.madvise(mmap.MADV_DONTNEED)
         return tuple(itertools.starmap(SampleRef, zip(*columns)))
 

@@ -26,11 +26,7 @@ class FeatureStore(StrictModel):
 
 
 def read_feature_store(directory: StorePath, stats: Mapping[str, Any]) -> FeatureStore:
-    """Return the `FeatureStore` of an artifact, from its manifest's stats.
-
-    Raises:
-        InputError: the artifact does not hold features, or has another format version.
-    """
+    """Return the `FeatureStore` of an artifact, from its manifest's stats."""
     try:
         return FeatureStore.model_validate(stats.get("features"))
     except ValidationError as error:

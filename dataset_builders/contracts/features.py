@@ -63,12 +63,8 @@ class FeaturePlace(NamedTuple):
 
 
 def image_digest(grid: np.ndarray, patches: np.ndarray) -> bytes:
-    """Return the SHA-256 of an image as the encoder receives it.
-
-    Args:
-        grid: (3,) int32, in patches.
-        patches: (t * h * w, 3 * patch_size^2) uint8.
-    """
+    """Return the SHA-256 of an image as the encoder receives it: its grid, (3,) int32 in patches, and its patches,
+    (t * h * w, 3 * patch_size^2) uint8."""
     return hashlib.sha256(grid.tobytes() + patches.tobytes()).digest()
 
 
@@ -78,12 +74,10 @@ def shard_name(number: int) -> str:
 
 
 def index_name(number: int) -> str:
-    """Return the file name of a shard's index."""
     return f"index/{number:05d}.arrow"
 
 
 def images_name(number: int) -> str:
-    """Return the file name of the table of a shard's images."""
     return f"images/{number:05d}.parquet"
 
 
@@ -100,20 +94,12 @@ def write_table(path: StorePath, columns: Mapping[str, Sequence[object]], schema
 
 
 def read_table(path: StorePath, sha256: str | None = None) -> pa.RecordBatch:
-    """Return a table that `write_table` wrote, mapped into memory.
-
-    Raises:
-        DamagedFile: the file is missing, or does not have this SHA-256.
-    """
+    """Return a table that `write_table` wrote, mapped into memory; DamagedFile if it has another SHA-256."""
     return pa.ipc.open_file(pa.memory_map(str(local_copy(path, sha256)))).get_batch(0)
 
 
 class FeatureShards:
-    """The feature records of an artifact, each read on request. Several threads may share it.
-
-    Raises:
-        InputError: the directory does not hold features.
-    """
+    """The feature records of an artifact, each read on request. Several threads may share it."""
 
     def __init__(self, directory: StorePath) -> None:
         manifest: Manifest = load_manifest(directory)
@@ -123,14 +109,8 @@ class FeatureShards:
         self._index = lru_cache(_TABLES_OPEN)(self._open_index)
 
     def places(self, shard: str, offset: int, num_images: int) -> list[FeaturePlace]:
-        """Return the addresses of the records of a sample's images, in order.
-
-        Args:
-            shard, offset: shard name and byte offset of the sample's record in the tokenized artifact.
-
-        Raises:
-            DamagedFile: the number of records is not `num_images`.
-        """
+        """Return the addresses of the records of a sample's images, in order. `shard` and `offset` are the place of the
+        sample's record in the tokenized artifact."""
         if num_images == 0:
             return []
         table = self._samples(shard)
@@ -145,11 +125,7 @@ class FeatureShards:
         return [*map(FeaturePlace, *lists)]
 
     def read(self, place: FeaturePlace) -> memoryview:
-        """Return the bytes of one image's features, (tokens, width) numbers.
-
-        Raises:
-            DamagedFile: the record is not the one that was written.
-        """
+        """Return the bytes of one image's features, (tokens, width) numbers; DamagedFile if they have changed."""
         index, path = self._index(place.shard), self._dir / shard_name(place.shard)
         if place.row >= len(index["offset"]):
             raise damaged(path, f"has no image {place.row}")

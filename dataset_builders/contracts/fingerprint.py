@@ -8,17 +8,14 @@ from pathlib import PurePath
 
 
 def canonical_json(value: object) -> str:
-    """Return the value as JSON with sorted keys and no spaces; the text is the same in every process.
-
-    Raises:
-        TypeError: the value has no stable text form (a callable, an object with a default repr).
-    """
+    """Return the value as JSON with sorted keys and no spaces; the text is the same in every process."""
 
     def encode(item: object) -> object:
         if dataclasses.is_dataclass(item) and not isinstance(item, type):
             return {f.name: getattr(item, f.name) for f in dataclasses.fields(item)}
         if isinstance(item, PurePath):
             return str(item)
+        # A callable or a default repr would put an address in memory into the text.
         raise TypeError(f"cannot fingerprint a {type(item).__name__}; use a str, number, list, mapping or dataclass")
 
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False, default=encode)

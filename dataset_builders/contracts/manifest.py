@@ -79,11 +79,7 @@ class Manifest(StrictModel):
 
 
 def load_manifest(directory: StorePath) -> Manifest:
-    """Read a directory's manifest.
-
-    Raises:
-        InputError: there is no manifest, it has another format version, or it is damaged.
-    """
+    """Read a directory's manifest; InputError if there is none, it has another format version, or it is damaged."""
     path = directory / MANIFEST
     if not path.is_file():
         raise InputError(
@@ -98,15 +94,11 @@ Schema = TypeVar("Schema", bound=StrictModel)
 def read_format(
     path: StorePath, schema: type[Schema], version: int, stage: str = "", *, has_digest: bool = False
 ) -> Schema:
-    """Return the content of an artifact's JSON file.
+    """Return the content of an artifact's JSON file; InputError if it has another format version, or is damaged.
 
     Args:
-        version: the format version that the caller reads.
         stage: the stage that makes the file, if the file itself does not name it.
         has_digest: whether one field is the digest of the other fields.
-
-    Raises:
-        InputError: the file has another format version, or is damaged.
     """
     raw = read_object(path, f"delete {path.parent} and run the same command again, which makes it anew")
     if raw.get("format_version") != version:

@@ -20,15 +20,7 @@ _MAX_SIZE = 1 << 62  # the largest size for which a * b fits into 64 bits
 
 
 class KeyedPermutation:
-    """One of the permutations of [0, size), chosen by a key.
-
-    Args:
-        size: at least 1, at most 2^62.
-        key: integers and texts that choose the permutation, in this order.
-
-    Raises:
-        ValueError: the size is not in these bounds.
-    """
+    """One of the permutations of [0, size), chosen by a key of integers and texts."""
 
     def __init__(self, size: int, key: Sequence[int | str]) -> None:
         if not 1 <= size <= _MAX_SIZE:
@@ -40,16 +32,10 @@ class KeyedPermutation:
         self._keys = np.frombuffer(digest, "<u8")
 
     def __call__(self, places: np.ndarray) -> np.ndarray:
-        """Return the values of the permutation at these indices.
-
-        Args:
-            places: (m,) integers in [0, size).
-
-        Returns:
-            (m,) int64 in [0, size); different indices give different values.
-        """
+        """Return the values of the permutation, (m,) int64, at (m,) indices; both are in [0, size)."""
         values = self._network(np.asarray(places).astype(np.uint64))
         limit = np.uint64(self.size)
+        # It ends: the network is a permutation too, so a walk from a value below the limit comes back below it.
         while len(outside := np.flatnonzero(values >= limit)):
             values[outside] = self._network(values[outside])
         return values.astype(np.int64)

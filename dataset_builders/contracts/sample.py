@@ -23,7 +23,6 @@ _PLACEHOLDER = re.compile(
 
 
 def subset_of(key: str) -> str:
-    """Return the subset that a sample's key begins with."""
     return key.partition("/")[0]
 
 
@@ -38,12 +37,7 @@ def whole_key(key: str) -> str:
 
 
 class SkipSample(Exception):
-    """One sample cannot be used. It is left out, `reason` is counted, and `detail` is written to the quarantine.
-
-    Args:
-        reason: a member of SKIP_REASONS.
-        detail: what is wrong, for the person who looks at the quarantine.
-    """
+    """One sample cannot be used. It is left out, `reason` is counted, and `detail` is written to the quarantine."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         if reason not in SKIP_REASONS:
@@ -83,36 +77,24 @@ SKIP_REASONS: dict[str, str] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
-    """One message of a conversation. `IMAGE_SLOT` in a user's text marks where an image goes.
-
-    Attributes:
-        is_learnt: whether an assistant's message is trained on; False: it is only context.
-        reasoning: the reasoning before `text` in an assistant's message; empty if there is none.
-        references: all answers that count as right for an assistant's message, repeats included, if the source has more
-            than the one that is trained on (ten annotators, say). Used only for scores; not part of `Sample.digest`.
-    """
+    """One message of a conversation. `IMAGE_SLOT` in a user's text marks where an image goes."""
 
     role: Role
     text: str
-    is_learnt: bool = True
-    reasoning: str = ""
+    is_learnt: bool = True  # whether an assistant's message is trained on; False: it is only context
+    reasoning: str = ""  # before `text` in an assistant's message
+    # All answers that count as right for an assistant's message, repeats included, if the source has more than the one
+    # that is trained on (ten annotators, say). Used only for scores; not part of `Sample.digest`.
     references: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One conversation.
+    """One conversation."""
 
-    Attributes:
-        key: unique in the dataset and stable across rebuilds: `subset/00001234`; also the stem of its members' names in
-            a shard.
-        messages: in order; a user message comes before each assistant message.
-        images: the original encoded bytes, one for each `IMAGE_SLOT`, in order of appearance.
-    """
-
-    key: str
-    messages: tuple[Message, ...]
-    images: tuple[bytes, ...]
+    key: str  # unique and stable across rebuilds, subset/00001234; also the stem of its members' names in a shard
+    messages: tuple[Message, ...]  # a user message comes before each assistant message
+    images: tuple[bytes, ...]  # the original encoded bytes, one for each `IMAGE_SLOT`, in order of appearance
 
     @property
     def subset(self) -> str:
@@ -131,11 +113,8 @@ class Sample:
             _check_text(message)
 
     def digest(self, images: Sequence[str] | None = None) -> str:
-        """Return 64 hex digits over messages and images, not the key: equal for exact duplicates.
-
-        Args:
-            images: `image_digests(self)` if the caller has them already; None: they are computed here.
-        """
+        """Return 64 hex digits over messages and images, not the key: equal for exact duplicates. A caller that has
+        `image_digests(self)` gives them as `images`."""
         h = hashlib.sha256()
         for message in self.messages:
             h.update(f"{message.role}\0{message.text}\0".encode("utf-8", "surrogatepass"))

@@ -17,11 +17,8 @@ _MAGIC = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpg", b"GIF8": "gif", b"II*\x00":
 
 
 def to_fields(sample: Sample, digests: Sequence[str] | None = None) -> dict[str, bytes]:
-    """Return field name -> bytes. A field name is the member's name without the key and the dot after it.
-
-    Args:
-        digests: `image_digests(sample)` if the caller has them already; None: they are computed here.
-    """
+    """Return field name -> bytes. A field name is the member's name without the key and the dot after it. A caller that
+    has `image_digests(sample)` gives them."""
     digests = image_digests(sample) if digests is None else digests
     names = [f"{i}.{_extension(image)}" for i, image in enumerate(sample.images)]
     record = {

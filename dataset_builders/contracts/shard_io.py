@@ -96,9 +96,8 @@ def _member(name: str, data: bytes) -> tuple[bytes, bytes, bytes]:
 
 def _header(name: str, size: int) -> bytes:
     """Return the ustar header of a regular file (POSIX.1-1988, pax(1)): name, octal size at 124, checksum at 148."""
-    if (
-        len(name) > 100 or not name.isascii()
-    ):  # the name needs two header fields or a member of its own: rare, so tarfile does it
+    # Another name needs two header fields or a member of its own: rare, so tarfile does it.
+    if len(name) > 100 or not name.isascii():
         return _tar_info(name, size).tobuf(tarfile.USTAR_FORMAT)
     header = bytearray(_HEADER)
     header[: len(name)] = name.encode()
@@ -119,8 +118,7 @@ _HEADER[148:156] = b" " * 8
 
 
 def finished_shard(directory: StorePath, name: str) -> ShardEntry | None:
-    """Return the entry of a shard that an interrupted run committed in this directory; None if there is no whole
-    one."""
+    """Return the entry of a shard that an interrupted run committed in this directory; None if there is none whole."""
     text = read_sealed(_entry_path(directory, name))
     if text is None:
         return None
@@ -140,16 +138,14 @@ def read_record(
 ) -> dict[str, memoryview]:
     """Return the fields of one sample, by one positioned read of its byte range in the shard.
 
-    The whole range is read even if fields are skipped, because the checksum covers the whole range.
-
     Args:
         without: fields that are skipped.
         checksum: xxh3_64 of the range, as in the index; None: a record of an older version has none.
-        key: the sample's key, for messages.
 
     Raises:
-        DamagedFile: the shard is missing or cut short, or the bytes are not a record with this checksum.
+        DamagedFile: the shard is missing or cut short, or the bytes are not this record. The text names `key`.
     """
+    # The whole range is read even if fields are skipped, because the checksum covers the whole range.
     try:
         data = _InMemory(read_range(path, offset, size, checksum))
         return dict(field for _, field in _members(path, data, size, without))
@@ -160,15 +156,11 @@ def read_record(
 
 
 def iter_records(path: StorePath, entry: ShardEntry | None = None) -> Iterator[tuple[str, dict[str, bytes]]]:
-    """Return an iterator over (key, fields) of every sample in a shard, in order.
+    """Return an iterator over (key, fields) of every sample in a shard, in order; DamagedFile if it is not whole.
 
-    Args:
-        entry: the shard's entry in the manifest. The SHA-256 is compared before the first sample is returned, the
-            number of samples after the last one.
-
-    Raises:
-        DamagedFile: the shard is missing, cut short or damaged, or does not match the entry.
+    The SHA-256 of `entry` is compared before the first sample is returned, its number of samples after the last one.
     """
+    # Not a generator function: the file is compared at the call, not at the first sample.
     return ((key, fields) for key, _, _, fields in _iter_shard(path, _checked_copy(path, entry), entry))
 
 
@@ -232,11 +224,7 @@ class _InMemory:
 def _members(
     path: StorePath, file: BinaryIO | _InMemory, end: int | None = None, without: Container[str] = ()
 ) -> Iterator[tuple[str, tuple[str, bytes | memoryview]]]:
-    """Yield (key, (field, content)) of the members from the file's position up to `end`, or to the end of the archive.
-
-    Each content is read in one piece: tarfile's own stream reads small blocks, which takes ten times as long for a
-    large record. Shards hold only regular files whose names fit into a header.
-    """
+    """Yield (key, (field, content)) of the members from the file's position up to `end`, or to the archive's end."""
     while end is None or file.tell() < end:
         header = bytes(file.read(tarfile.BLOCKSIZE))
         if header == bytes(len(header)):  # the two empty blocks at the end of the tar
@@ -250,6 +238,7 @@ def _members(
         if field in without:
             file.seek(size + filling, os.SEEK_CUR)
             continue
+        # In one piece: tarfile's own stream reads small blocks, ten times as long for a large record.
         content = file.read(size)
         if len(content) < size:
             raise damaged(path, f"is cut short in {name}")
@@ -258,12 +247,9 @@ def _members(
 
 
 def _parse_header(path: StorePath, header: bytes) -> tuple[str, int]:
-    """Return (name, size) from a regular file's ustar header, in a quarter of the time of TarInfo.frombuf.
-
-    Raises:
-        DamagedFile: the checksum does not match the header's bytes, or the member is not a regular file.
-    """
+    """Return (name, size) from a regular file's ustar header, in a quarter of the time of TarInfo.frombuf."""
     try:
+        # The checksum counts its own field as blanks. The type 0 is a regular file; our shards hold no others.
         if sum(header) - sum(header[148:156]) + 8 * ord(" ") != int(header[148:154], 8) or header[156:157] != b"0":
             raise ValueError
         name, prefix = header[:100].rstrip(b"\0"), header[345:500].rstrip(b"\0")

@@ -9,20 +9,16 @@ EVERY_FIELD = {"every_field": True}
 
 
 class StrictModel(BaseModel):
-    """The base of every config model: frozen, and an unknown key is an error.
-
-    Attributes:
-        later_fields: names of fields that were added after configs had been fingerprinted. A dump omits them at their
-            defaults, so that older fingerprints stay valid.
-    """
+    """The base of every config model: frozen, and an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    # Names of fields that were added after configs had been fingerprinted. A dump omits them at their defaults, so that
+    # older fingerprints stay valid.
     later_fields: ClassVar[tuple[str, ...]] = ()
 
     @model_serializer(mode="wrap")
     def dumped(self, whole: SerializerFunctionWrapHandler, info: SerializationInfo) -> Any:
-        """Return the fields that a dump has."""
         fields = whole(self)
         if info.context != EVERY_FIELD:
             for name in self.later_fields:

@@ -58,7 +58,6 @@ class PatchFormat(StrictModel):
 
     @property
     def patch_bytes(self) -> int:
-        """The number of bytes of a stored patch: 3 * patch_size^2."""
         return 3 * self.patch_size**2
 
 
@@ -89,11 +88,7 @@ class PixelStore(StrictModel):
 
 
 def read_pixel_store(directory: StorePath, stats: Mapping[str, Any]) -> PixelStore:
-    """Return the `PixelStore` of a tokenized artifact, from its manifest's stats.
-
-    Raises:
-        InputError: the artifact has another format version.
-    """
+    """Return the `PixelStore` of a tokenized artifact, from its manifest's stats."""
     try:
         return PixelStore.model_validate(stats.get("pixels"))
     except ValidationError as error:
@@ -105,21 +100,13 @@ def read_pixel_store(directory: StorePath, stats: Mapping[str, Any]) -> PixelSto
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class TokenizedSample:
-    """One tokenized sample, neither shifted nor padded.
-
-    Attributes:
-        key: the sample's key.
-        input_ids: (n,) int32.
-        loss_mask: (n,) uint8, 1 where the token itself is trained on.
-        image_grid_thw: (g, 3) int32, patches before merging; t = 1 for a still image.
-        patches: (p, 3 * patch_size^2) uint8 in HF patch order, without the temporal copy; p = sum of t*h*w.
-    """
+    """One tokenized sample, neither shifted nor padded."""
 
     key: str
-    input_ids: np.ndarray
-    loss_mask: np.ndarray
-    image_grid_thw: np.ndarray
-    patches: np.ndarray
+    input_ids: np.ndarray  # (n,) int32
+    loss_mask: np.ndarray  # (n,) uint8, 1 where the token itself is trained on
+    image_grid_thw: np.ndarray  # (g, 3) int32, patches before merging; t = 1 for a still image
+    patches: np.ndarray  # (p, 3 * patch_size^2) uint8 in HF patch order, without the temporal copy; p = sum of t*h*w
 
     def check(self) -> None:
         """Assert the invariants that every writer guarantees."""
@@ -131,13 +118,7 @@ class TokenizedSample:
 
 
 class IndexWriter:
-    """Writer of the index, shard after shard; only one partition's rows are in memory.
-
-    The end of a partition depends only on the shards' row counts, so a rerun writes the same files.
-
-    Args:
-        partition_rows: a partition is closed before the shard that would bring it over this many rows.
-    """
+    """Writer of the index, shard after shard; only one partition's rows are in memory."""
 
     def __init__(self, directory: StorePath, partition_rows: int = PARTITION_ROWS) -> None:
         self._dir, self._limit = directory / INDEX, partition_rows
@@ -146,6 +127,7 @@ class IndexWriter:
 
     def add(self, rows: pa.Table) -> None:
         """Append the rows of one whole shard, in the order of its records."""
+        # The end of a partition depends only on the shards' row counts, so a rerun writes the same files.
         if self._tables and self._rows + rows.num_rows > self._limit:
             self._flush()
         self._tables.append(rows.cast(INDEX_SCHEMA))
@@ -166,11 +148,7 @@ class IndexWriter:
 
 
 def index_partitions(directory: StorePath) -> list[StorePath]:
-    """Return the paths of the partitions of an artifact's index, in shard order.
-
-    Raises:
-        InputError: there is no index.
-    """
+    """Return the paths of the partitions of an artifact's index, in shard order."""
     folder = directory / INDEX
     paths = sorted((p for p in folder.iterdir() if p.suffix == ".parquet"), key=str) if folder.is_dir() else []
     if not paths:

@@ -46,19 +46,11 @@ Row = dict[str, list[dict[str, object]]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DigitCounts:
-    """The maximal number of rows of each subset.
+    """The maximal number of rows of each subset."""
 
-    Attributes:
-        scans: rows of digits_single; the other subsets choose from these scans.
-        multi: rows of digits_multi.
-        pairs: rows of digits_compare.
-        texts: rows of digits_text.
-        words: rows of digits_words.
-    """
-
-    scans: int
+    scans: int  # of digits_single; the other subsets choose from these scans
     multi: int
-    pairs: int
+    pairs: int  # of digits_compare
     texts: int
     words: int = 0
 
@@ -83,8 +75,8 @@ def _rng(seed: int, stream: int) -> np.random.Generator:
 
 
 def _bundled_file() -> str:
-    """Return the path of scikit-learn's file: rows of 64 grey values, 0 to 16, and the digit. scikit-learn's
-    `load_digits` would first import SciPy, which takes seconds."""
+    """Return the path of scikit-learn's file: rows of 64 grey values, 0 to 16, and the digit."""
+    # scikit-learn's load_digits would first import SciPy, which takes seconds.
     return str(importlib.metadata.distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz"))
 
 
@@ -99,11 +91,9 @@ def _scan_png(scan: np.ndarray, rng: np.random.Generator) -> bytes:
 
 
 def _on_longer_sheet(picture: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Return the image in one half of a sheet that is exactly twice as long along one axis.
-
-    The offset is a half and not arbitrary: the default model trains on 1,500 scans in a minute, which is too few for
-    arbitrary offsets (0.88 instead of 0.98 of the held-out digits are right).
-    """
+    """Return the image in one half of a sheet that is exactly twice as long along one axis."""
+    # A half, and no arbitrary offset: the default model trains on 1,500 scans in a minute, which is too few for
+    # arbitrary offsets (0.88 instead of 0.98 of the held-out digits are right).
     side = len(picture)
     before = side * int(rng.integers(2))
     margins = [(0, 0), (0, 0)]

@@ -22,11 +22,7 @@ SPLITS = ("train", "test")  # as the package has them
 
 
 def check_installed(version: str) -> None:
-    """Check that the package is installed in this version.
-
-    Raises:
-        InputError: it is not installed, or in another version.
-    """
+    """Check that the package is installed in this version."""
     found = installed_version(PACKAGE)
     if found != version:
         state = f"{found} is installed" if found else "it is not installed"
@@ -36,12 +32,7 @@ def check_installed(version: str) -> None:
 
 
 def iter_easy_vqa_rows(split: str) -> Iterator[Row]:
-    """Yield the rows of a split in the order of the pictures' numbers, which begin with 0. The questions of a picture
-    keep their order.
-
-    Raises:
-        InputError: the package is incomplete.
-    """
+    """Yield the rows of a split in the order of the pictures' numbers; the questions of a picture keep their order."""
     package = importlib.import_module("easy_vqa")  # it is optional
     asked: dict[int, list[tuple[str, str]]] = {}
     for question, answer, number in zip(*getattr(package, f"get_{split}_questions")()):

@@ -46,41 +46,28 @@ _TRANSPOSE = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageLimits:
-    """Limits that are checked from the header, before a pixel is decoded.
+    """Limits that are checked from the header, before a pixel is decoded."""
 
-    Attributes:
-        max_pixels: width * height, at most PILLOW_PIXEL_LIMIT.
-        min_side: the shorter side in pixels.
-    """
-
-    max_pixels: int
-    min_side: int
+    max_pixels: int  # width * height, at most PILLOW_PIXEL_LIMIT
+    min_side: int  # the shorter side in pixels
 
 
 @dataclass(frozen=True, slots=True)
 class ImageInfo:
-    """The facts of an image that passed the checks.
+    """The facts of an image that passed the checks."""
 
-    Attributes:
-        width, height: in pixels, after EXIF orientation, as `open_rgb` gives them.
-        mode: Pillow's name of the pixel format in the file.
-        format: Pillow's name of the file format.
-        orientation: EXIF orientation, 1 to 8; 1 also if there is none, it is broken, or the format is TIFF.
-    """
-
-    width: int
+    width: int  # in pixels, after EXIF orientation, as `open_rgb` gives them
     height: int
-    mode: str
-    format: str
-    orientation: int
+    mode: str  # Pillow's name of the pixel format in the file
+    format: str  # Pillow's name of the file format
+    orientation: int  # of EXIF, 1 to 8; 1 also if there is none, it is broken, or the format is TIFF
 
 
 def check_image(data: bytes, limits: ImageLimits, decode: bool = True) -> ImageInfo:
     """Decode the whole image, and return its facts.
 
-    Args:
-        decode: False reads only the header. Then an image that is cut or damaged after its header passes, 32-bit grey
-            that is out of range passes, and EXIF after a PNG's pixels is not seen.
+    Without `decode` only the header is read. Then an image that is cut or damaged after its header passes, 32-bit grey
+    that is out of range passes, and EXIF after a PNG's pixels is not seen.
 
     Raises:
         SkipSample: decode_error, truncated_image, bomb, too_small, aspect or bad_mode.
@@ -88,10 +75,11 @@ def check_image(data: bytes, limits: ImageLimits, decode: bool = True) -> ImageI
     image = _open(data)
     _check_header(image, limits)
     if not decode:
+        # Pillow decodes a PNG to find EXIF that is not before its pixels.
         orientation = 1 if image.format == "PNG" and "exif" not in image.info else _orientation(image)
     else:
         orientation = _check_pixels(image, data)
-    width, height = image.size if orientation < 5 else image.size[::-1]
+    width, height = image.size if orientation < 5 else image.size[::-1]  # 5 to 8 turn by a quarter
     return ImageInfo(width, height, image.mode, image.format or "?", orientation)
 
 
@@ -109,13 +97,9 @@ def open_rgb(data: bytes) -> Image.Image:
 
 
 def read_rgb(data: bytes, whole: bool = False) -> np.ndarray:
-    """Return the image as (height, width, 3) uint8, like `open_rgb` but faster: upright, with transparency on white.
+    """Return the result of `open_rgb` as (height, width, 3) uint8, faster.
 
-    Args:
-        whole: True refuses a JPEG with damaged pixel data, as `check_image` does; False reads the data that are left.
-
-    Raises:
-        SkipSample: as for `open_rgb`.
+    With `whole` a JPEG with damaged pixel data is refused, as by `check_image`; else the data that are left are read.
     """
     image = _open(data)
     pixels = jpeg.decode_jpeg(image, data)
@@ -131,11 +115,7 @@ def read_rgb(data: bytes, whole: bool = False) -> np.ndarray:
 
 
 def image_size(data: bytes) -> tuple[int, int]:
-    """Return (height, width) as stored, from the header; EXIF may swap the two. No pixel is decoded.
-
-    Raises:
-        SkipSample: decode_error, truncated_image or bomb.
-    """
+    """Return (height, width) as stored, from the header; EXIF may swap the two. Raises SkipSample."""
     return _open(data).size[::-1]
 
 
@@ -160,11 +140,8 @@ def enlarge_grey(pixels: np.ndarray, width: int, height: int) -> np.ndarray:
 
 
 def shrink_grey(rgb: np.ndarray, side: int) -> np.ndarray:
-    """Convert (h, w, 3) uint8 to (side, side) uint8: ITU-R 601 luma, scaled by Lanczos with antialiasing. The aspect
-    ratio is not kept.
-
-    Pillow computes it in fixed point, so every machine gives the same result.
-    """
+    """Convert (h, w, 3) uint8 to (side, side) uint8: ITU-R 601 luma, scaled by Lanczos without regard to aspect."""
+    # Pillow computes both in fixed point, so every machine gives the same result.
     grey = Image.fromarray(rgb).convert("L")
     return np.asarray(grey.resize((side, side), Image.Resampling.LANCZOS))
 
@@ -188,18 +165,15 @@ def _open(data: bytes) -> Image.Image:
         image = Image.open(io.BytesIO(data), formats=_FORMATS)
     if image.format in jpeg.FORMATS:
         jpeg.check_scans(data, *image.size)
+    # In the PNG's header chunk, byte 24 is the depth of a channel in bits and byte 25 the colour type.
     if image.format == "PNG" and "transparency" in image.info:
         image.info["transparency"] = _as_decoded(image.info["transparency"], depth=data[24], is_grey=data[25] == 0)
     return image
 
 
 def _as_decoded(transparency: Any, depth: int, is_grey: bool) -> Any:
-    """Return the transparent value of a PNG as Pillow decodes its pixels: grey of 2 and 4 bits and colours of 16 to 8.
-
-    Args:
-        transparency: a number of grey, three of a colour, or the alpha of a palette's entries.
-        depth: bits of one channel in the file.
-    """
+    """Return the transparent value of a PNG (grey, colour, or the alpha of a palette) as Pillow decodes its pixels."""
+    # Pillow gives grey of 2 and 4 bits and colours of 16 bits as 8 bits, but leaves the transparent value as it is.
     if is_grey and depth in (2, 4):
         return transparency * 255 // ((1 << depth) - 1)
     return tuple(value >> 8 for value in transparency) if depth == 16 and not is_grey else transparency
@@ -284,7 +258,7 @@ def _flatten(image: Image.Image) -> Image.Image:
     """Convert 16-bit grey, or an image with transparency, to RGB."""
     if image.mode in _GREY_16:
         wide = np.asarray(image).astype(np.uint32)
-        grey = ((wide + 128) // 257).astype(np.uint8)
+        grey = ((wide + 128) // 257).astype(np.uint8)  # rounded: 65535 -> 255
         grey[wide == image.info.get("transparency", -1)] = 255
         return Image.fromarray(grey).convert("RGB")
     white = Image.new("RGBA", image.size, (255, 255, 255, 255))

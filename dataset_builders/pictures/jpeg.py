@@ -2,8 +2,7 @@
 Pillow's.
 
 Most files are decoded by simplejpeg, which gives the same bits as Pillow: both use libjpeg-turbo with its exact integer
-transform. A file that simplejpeg warns about is decoded by Pillow, which reads it without a warning. `refuse_damage`
-decides whether the warning means damage.
+transform.
 """
 
 import re
@@ -42,17 +41,11 @@ _DAMAGE = {
 
 
 class _Head(NamedTuple):
-    """Facts from a JPEG file's headers up to its first scan.
+    """Facts from a JPEG file's headers up to its first scan."""
 
-    Attributes:
-        frame: the frame header's marker, 0xC0 to 0xCF (ITU T.81, table B.1); 0 if there is none.
-        num_components: components of the frame.
-        num_in_scan: components in the first scan.
-    """
-
-    frame: int
-    num_components: int
-    num_in_scan: int
+    frame: int  # the frame header's marker, 0xC0 to 0xCF (ITU T.81, table B.1); 0 if there is none
+    num_components: int  # of the frame
+    num_in_scan: int  # components in the first scan
 
 
 def check_scans(data: bytes, width: int, height: int) -> None:
@@ -66,13 +59,10 @@ def check_scans(data: bytes, width: int, height: int) -> None:
 
 
 def decode_jpeg(image: Image.Image, data: bytes) -> np.ndarray | None:
-    """Decode the stored pixels with simplejpeg, if the result is sure to equal Pillow's.
+    """Decode the stored pixels to (height, width, 3) uint8, not rotated; None if Pillow must read the file.
 
     Args:
         image: `data`, opened by Pillow and not yet decoded.
-
-    Returns:
-        (height, width, 3) uint8, not rotated; None: the file is broken, or Pillow must decode it.
     """
     if not is_plain_jpeg(image, data):
         return None
@@ -86,11 +76,9 @@ def decode_jpeg(image: Image.Image, data: bytes) -> np.ndarray | None:
 
 
 def jpeg_warning(image: Image.Image, data: bytes) -> str:
-    """Return libjpeg-turbo's first warning or error about the file, or "".
-
-    Every coded bit is read. Only the conversion of coefficients to pixels, which cannot fail, is reduced to one pixel
-    in 64 (libjpeg-turbo's coarsest scale is 1/8 per side).
-    """
+    """Return libjpeg-turbo's first warning or error about the file, or ""."""
+    # The smallest size is 1/8 of each side. Every coded bit is read for it; only the conversion of coefficients to
+    # pixels, which cannot fail, is reduced.
     try:
         simplejpeg.decode_jpeg(data, "CMYK" if image.mode == "CMYK" else "GRAY", min_height=1, min_width=1)
     except MemoryError:
@@ -122,6 +110,7 @@ def _read_head(data: bytes) -> _Head:
         marker = data[place + 1]
         if marker == _START_OF_SCAN[1]:
             return _Head(frame, num_components, data[place + 4] if place + 4 < len(data) else 0)
+        # C4, C8 and CC are Huffman tables, a reserved code and arithmetic conditioning, and no frames.
         if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
             frame, num_components = marker, data[place + 9] if place + 9 < len(data) else 0
         place += 2 + int.from_bytes(data[place + 2 : place + 4], "big")

@@ -2,8 +2,7 @@
 
 The hash is pHash's, as the ImageHash library defines it (github.com/JohannesBuchner/imagehash, `phash`; Zauner,
 "Implementation and Benchmarking of Perceptual Image Hash Functions", 2010): the 8 x 8 lowest frequencies of the DCT of
-a 32 x 32 grey thumbnail, one bit each: above their median or not. The cosines here are integers. An image of one
-colour, whose frequencies would otherwise be only rounding errors, therefore has the same hash on every machine.
+a 32 x 32 grey thumbnail, one bit each: above their median or not.
 
 A hash of 64 bits cannot distinguish scans of one digit, or two forms (docs/decisions/data.md has the rates). Images
 with similar hashes are therefore compared by their thumbnails, and then at their own size.
@@ -23,28 +22,18 @@ _SCALE = 1 << 14  # scale of the integer cosines; 32 * 32 * 255 * 2^28 stays bel
 
 @dataclass(frozen=True, slots=True)
 class PictureLook:
-    """The perceptual record of a decoded image.
+    """The perceptual record of a decoded image."""
 
-    Attributes:
-        pixels_sha256: 32 bytes, SHA-256 of height, width and the RGB pixels: equal for equal pixels in any file format.
-        width, height: in pixels, upright.
-        phash: the 64-bit hash.
-        thumbnail: 1,024 bytes, (32, 32) uint8 grey.
-    """
-
+    # SHA-256 of height, width and the RGB pixels, 32 bytes: equal for equal pixels in any file format.
     pixels_sha256: bytes
-    width: int
+    width: int  # in pixels, upright
     height: int
-    phash: int
-    thumbnail: bytes
+    phash: int  # the 64-bit hash
+    thumbnail: bytes  # 1,024 bytes, (32, 32) uint8 grey
 
 
 def look_at(data: bytes) -> PictureLook:
-    """Decode an image, upright and with transparency on white, and return its perceptual record.
-
-    Raises:
-        SkipSample: decode_error, truncated_image, bomb or bad_mode.
-    """
+    """Decode an image, upright and with transparency on white, and return its perceptual record. Raises SkipSample."""
     rgb = np.ascontiguousarray(read_rgb(data))
     height, width, _ = rgb.shape
     digest = hashlib.sha256(b"%d %d " % (height, width))
@@ -69,6 +58,7 @@ def _double_median(values: np.ndarray) -> int:
 
 def _cosines() -> np.ndarray:
     """Return (8, 32) int64: the first rows of the DCT-II, not normalised, times _SCALE."""
+    # Integers: the frequencies of an image of one colour would otherwise be rounding errors, which differ by machine.
     frequency, place = np.mgrid[0:_FREQUENCIES, 0:THUMBNAIL_SIDE]
     angles = np.pi * frequency * (2 * place + 1) / (2 * THUMBNAIL_SIDE)
     return np.round(_SCALE * np.cos(angles)).astype(np.int64)

@@ -38,9 +38,8 @@ PIXEL_FIELDS: dict[Codec, Container[str]] = {
 def encode_sample(sample: TokenizedSample, codec: Codec, images: Mapping[str, bytes]) -> dict[str, bytes]:
     """Return the fields of one record.
 
-    Args:
-        sample: the sample; with codec original its patches are not used and may be empty.
-        images: the sample's image files by their names in the sample shard, `0.jpg`; used only with codec original.
+    With codec original the sample's patches are not used and may be empty. Only then `images` is used: the sample's
+    image files by their names in the sample shard, `0.jpg`.
     """
     fields = {
         "image_grid_thw.i32": sample.image_grid_thw.tobytes(),
@@ -57,9 +56,7 @@ def encode_sample(sample: TokenizedSample, codec: Codec, images: Mapping[str, by
 def decode_sample(key: str, fields: Mapping[str, bytes | memoryview], pixels: PixelStore) -> TokenizedSample:
     """Return the sample of a record. Inverse of `encode_sample`; without pixel fields, the sample has no patches.
 
-    Raises:
-        ValueError: a field is missing or cut short, or, with codec original, an image cannot be decoded. The text names
-            the key.
+    Raises ValueError, which names the key, for a field or an image that is missing, cut short or cannot be decoded.
     """
     try:
         grids = np.frombuffer(fields["image_grid_thw.i32"], np.int32).reshape(-1, 3)

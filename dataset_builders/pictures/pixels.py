@@ -19,15 +19,13 @@ _BLOCK = 1024  # number of patches that are normalised at a time
 
 def smart_resize(height: int, width: int, config: PixelConfig) -> tuple[int, int]:
     """Return the (height, width) to resize to: multiples of `config.factor`, area within the limits, aspect nearly
-    kept.
-
-    Raises:
-        SkipSample: aspect, if the longer side is over 200 times the shorter.
-    """
+    kept. Raises SkipSample above 200 to 1."""
     if max(height, width) > MAX_ASPECT * min(height, width):
         raise SkipSample("aspect", f"{width} x {height} pixels, over {MAX_ASPECT} to 1")
     factor = config.factor
+    # Python's round takes a half to the even multiple, and so does transformers.
     new_height, new_width = (round(side / factor) * factor for side in (height, width))
+    # transformers scales from the given sides, not from the rounded ones; floor and ceil keep the area in its limits.
     if new_height * new_width > config.max_pixels:
         shrink = math.sqrt(height * width / config.max_pixels)
         new_height, new_width = (max(factor, math.floor(s / shrink / factor) * factor) for s in (height, width))
@@ -38,11 +36,7 @@ def smart_resize(height: int, width: int, config: PixelConfig) -> tuple[int, int
 
 
 def count_patches(data: bytes, config: PixelConfig) -> int:
-    """Return the number of patches that `encode_image` will give; reads only the image's header.
-
-    Raises:
-        SkipSample: the header cannot be read, or the image cannot be scaled.
-    """
+    """Return the number of patches that `encode_image` will give, from the image's header. Raises SkipSample."""
     # EXIF may swap the sides, which does not matter: smart_resize treats both alike.
     return int(image_grid(*image_size(data), config).prod())
 
@@ -54,17 +48,11 @@ def image_grid(height: int, width: int, config: PixelConfig) -> np.ndarray:
 
 
 def encode_image(data: bytes, config: PixelConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Return one image's patches and grid.
-
-    Args:
-        data: the encoded image, in any format that Pillow reads.
+    """Return the patches of an image in any format that Pillow reads, and its grid. Raises SkipSample with the reason.
 
     Returns:
         patches: (h*w, 3 * patch_size^2) uint8 in HF patch order, without the temporal copy.
         grid: (3,) int32: 1, h, w in patches.
-
-    Raises:
-        SkipSample: the image cannot be used, with the reason.
     """
     return encode_rgb(read_rgb(data), config)
 
@@ -83,14 +71,11 @@ def encode_rgb(pixels: np.ndarray, config: PixelConfig) -> tuple[np.ndarray, np.
 
 
 def pixel_values(patches: np.ndarray, patch_format: PatchFormat, out: np.ndarray | None = None) -> np.ndarray:
-    """Return the HF processor's pixel_values.
+    """Return the HF processor's pixel_values, (P, C) float32 with C = 3 * temporal_patch_size * patch_size^2.
 
     Args:
         patches: (P, 3 * patch_size^2) uint8.
         out: (at least P, C) float32, contiguous, filled and returned; new memory costs more than the arithmetic.
-
-    Returns:
-        (P, C) float32, C = 3 * temporal_patch_size * patch_size^2.
     """
     size, frames = patch_format.patch_size**2, patch_format.temporal_patch_size
     values = (np.empty((len(patches), 3 * frames * size), np.float32) if out is None else out)[: len(patches)]

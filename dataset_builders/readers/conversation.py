@@ -56,11 +56,7 @@ class Conversation:
     refs: tuple[ImageRef, ...]
 
     def sample(self, key: str, read: Callable[[str], bytes]) -> Sample:
-        """Read the images, and return the sample.
-
-        Raises:
-            SkipSample: see `read` and Sample.check; bad_role if the order of the messages is not a conversation.
-        """
+        """Read the images, and return the sample; SkipSample if they cannot be read, or this is no conversation."""
         _check_order([message.role for message in self.messages])
         for message in self.messages:
             if message.role != "user" and IMAGE_SLOT in message.text:
@@ -71,13 +67,10 @@ class Conversation:
 
 
 def from_openai(record: Mapping[str, Any], images: Sequence[ImageRef] | None) -> Conversation:
-    """Return the conversation of a row with `messages`, a list of {"role", "content"}.
+    """Return the conversation of a row with `messages`, a list of {"role", "content"}; SkipSample if it has none.
 
     Args:
         images: the row's images field; None if the row has no such field.
-
-    Raises:
-        SkipSample: schema_error, bad_role, no_text, special_token_in_text or image_count_mismatch.
     """
     turns = _turns(record, "messages", "conversations")
     has_parts = any(_is_image_part(part) for turn in turns for part in _parts(turn))
@@ -113,13 +106,8 @@ def from_sharegpt(record: Mapping[str, Any], images: Sequence[ImageRef]) -> Conv
 def images_of(record: Mapping[str, Any]) -> list[ImageRef] | None:
     """Return the images of a row, a list or a single image: `image` or `images`, else another of IMAGE_NAMES.
 
-    An image is a text with its name, or an object with its `bytes`, `path` or `url`.
-
-    Returns:
-        The images; None if the row has no such field, or only null.
-
-    Raises:
-        SkipSample: schema_error, also if two of the fields are present.
+    An image is a text with its name, or an object with its `bytes`, `path` or `url`. None: the row has no such field,
+    or only null. SkipSample is raised for another type, and for two such fields.
     """
     present = [field for field in IMAGE_NAMES if record.get(field) is not None]
     present = [field for field in present if field in ("image", "images")] or present
@@ -150,11 +138,7 @@ def unread_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def answer_of(text: str, **fields: Any) -> Message:
-    """Return an answer; a block `<think>...</think>` at the start of its text is its reasoning.
-
-    Args:
-        fields: other attributes of the message.
-    """
+    """Return an answer; a block `<think>...</think>` at the start of its text is its reasoning."""
     thought, end, rest = text.removeprefix(_THINK).partition(_END_OF_THINK)
     if text.startswith(_THINK) and end:
         fields |= {"reasoning": thought.strip()}

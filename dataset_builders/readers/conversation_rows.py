@@ -31,15 +31,7 @@ CONVERSATION_SUFFIXES = (*JSON_SUFFIXES, *_TABLES)
 
 
 def list_conversation_parts(source: StorePath, subsets: Sequence[str], column: str) -> list[Part]:
-    """Return the parts of all files, in order of subsets, files and rows.
-
-    Args:
-        column: the column that a parquet file must have.
-
-    Raises:
-        InputError: no such source, subset or file; a malformed array; a parquet file that cannot be read or lacks the
-            column.
-    """
+    """Return the parts of all files, in order of subsets, files and rows. A table must have `column`."""
     chosen = subset_files(source, subsets, CONVERSATION_SUFFIXES)
     return [part for subset, files in chosen for part in number_on(_file_parts(f, subset, column) for f in files)]
 
@@ -47,11 +39,7 @@ def list_conversation_parts(source: StorePath, subsets: Sequence[str], column: s
 def iter_conversation_rows(
     part: Part, rows: Container[int] | None
 ) -> Iterator[tuple[int, dict[str, Any] | SkippedRow]]:
-    """Yield (row number in the subset, the row or the reason why it is skipped) of a part's rows, or only of `rows`.
-
-    Raises:
-        InputError: a malformed array, or a truncated parquet file.
-    """
+    """Yield (row number in the subset, the row or the reason why it is skipped) of a part's rows, or only of `rows`."""
     return _iter_table(part, rows) if part.path.name.endswith(_TABLES) else iter_json_rows(part, rows)
 
 

@@ -1,10 +1,9 @@
 """Rows of CSV and TSV files, as Python's csv module reads them. A file is never completely in memory.
 
 The first line that is not blank is the header and names the columns; Excel's line `sep=;` may stand before it, and
-names the delimiter. The delimiter of a .tsv file is a tab. The
-delimiter of a .csv file is a comma, a semicolon or a tab, whichever is most frequent in the header line. A cell in
-double quotes may hold delimiters and line breaks. White space before a cell is ignored. Lines end in LF, CRLF or CR.
-Blank lines are not rows and have no number.
+names the delimiter. The delimiter of a .tsv file is a tab. The delimiter of a .csv file is a comma, a semicolon or a
+tab, whichever is most frequent in the header line. A cell in double quotes may hold delimiters and line breaks. White
+space before a cell is ignored. Lines end in LF, CRLF or CR. Blank lines are not rows and have no number.
 
 A file is cut into parts by byte offsets in one pass, so that workers can read in parallel. A row is skipped if its
 number of cells differs from the header, if text follows a closing quote, or if its bytes are not UTF-8. A quote that is
@@ -46,24 +45,15 @@ csv.field_size_limit(MAX_ROW_BYTES)  # the module's default limit, 128 KiB, is l
 
 @dataclass(frozen=True, slots=True)
 class CsvHeader:
-    """The header line of a file.
+    """The header line of a file."""
 
-    Attributes:
-        columns: names without white space around them, in order of the file.
-        end: byte offset after the header.
-    """
-
-    columns: tuple[str, ...]
+    columns: tuple[str, ...]  # without white space around them, in order of the file
     delimiter: str
-    end: int
+    end: int  # byte offset after the header
 
 
 def csv_header(path: StorePath) -> CsvHeader:
-    """Return the header of a file.
-
-    Raises:
-        InputError: the file cannot be read, is not UTF-8 text, or has no header line.
-    """
+    """Return the header of a file; InputError if it has none, or is not UTF-8 text."""
     start = text_start(path).decode("utf-8", "replace").removeprefix(_BYTE_ORDER_MARK).lstrip("\r\n ")
     line = re.split("[\r\n]", start, maxsplit=1)[0]
     sep_line = _SEP_LINE.match(start)
@@ -81,20 +71,12 @@ def csv_header(path: StorePath) -> CsvHeader:
 
 
 def csv_file_parts(file: SourceFile, subset: str, header: CsvHeader) -> list[Part]:
-    """Return the parts of one file, each of about 512 rows or 64 MiB. The file's first row is number 0.
-
-    Raises:
-        InputError: a quote is not closed.
-    """
+    """Return the parts of one file, each of about 512 rows or 64 MiB. The file's first row is number 0."""
     return span_parts(file, subset, _spans(file.path, header))
 
 
 def iter_csv_rows(part: Part, rows: Container[int] | None = None) -> Iterator[tuple[int, dict[str, str] | SkippedRow]]:
-    """Yield (row number in the subset, column -> text or the reason for skipping) of a part's rows, or only of `rows`.
-
-    Raises:
-        InputError: the file changed after it was cut into parts.
-    """
+    """Yield (row number in the subset, column -> text or the reason for skipping) of a part's rows, or of `rows`."""
     header = csv_header(part.path)
     columns = header.columns
     with open_at(part.path, part.span[0], part.span[1] - part.span[0]) as file:
@@ -136,15 +118,10 @@ def _fault(cells: Sequence[str] | csv.Error, columns: Sequence[str], num_lines: 
 
 
 class _Records:
-    """The records of a file from a byte offset on, without blank lines.
-
-    Attributes:
-        byte: byte offset after the last record.
-        num_lines: number of lines of the last record.
-    """
+    """The records of a file from a byte offset on, without blank lines."""
 
     def __init__(self, path: StorePath, file: BinaryIO, byte: int, delimiter: str) -> None:
-        self.byte, self.num_lines = byte, 0
+        self.byte, self.num_lines = byte, 0  # the offset after the last record, and its number of lines
         self._path, self._start, self._line, self._has_ended = path, byte, "", False
         self._text = io.TextIOWrapper(file, "utf-8", errors="surrogateescape", newline="")
         # strict: otherwise an unclosed quote joins rows, which may happen to have the right number of cells

@@ -6,8 +6,6 @@ belong to some tool and are not data.
 A source may be untrusted and must not reach other files of this machine: a file whose links lead out of the source is
 refused, and so is a link to a directory outside, before it is walked. An image is still listed then, because many
 images are named by no row; a row that names it is left out (`image_refs.py`).
-
-Each real directory is walked once, under its own name if that is in the walk, otherwise under the first link to it.
 """
 
 import difflib
@@ -30,17 +28,11 @@ from dataset_builders.storage.store import StorePath, is_local, location
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One file of a source.
-
-    Attributes:
-        path: location of the file.
-        name: path below the source, with forward slashes.
-        stored: size and ETag in an object store, which change with the content; empty for a file on a disk.
-    """
+    """One file of a source."""
 
     path: StorePath
-    name: str
-    stored: str = ""
+    name: str  # path below the source, with forward slashes
+    stored: str = ""  # size and ETag in an object store, which change with the content; empty for a file on a disk
 
 
 ROOT_MARK = ".athanor-root"  # a file of each directory into which athanor writes; it holds no raw data
@@ -48,16 +40,10 @@ ROOT_MARK = ".athanor-root"  # a file of each directory into which athanor write
 
 def list_files(source: StorePath, patterns: Sequence[str], *, refuses_links_out: bool = True) -> list[SourceFile]:
     """Return the files below the source that match a pattern, in natural order of their names. The source is walked
-    once.
-
-    If the source is one file, that file is returned, whatever the patterns are.
+    once. If it is one file, that file is returned, whatever the patterns are.
 
     Args:
         refuses_links_out: whether links out of the source are refused; False: those to directories are not followed.
-
-    Raises:
-        InputError: there is no such directory or file, a file or a directory is a link that leads out of the source,
-            or a directory cannot be read.
     """
     if source.is_file():
         stored = "" if is_local(source) else _stored(source.fs.info(source.path))
@@ -133,6 +119,7 @@ def _walk_disk(source: Path, tops: Sequence[str], refuses_links_out: bool) -> It
     """Yield every file below these directories that is not hidden and is in no root of athanor."""
     allowed = real_dirs(source)
     seen: set[tuple[int, int]] = set()
+    # Links last, so that a directory is walked under its own name if that is in the walk, else under the first link.
     starts = deque(sorted((source / top for top in tops), key=lambda start: (start.is_symlink(), start)))
     while starts:
         start = starts.popleft()
@@ -141,6 +128,7 @@ def _walk_disk(source: Path, tops: Sequence[str], refuses_links_out: bool) -> It
             if refuses_links_out:
                 raise _leads_out(start, real, source)
             continue
+        # A link to a directory above it would be walked without an end.
         is_ring = start.is_symlink() and start.parent.resolve().is_relative_to(real)
         if is_ring or (start / ROOT_MARK).exists():
             continue

@@ -55,6 +55,7 @@ def heldout_globs(names: Sequence[str]) -> tuple[str, ...]:
     if len(set(held.values())) < 2:
         return ()
     escaped = {glob.escape(name): re.sub(r"\d+", "*", glob.escape(name)) for name in names if held[name]}
+    # With `*` for its numbers, a name may also match a file that is not held out: then the names themselves are given.
     is_wide = any(fnmatchcase(name, pattern) for name in names if not held[name] for pattern in escaped.values())
     return tuple(dict.fromkeys(escaped if is_wide else escaped.values()))
 

@@ -44,7 +44,7 @@ _NO_IMAGES = (
 )
 
 _BASE64 = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")  # the beginnings of PNG, JPEG, GIF and WebP in base64
-_SHORTEST_BASE64 = 100
+_SHORTEST_BASE64 = 100  # a shorter text that begins so is a path, such as /9j/1.jpg
 _STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci")
 _OBJECT = re.compile(r"(?P<protocol>[a-z0-9]+)://[A-Za-z0-9][A-Za-z0-9._@-]*/[^\0]+")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
@@ -63,14 +63,7 @@ class ImageRefOptions(StrictModel):
 
 
 class ImageReader:
-    """Reader of the images that the rows of one part name.
-
-    Args:
-        image_root: see ImageRefOptions.
-
-    Raises:
-        InputError: there is a directory for other files, but none for the part's file.
-    """
+    """Reader of the images that the rows of one part name. `image_root`: see ImageRefOptions."""
 
     def __init__(self, part: Part, image_root: str | Mapping[str, str] = "") -> None:
         self._source = part.path.parents[part.name.count("/")]

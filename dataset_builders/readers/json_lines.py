@@ -43,11 +43,7 @@ Span = tuple[int, int, int]  # first byte, byte after the last, rows
 
 
 def json_file_parts(file: SourceFile, subset: str) -> list[Part]:
-    """Return the parts of one file, each of about 512 rows or 64 MiB. The file's first row is number 0.
-
-    Raises:
-        InputError: the file is a malformed array, or one object over several lines.
-    """
+    """Return the parts of one file, each of about 512 rows or 64 MiB. The file's first row is number 0."""
     if file.name.endswith(".json") and text_start(file.path).removeprefix(_BOM).split(b"\n", 1)[0].strip() == b"{":
         command = f"athanor init {shlex.quote(str(file.path))}"
         raise InputError(
@@ -69,11 +65,7 @@ def iter_json_rows(part: Part, rows: Container[int] | None = None) -> Iterator[t
 
 
 def parse_json(text: str) -> Any:
-    """Return the value of a JSON text.
-
-    Raises:
-        SkipSample: json_parse_error.
-    """
+    """Return the value of a JSON text; SkipSample (json_parse_error) if it has none."""
     try:
         return _DECODER.decode(text)
     except RecursionError:

@@ -18,35 +18,24 @@ from dataset_builders.storage.store import StorePath
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """A run of neighbouring rows of one file, which one worker reads at a time.
-
-    Attributes:
-        path: the file.
-        name: the file's name for people, relative to the source: `ai2d/train-00000-of-00002.parquet`.
-        subset: the subset that its rows belong to.
-        span: start and end of the run in the file, in the builder's units: row groups of a parquet file, bytes of a
-            CSV, JSONL or tar file. A part may hold only some of the rows in its span.
-        first_row: number of its first row in the subset, over all of the subset's files.
-        file_row: number of its first row in the file.
-        num_rows: number of rows in the part.
-        split: the split that the source itself gives these rows; None leaves the choice to convert.
-        skip: number of rows at the start of the span that belong to earlier parts.
-        files: if each row is a file of its own, the names of the rows' files, relative to the source; `path` and `name`
-            are then the first file's.
-        stores: the stores whose objects its rows may name; None: any. It is part of the part, because a worker on
-            another host has another environment.
-    """
+    """A run of neighbouring rows of one file, which one worker reads at a time."""
 
     path: StorePath
-    name: str
+    name: str  # the file's name for people, relative to the source: ai2d/train-00000-of-00002.parquet
     subset: str
+    # Start and end in the file, in the builder's units: row groups of a parquet file, bytes of a CSV, JSONL or tar.
+    # A part may hold only some of the rows in its span.
     span: tuple[int, int]
-    first_row: int
-    file_row: int
+    first_row: int  # number of its first row in the subset, over all of the subset's files
+    file_row: int  # number of its first row in the file
     num_rows: int
-    split: Split | None = None
-    skip: int = 0
+    split: Split | None = None  # the split that the source itself gives these rows; None leaves the choice to convert
+    skip: int = 0  # number of rows at the start of the span that belong to earlier parts
+    # The names of the rows' files, relative to the source, if each row is a file of its own. `path` and `name` are then
+    # the first file's.
     files: tuple[str, ...] = ()
+    # The stores whose objects its rows may name; None: any. The part carries them, because a worker on another host has
+    # another environment.
     stores: tuple[str, ...] | None = None
 
     def key(self, row: int) -> str:
@@ -70,41 +59,29 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class SkippedRow:
-    """A row, or a pair of a row, that cannot be used as a sample.
+    """A row, or a pair of a row, that cannot be used as a sample."""
 
-    Attributes:
-        key: the key the sample would have had.
-        reason: one of SKIP_REASONS.
-        detail: what is wrong with it.
-    """
-
-    key: str
-    reason: str
+    key: str  # the key that the sample would have had
+    reason: str  # one of SKIP_REASONS
     detail: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Builder:
-    """The functions and settings that convert one kind of dataset to samples.
+    """The functions and settings that convert one kind of dataset to samples."""
 
-    Attributes:
-        options: the model of the builder's own settings, `convert.options` of a recipe.
-        patterns: subsets (none means all) -> globs, relative to the source, of every file that is read. A hub download
-            fetches these files, and they identify the raw data.
-        list_parts: (source directory, subsets, options) -> parts; their order is that of the samples. Raises InputError
-            for a file that cannot be read or lacks a column.
-        iter_part: (part, options, rows) -> the part's samples in order. `rows` limits them to these row numbers of the
-            subset; None means all. Raises InputError if the file is cut short.
-        has_splits: whether its parts may set `split`.
-        images_are_rows: whether an image is a row by itself, so that a source may hold only images.
-    """
-
-    options: type[StrictModel]
+    options: type[StrictModel]  # the model of the builder's own settings, `convert.options` of a recipe
+    # Subsets (none means all) -> globs, relative to the source, of all files that are read. A hub download fetches
+    # these files, and they identify the raw data.
     patterns: Callable[[Sequence[str]], tuple[str, ...]]
+    # (source directory, subsets, options) -> parts; their order is that of the samples. Raises InputError for a file
+    # that cannot be read or lacks a column.
     list_parts: Callable[[StorePath, Sequence[str], Any], list[Part]]
+    # (part, options, rows) -> the part's samples in order. `rows` limits them to these row numbers of the subset; None
+    # means all. Raises InputError if the file is cut short.
     iter_part: Callable[[Part, Any, Container[int] | None], Iterator[Sample | SkippedRow]]
-    has_splits: bool = False
-    images_are_rows: bool = False
+    has_splits: bool = False  # whether its parts may set `split`
+    images_are_rows: bool = False  # whether an image is a row by itself, so that a source may hold only images
 
 
 def parts_of(
@@ -115,10 +92,6 @@ def parts_of(
     Args:
         heldout_files: globs of the names of files, relative to the source, whose rows are held out; all other rows are
             then train. Empty: the builder decides. None: the same, if no file is named like a held-out split.
-
-    Raises:
-        InputError: see `Builder.list_parts`; a glob fits no file; the builder itself holds out rows; or nobody said
-            whether files that are named like a held-out split are held out.
     """
     stores = stores_of_rows(source)
     parts = [dataclasses.replace(part, stores=stores) for part in builder.list_parts(source, subsets, options)]

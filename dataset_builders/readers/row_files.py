@@ -54,11 +54,7 @@ def subset_patterns(subsets: Sequence[str], suffixes: Sequence[str]) -> tuple[st
 def subset_files(
     source: StorePath, subsets: Sequence[str], suffixes: Sequence[str]
 ) -> list[tuple[str, list[SourceFile]]]:
-    """Return (subset, its files) in natural order of the subsets' and the files' names.
-
-    Raises:
-        InputError: there is no such source or subset, or no file, or two subsets would have the same name.
-    """
+    """Return (subset, its files) in natural order of the subsets' and the files' names."""
     files_of: dict[str, list[SourceFile]] = {}
     found = [file for file in list_files(source, subset_patterns((), suffixes)) if may_hold_rows(file.name)]
     for file, subset in zip(found, _subsets_of([file.name for file in found], suffixes)):
@@ -79,14 +75,8 @@ def may_hold_rows(name: str) -> bool:
 def choose_subsets(
     source: StorePath, subsets: Sequence[str], files_of: Mapping[str, list[SourceFile]]
 ) -> list[tuple[str, list[SourceFile]]]:
-    """Return (subset, its files) of these subsets, in natural order of their names; no subset means all.
-
-    Args:
-        files_of: the name of the folder, or of the files, of each subset -> its files.
-
-    Raises:
-        InputError: there is no such subset, a name is not printable, or two would have the same name.
-    """
+    """Return (subset, its files) of these subsets, in natural order of their names; no subset means all. `files_of` has
+    the names of folders or files as they are, with characters that a key may not have."""
     names_of: dict[str, str] = {}
     for name in files_of:
         if not name.isprintable():  # it is not UTF-8, or holds control characters
@@ -138,11 +128,7 @@ def span_parts(
 
 
 def number_on(files: Iterable[list[Part]]) -> list[Part]:
-    """Return the parts of all files of a subset, with row numbers that continue from file to file.
-
-    Args:
-        files: the parts of each file; each file's first row is number 0.
-    """
+    """Return the parts of all files of a subset, with row numbers that continue from file to file."""
     parts: list[Part] = []
     first_row = 0
     for file_parts in files:
@@ -152,14 +138,8 @@ def number_on(files: Iterable[list[Part]]) -> list[Part]:
 
 
 def open_at(path: StorePath, offset: int = 0, size: int = _STORE_BLOCK) -> BinaryIO:
-    """Open a file at a byte offset. A file in an object store is read in blocks; one block is in memory.
-
-    Args:
-        size: number of bytes that will be read, if it is small; it limits the block size for a file in a store.
-
-    Raises:
-        InputError: the file cannot be read.
-    """
+    """Open a file at a byte offset. A file in an object store is read in blocks of at most `size` bytes; one block is
+    in memory."""
     try:
         if is_local(path):
             file = path.open("rb", buffering=1 << 20)
@@ -173,11 +153,7 @@ def open_at(path: StorePath, offset: int = 0, size: int = _STORE_BLOCK) -> Binar
 
 
 def text_start(path: StorePath) -> bytes:
-    """Return the first bytes of a text file, _START at most.
-
-    Raises:
-        InputError: the file cannot be read, is UTF-16, or is compressed.
-    """
+    """Return the first bytes of a text file, _START at most; InputError if it is UTF-16 or compressed."""
     with open_at(path, size=_START) as file:
         start = file.read(_START)
     if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):

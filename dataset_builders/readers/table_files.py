@@ -40,27 +40,14 @@ CheckSchema = Callable[[StorePath, pa.Schema], None]
 
 @dataclass(frozen=True, slots=True)
 class TableFacts:
-    """The facts about a file that are known before its rows are read.
-
-    Attributes:
-        schema: its columns.
-        blocks: number of rows of each row group or record batch, in order.
-    """
+    """The facts about a file that are known before its rows are read."""
 
     schema: pa.Schema
-    blocks: tuple[int, ...]
+    blocks: tuple[int, ...]  # number of rows of each row group or record batch, in order
 
 
 def list_table_parts(files: Sequence[SourceFile], subset: str, split: Split | None, check: CheckSchema) -> list[Part]:
-    """Return the parts of one subset's files, in order.
-
-    Args:
-        split: the split of all these rows.
-        check: a function that raises InputError for a schema that it refuses.
-
-    Raises:
-        InputError: a file is not such a table, or `check` refuses it.
-    """
+    """Return the parts of one subset's files, in order. `check` raises InputError for a schema that it refuses."""
     facts_of = table_facts([file.path for file in files])
     for file, facts in zip(files, facts_of):
         check(file.path, facts.schema)
@@ -76,21 +63,13 @@ def check_columns(path: StorePath, schema: pa.Schema, columns: Sequence[str], li
 
 
 def table_facts(paths: Sequence[StorePath]) -> list[TableFacts]:
-    """Return the schema and the blocks of each file.
-
-    Raises:
-        InputError: a file is missing, may not be read, or is not a table. The text names the first such file.
-    """
+    """Return the schema and the blocks of each file; InputError for the first that cannot be read as a table."""
     with ThreadPoolExecutor(_OPENERS) as pool:
         return list(pool.map(_facts, paths))
 
 
 def class_names(path: StorePath) -> dict[str, list[str]]:
-    """Return column -> the names of its classes, which the library datasets writes into a file's schema.
-
-    Raises:
-        InputError: see `table_facts`.
-    """
+    """Return column -> the names of its classes, which the library datasets writes into a file's schema."""
     (facts,) = table_facts([path])
     try:
         features = json.loads((facts.schema.metadata or {})[b"huggingface"])["info"]["features"]
@@ -102,11 +81,7 @@ def class_names(path: StorePath) -> dict[str, list[str]]:
 def iter_table_rows(
     part: Part, columns: Sequence[str], rows: Container[int] | None
 ) -> Iterator[tuple[int, pa.StructScalar]]:
-    """Yield (row number in the subset, the row as a struct of arrow values) of the part's rows, or only of `rows`.
-
-    Raises:
-        InputError: the file is cut short.
-    """
+    """Yield (row number in the subset, the row as a struct of arrow values) of the part's rows, or only of `rows`."""
     own = range(part.first_row, part.first_row + part.num_rows)  # a part may hold only some rows of its blocks
     row = part.first_row
     try:
@@ -126,11 +101,7 @@ def iter_table_rows(
 
 
 def value_of(record: pa.StructScalar, column: str) -> object:
-    """Return a field of a row as a Python value.
-
-    Raises:
-        SkipSample: schema_error for text that is not UTF-8 or a value that Python cannot represent.
-    """
+    """Return a field of a row as a Python value; SkipSample if it is not UTF-8, or Python has no such value."""
     try:
         return _shortest(record[column].as_py(), record[column].type)
     except UnicodeDecodeError as error:
@@ -142,8 +113,7 @@ def value_of(record: pa.StructScalar, column: str) -> object:
 
 
 def _shortest(value: object, kind: pa.DataType) -> object:
-    """Return a float32 or float16, or each one of a list, with the fewest digits that give the same number: 0.1, not
-    0.10000000149011612."""
+    """Return each float32 or float16 with the fewest digits that give the same number: 0.1, not 0.10000000149011612."""
     kind = item_kind(kind) or kind_of(kind)
     if not (pa.types.is_float32(kind) or pa.types.is_float16(kind)) or value is None:
         return value
@@ -153,14 +123,11 @@ def _shortest(value: object, kind: pa.DataType) -> object:
 
 
 def image_bytes(image: object, number: int, reader: ImageReader) -> bytes:
-    """Return the bytes of one image of a row.
+    """Return the bytes of one image of a row; SkipSample if there are neither bytes nor a file.
 
     Args:
         image: bytes, a text that names a file, or a struct {bytes, path} whose bytes are taken before its path.
         number: number of the image in its row, for the message.
-
-    Raises:
-        SkipSample: schema_error if there are neither bytes nor a name, empty for zero bytes. See also ImageReader.read.
     """
     data, path = (image.get("bytes"), image.get("path")) if isinstance(image, dict) else (image, image)
     if isinstance(data, bytes) and data:
@@ -188,13 +155,11 @@ def item_kind(kind: pa.DataType) -> pa.DataType | None:
 
 
 def is_bytes(kind: pa.DataType) -> bool:
-    """Whether values of this type are bytes."""
     kinds = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view, pa.types.is_fixed_size_binary)
     return any(test(kind_of(kind)) for test in kinds)
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Whether values of this type are text."""
     return any(test(kind_of(kind)) for test in (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view))
 
 

@@ -4,11 +4,8 @@ Names are split as in webdataset: `a.b/c.0.jpg` is the field `0.jpg` of `a.b/c`,
 Directories, members whose file name begins with a dot, and members named `__like_this__` are not data. A link, a pipe
 or a device is a member that cannot be read.
 
-tarfile treats an unreadable header as the end of the tar. Here only a block of zeros, as the format specifies, is the
-end. Anything else means that the tar was cut short or damaged.
-
 Members of one sample that are not neighbours would become incomplete samples. Such a tar is refused, and the message
-has a command that sorts it. Only a hash of each name is kept for this check.
+has a command that sorts it.
 """
 
 import errno
@@ -37,21 +34,14 @@ _META = re.compile(r"__[^/]*__($|/)")
 
 @dataclass(slots=True)
 class Group:
-    """One sample's members.
+    """One sample's members."""
 
-    Attributes:
-        name: the common part of their names; "" for a member whose name is only a field, which forms a group by itself.
-        start: byte offset of the first member's header.
-        fields: field name -> its member, in order.
-        twice: field names that occur more than once.
-    """
-
-    name: str
-    start: int
+    name: str  # the common part of their names; "" for a member whose name is only a field, which is a group by itself
+    start: int  # byte offset of the first member's header
     path: StorePath
     file: BinaryIO
-    fields: dict[str, tarfile.TarInfo] = field(default_factory=dict)
-    twice: list[str] = field(default_factory=list)
+    fields: dict[str, tarfile.TarInfo] = field(default_factory=dict)  # field name -> its member, in order
+    twice: list[str] = field(default_factory=list)  # field names that occur more than once
 
     def check(self) -> None:
         """Raise SkipSample: no_name, or duplicate_key if a field occurs twice."""
@@ -61,11 +51,7 @@ class Group:
             raise SkipSample("duplicate_key", f"the member {self.twice[0][:100]!r} is there twice")
 
     def read(self, name: str, max_bytes: int, reason: str) -> bytes:
-        """Return the content of a field.
-
-        Raises:
-            SkipSample: schema_error if the member is a link or a device; `reason` if it has more than `max_bytes`.
-        """
+        """Return the content of a field; SkipSample for a link or a device, or with `reason` for over `max_bytes`."""
         member = self.fields[name]
         if not member.isreg() or member.issparse():
             kind = "a sparse file" if member.issparse() else _KINDS.get(member.type, "a device")
@@ -81,13 +67,9 @@ class Group:
 
 
 def list_group_spans(path: StorePath) -> Iterator[tuple[int, int, int]]:
-    """Yield (first byte, byte after the last, samples) for each part of a tar, about 512 samples or 256 MiB.
-
-    Raises:
-        InputError: the tar is cut short, the file is not a tar, or the members of a sample are not neighbours.
-    """
+    """Yield (first byte, byte after the last, samples) for each part of a tar, about 512 samples or 256 MiB."""
     start, rows, last = 0, 0, 0
-    seen: set[int] = set()
+    seen: set[int] = set()  # hashes of names, because a tar may hold millions of names
     with open_at(path) as file:
         reader = _TarReader(path, file)
         for group in reader.groups():
@@ -115,11 +97,7 @@ def _unsorted(path: StorePath, group: Group) -> InputError:
 
 
 def iter_groups(path: StorePath, span: tuple[int, int]) -> Iterator[Group]:
-    """Yield the samples that begin in a span of bytes, which is one of `list_group_spans`.
-
-    Raises:
-        InputError: the tar is cut short.
-    """
+    """Yield the samples that begin in a span of bytes, which is one of `list_group_spans`."""
     with open_at(path, span[0]) as file:
         yield from _TarReader(path, file, span[1]).groups()
 
@@ -135,15 +113,11 @@ class _Headers:
 
 
 class _TarReader:
-    """The members of a tar from the file's current position up to byte `stop` or the tar's end.
-
-    Attributes:
-        end: byte offset after the last member that was read.
-    """
+    """The members of a tar from the file's current position up to byte `stop` or the tar's end."""
 
     def __init__(self, path: StorePath, file: BinaryIO, stop: int | None = None) -> None:
         self._path, self._file, self._stop = path, file, stop
-        self.end = file.tell()
+        self.end = file.tell()  # later the offset after the last member that was read
 
     def groups(self) -> Iterator[Group]:
         group: Group | None = None
@@ -195,6 +169,8 @@ class _TarReader:
             raise self._broken(one_line(error, 100) or type(error).__name__) from error
 
     def _check_end(self) -> None:
+        # tarfile takes an unreadable header for the end of the tar. Only a block of zeros is one, as the format says;
+        # anything else means that the tar was cut short or damaged.
         self._file.seek(self.end)
         block = self._file.read(tarfile.BLOCKSIZE)
         if len(block) < tarfile.BLOCKSIZE or block.count(0) != len(block):

@@ -50,12 +50,7 @@ def words_of_key(name: str) -> frozenset[str]:
 
 
 def check_unread(row: Mapping[str, Any], read: Container[str], has_images: bool) -> None:
-    """Raise SkipSample (schema_error) if a key of a row that is not read would change what is trained.
-
-    Args:
-        read: the keys that are read.
-        has_images: whether an image of the row is read: the same image often has a second name.
-    """
+    """Raise SkipSample (schema_error) if a key of a row that is not in `read` would change what is trained."""
     for name, value in row.items():
         if name in read or _is_nothing(value):
             continue
@@ -64,6 +59,7 @@ def check_unread(row: Mapping[str, Any], read: Container[str], has_images: bool)
             raise SkipSample(
                 "schema_error", f"the row has {name!r}, which is not read; remove it if its answers do not need it"
             )
+        # Where an image of the row is read, another key often names the same image.
         if not has_images and (plain in IMAGE_NAMES or (words & _IMAGE_WORDS and looks_like_image(value))):
             raise SkipSample("schema_error", f"the row has {name!r}, and no image is read; name it image, or remove it")
         if words & {"chosen", "rejected"} and not isinstance(value, bool):
@@ -101,17 +97,11 @@ def unread_keys(rows: Iterable[Mapping[str, Any]], read: Container[str]) -> list
 
 
 def is_learnt(turn: Mapping[str, Any], where: str) -> bool:
-    """Return whether an answer is trained on, by the marks that tools write beside it.
-
-    These are OpenAI's `weight`, ms-swift's `loss`, Axolotl's `train` and `training`, and all other keys with a word of
-    _OF_TRAINING, _GOOD or _BAD.
-
-    Raises:
-        SkipSample: schema_error for a mark whose value is neither true nor false, or a key `mask`, which means opposite
-            things in different tools.
-    """
+    """Return whether an answer is trained on, by the marks that tools write beside it: OpenAI's `weight`, ms-swift's
+    `loss`, Axolotl's `train` and `training`, and all other keys with a word of _OF_TRAINING, _GOOD or _BAD."""
     marks = {name: value for name, value in turn.items() if value is not None}
     for name, value in marks.items():
+        # `mask` means opposite things in different tools.
         if name == "mask" or (_trains(name, value) is None and words_of_key(name) & _OF_NUMBERS):
             raise SkipSample(
                 "schema_error", f"{where}.{name} is {str(value)[:40]!r}, neither 0 nor 1; write loss: true or false"

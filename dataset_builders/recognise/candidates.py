@@ -30,21 +30,13 @@ _SMALL_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """The files of a source, and its candidate readings.
+    """The files of a source, and its candidate readings."""
 
-    Attributes:
-        readings: the candidate readings, the most likely first.
-        problems: one line for each file that was ignored, with the reason.
-        rows: names of the files that may hold rows, including tars.
-        images: names of the image files, in natural order.
-        others: names of all other files, which no builder reads, and of files of rows that lie too deep.
-    """
-
-    readings: list[Reading]
-    problems: list[str]
-    rows: list[str]
-    images: list[str]
-    others: list[str]
+    readings: list[Reading]  # the most likely first
+    problems: list[str]  # one line for each file that was ignored, with the reason
+    rows: list[str]  # names of the files that may hold rows, including tars
+    images: list[str]  # names of the image files, in natural order
+    others: list[str]  # names of all other files, which no builder reads, and of files of rows that lie too deep
 
     @property
     def image_dirs(self) -> list[str]:
@@ -54,11 +46,7 @@ class Survey:
 
 
 def survey(source: StorePath) -> Survey:
-    """Find the files and the candidate readings of a directory, a file or a URL.
-
-    Raises:
-        InputError: the source does not exist, or a file is a link that leads out of the source.
-    """
+    """Find the files and the candidate readings of a directory, a file or a URL."""
     files = [file for file in list_files(source, ("*", "**/*")) if may_hold_rows(file.name)]
     problems = [f"{f.name} has made-up answers and is not read" for f in files if f.name.endswith(_MADE_UP)]
     files = [file for file in files if not file.name.endswith(_MADE_UP)]

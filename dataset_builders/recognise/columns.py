@@ -42,25 +42,15 @@ _MAX_RUNS = 8  # most runs of equal values that a split column may have in the f
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Options of the builder `table`, and how they were found.
+    """Options of the builder `table`, and how they were found."""
 
-    Attributes:
-        options: the options that differ from their defaults.
-        why: the role of each column, in words.
-        unused: columns without a role.
-    """
-
-    options: dict[str, Any]
-    why: str
-    unused: tuple[str, ...]
+    options: dict[str, Any]  # those that differ from their defaults
+    why: str  # the role of each column, in words
+    unused: tuple[str, ...]  # columns without a role
 
 
 def find_columns(rows: Sequence[Mapping[str, Any]]) -> Columns | str:
-    """Return the roles of a table's columns, or the reason why there are none.
-
-    Args:
-        rows: the first rows, as name -> value.
-    """
+    """Return the roles of a table's columns, from its first rows, or the reason why there are none."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     if any("." in name and looks_like_image(name) for name in names):
         example = "image,question,answer"
@@ -215,5 +205,4 @@ def _is_text(values: Sequence[Any]) -> bool:
 
 
 def _are_questions(values: Sequence[Any]) -> bool:
-    """Whether most of the values are questions."""
     return sum(isinstance(value, str) and value.strip().endswith("?") for value in values) > 0.5 * len(values)

@@ -20,12 +20,7 @@ _PLACE = re.compile(r"<loc\d{4}>")
 
 
 def of_rows(rows: Sequence[Mapping[str, Any]], name: str) -> Rewrite | None:
-    """Return how rows are written anew that another tool wrote; None for rows that need nothing.
-
-    Args:
-        rows: the first rows of a file.
-        name: the file's name.
-    """
+    """Return how the rows of file `name`, which another tool wrote, are written anew; None if they need nothing."""
     first = rows[0] if rows else {}
     keys = {key for row in rows for key in row}
     if {"prompt", "completion"} <= keys and all(is_turns(first.get(key), "role") for key in ("prompt", "completion")):

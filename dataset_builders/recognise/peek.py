@@ -27,11 +27,7 @@ _ROWS = 40
 
 
 def peek_rows(file: SourceFile) -> list[Mapping[str, Any]]:
-    """Return the first 40 rows as name -> value, without rows that cannot be read.
-
-    Raises:
-        InputError: the file's content does not match its suffix, or none of the rows can be read.
-    """
+    """Return the first 40 rows as name -> value, without rows that cannot be read."""
     if file.name.endswith((*CSV_SUFFIXES, *JSON_SUFFIXES)):
         is_csv = file.name.endswith(CSV_SUFFIXES)
         parts = csv_file_parts(file, "", csv_header(file.path)) if is_csv else json_file_parts(file, "")
@@ -57,11 +53,7 @@ def peek_classes(file: SourceFile) -> dict[str, list[str]]:
 
 
 def peek_groups(file: SourceFile) -> list[dict[str, bytes]]:
-    """Return field -> content for each of a tar's first samples; only JSON is read, other fields are empty.
-
-    Raises:
-        InputError: the tar cannot be read.
-    """
+    """Return field -> content for each of a tar's first samples; only JSON is read, other fields are empty."""
     spans = list(itertools.islice(list_group_spans(file.path), 1))
     groups = itertools.islice(iter_groups(file.path, spans[0][:2]), _ROWS) if spans else ()
     return [{field: _json(group, field) for field in group.fields} for group in groups]

@@ -16,25 +16,15 @@ ENOUGH = 0.5  # share of usable rows at which a reading of a lower tier is prefe
 
 @dataclass(frozen=True, slots=True)
 class Recognised:
-    """The result of recognising a source.
-
-    Attributes:
-        survey: the source's files and candidate readings.
-        best: the trial of the best reading; None if no reading gives a sample.
-        trials: the trials of all readings, in order.
-    """
+    """The result of recognising a source."""
 
     survey: Survey
-    best: Trial | None
-    trials: list[Trial]
+    best: Trial | None  # of the best reading; None if no reading gives a sample
+    trials: list[Trial]  # of all readings, in order
 
 
 def recognise(source: StorePath, limits: ImageLimits) -> Recognised:
-    """Find the candidate readings of a source and try each one.
-
-    Raises:
-        InputError: there is no such source, or a file is a link that leads out of it.
-    """
+    """Find the candidate readings of a source and try each one."""
     found = survey(source)
     trials = [_with_image_root(source, reading, found, limits) for reading in found.readings]
     usable = [trial for trial in trials if trial.samples]

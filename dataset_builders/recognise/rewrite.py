@@ -28,15 +28,11 @@ RUN = "; run: "  # before a command, which ends its message
 
 @dataclass(frozen=True, slots=True)
 class Rewrite:
-    """Rows that have to be written anew.
+    """Rows that have to be written anew."""
 
-    Attributes:
-        what: what the rows are, in words for the user.
-        files: a Python expression of the new files, name -> rows, over `d`, the old rows or JSON value, `p`, the old
-            file's name, and `n`, the new one's; empty: no command can know the rows.
-    """
-
-    what: str
+    what: str  # the form of the rows, in words for the user
+    # A Python expression of the new files, name -> rows, over `d`, the old rows or JSON value, `p`, the old file's
+    # name, and `n`, the new one's. Empty: no command can know the rows.
     files: str = ""
 
 
@@ -128,12 +124,7 @@ def whole_json(file: SourceFile) -> Any:
 
 
 def of_json(file: SourceFile, images: Sequence[str]) -> Rewrite | None:
-    """Return how the rows of a JSON file are written anew that holds no objects; None if it holds objects, or if
-    nothing is known about it.
-
-    Args:
-        images: names of the source's image files.
-    """
+    """Return how the rows of a JSON file that holds no objects are written anew; None if nothing is known about it."""
     value = whole_json(file)
     if value is None and is_local(file.path) and file.path.stat().st_size > MAX_ROW_BYTES:
         return Rewrite("one object of over 64 MiB", "{n: max((v for v in d.values() if isinstance(v, list)), key=len)}")

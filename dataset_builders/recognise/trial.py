@@ -21,35 +21,20 @@ _ROOT_ROWS = 10  # number of rows on which each possible image_root is tried
 
 @dataclass(slots=True)
 class Trial:
-    """The result of reading a source's first rows with a builder.
-
-    Attributes:
-        reading: the builder and its options.
-        rows: number of rows in the source; 0 if the builder refuses it.
-        tried: number of rows that were read.
-        samples: the samples of the usable rows.
-        sizes: (width, height) of each image of the samples.
-        reasons: skip reason -> number of rows.
-        details: skip reason -> the first such row's key and the fault.
-        duplicates: number of samples that equal an earlier one.
-        refused: why the builder refuses the source; empty if it reads it.
-        subsets: subset -> number of rows.
-        splits: whether the source specifies which rows are held out.
-        heldout: number of rows that the source itself holds out.
-    """
+    """The result of reading a source's first rows with a builder."""
 
     reading: Reading
-    rows: int = 0
-    tried: int = 0
-    samples: list[Sample] = field(default_factory=list)
-    sizes: list[tuple[int, int]] = field(default_factory=list)
-    reasons: Counter[str] = field(default_factory=Counter)
-    details: dict[str, str] = field(default_factory=dict)
-    duplicates: int = 0
-    refused: str = ""
-    subsets: Counter[str] = field(default_factory=Counter)
-    splits: bool = False
-    heldout: int = 0
+    rows: int = 0  # in the whole source; 0 if the builder refuses it
+    tried: int = 0  # number of rows that were read
+    samples: list[Sample] = field(default_factory=list)  # of the usable rows
+    sizes: list[tuple[int, int]] = field(default_factory=list)  # (width, height) of each image of the samples
+    reasons: Counter[str] = field(default_factory=Counter)  # skip reason -> number of rows
+    details: dict[str, str] = field(default_factory=dict)  # skip reason -> the first such row's key and the fault
+    duplicates: int = 0  # samples that equal an earlier one
+    refused: str = ""  # why the builder refuses the source; empty if it reads it
+    subsets: Counter[str] = field(default_factory=Counter)  # subset -> number of rows
+    splits: bool = False  # whether the source specifies which rows are held out
+    heldout: int = 0  # number of rows that the source itself holds out
 
     @property
     def usable(self) -> float:
@@ -58,11 +43,8 @@ class Trial:
 
 
 def try_reading(source: StorePath, reading: Reading, limit: int = MAX_ROWS, limits: ImageLimits | None = None) -> Trial:
-    """Read up to `limit` rows, from the beginnings of up to eight parts spread over the source.
-
-    Args:
-        limits: bounds of the images, which are then decoded; None: images are read but not checked.
-    """
+    """Read up to `limit` rows, from the beginnings of up to eight parts spread over the source. With `limits`, images
+    are decoded and checked."""
     trial, builder = Trial(reading), get_builder(reading.builder)
     digests: set[str] = set()
     try:
@@ -111,6 +93,7 @@ def _rows(parts: list[Part], reading: Reading, options: object, limit: int) -> I
     for i, part in enumerate(chosen):
         share = -(-(limit * (i + 1)) // len(chosen)) - -(-(limit * i) // len(chosen))
         rows = range(part.first_row, part.first_row + min(share, part.num_rows))
+        # A row may become several samples, of which a few are enough.
         yield from itertools.islice(get_builder(reading.builder).iter_part(part, options, rows), 4 * share)
 
 

@@ -43,21 +43,12 @@ class InnerTag(NoTagForm):
 
 
 def to_json(tree: Tree) -> str:
-    """Return the tree as one line of JSON; equal trees give equal texts.
-
-    Raises:
-        ValueError: a number that JSON cannot represent.
-    """
+    """Return the tree as one line of JSON; equal trees give equal texts."""
     return json.dumps(tree, ensure_ascii=False, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def from_json(text: str) -> Tree:
-    """Return the tree of a JSON text. Inverse of `to_json`; also reads any other JSON text.
-
-    Raises:
-        ValueError: the text is not JSON, has a key twice in one object, NaN or an infinity, or is nested deeper than
-            MAX_DEPTH.
-    """
+    """Return the tree of any JSON text; ValueError also for a key twice in an object, NaN, and more than MAX_DEPTH."""
     try:
         tree = json.loads(text, object_pairs_hook=_distinct, parse_constant=_no_number, parse_float=_finite)
     except RecursionError:
@@ -67,11 +58,7 @@ def from_json(text: str) -> Tree:
 
 
 def to_tags(tree: Tree) -> str:
-    """Return the tree in Donut's tags, with the differences listed above.
-
-    Raises:
-        NoTagForm: the tree has no form in tags; InnerTag if one of its texts contains a tag.
-    """
+    """Return the tree in Donut's tags, with the differences listed above; NoTagForm if it has no such form."""
     if isinstance(tree, dict):
         return "".join(_tagged(key, tree[key]) for key in sorted(tree, reverse=True)) or _DICT
     if isinstance(tree, list):
@@ -87,11 +74,7 @@ def to_tags(tree: Tree) -> str:
 
 
 def from_tags(text: str) -> Tree:
-    """Return the tree of a text in tags. Inverse of `to_tags`.
-
-    Raises:
-        ValueError: tags do not match, a key occurs twice in one object, or text is next to tags.
-    """
+    """Return the tree of a text in tags. Inverse of `to_tags`; ValueError for any other text."""
     pieces, end = [], 0
     for tag in _TAG.finditer(text):
         pieces += [text[end : tag.start()], tag[0]]

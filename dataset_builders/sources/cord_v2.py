@@ -81,22 +81,13 @@ class CordOptions(StrictModel):
 
 
 def patterns(subsets: Sequence[str]) -> tuple[str, ...]:
-    """Return globs of the parquet files of these subsets (cord_v2_train, ...; none means all), and of image files.
-
-    Raises:
-        InputError: there is no such subset.
-    """
+    """Return globs of the parquet files of these subsets (cord_v2_train, ...; none means all), and of image files."""
     names = [f"{split}*.parquet" for split in _splits(subsets)] if subsets else ["*.parquet"]
     return (*(f"{folder}{name}" for name in names for folder in ("", "*/")), *IMAGE_PATTERNS)
 
 
 def list_parts(source: StorePath, subsets: Sequence[str], options: CordOptions) -> list[Part]:
-    """Return all parts of the source: train, validation, test; files in numeric order, row groups in file order.
-
-    Raises:
-        InputError: there is no such directory or subset, no parquet file, a file name without a split, or a file with
-            another schema.
-    """
+    """Return all parts of the source: train, validation, test; files in numeric order, row groups in file order."""
     files_of: dict[str, list[SourceFile]] = {split: [] for split in SPLITS}
     for file in list_files(source, ("*.parquet", "*/*.parquet")):
         split = _SPLIT.fullmatch(file.path.name)
@@ -118,11 +109,7 @@ def list_parts(source: StorePath, subsets: Sequence[str], options: CordOptions) 
 
 
 def iter_part(part: Part, options: CordOptions, rows: Container[int] | None = None) -> Iterator[Sample | SkippedRow]:
-    """Yield samples and unusable rows of one part, in order of their keys. A few rows are in memory at a time.
-
-    Raises:
-        InputError: the file cannot be read to its end.
-    """
+    """Yield samples and unusable rows of one part, in order of their keys. A few rows are in memory at a time."""
     reader = ImageReader(part)
     for row, record in iter_table_rows(part, _COLUMNS, rows):
         key = part.key(row)
@@ -142,7 +129,6 @@ BUILDER = Builder(options=CordOptions, patterns=patterns, list_parts=list_parts,
 
 
 def subset_of(split: SourceSplit) -> str:
-    """Return the name of the subset for a split of the source."""
     return f"cord_v2_{split}"
 
 

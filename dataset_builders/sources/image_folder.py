@@ -71,12 +71,7 @@ def patterns(subsets: Sequence[str]) -> tuple[str, ...]:
 
 
 def list_parts(source: StorePath, subsets: Sequence[str], options: ImageFolderOptions) -> list[Part]:
-    """Return all parts of the source, each with the names of its rows' files. The source is listed once.
-
-    Raises:
-        InputError: there is no such directory or subset, no image, two folders that would be the same subset, or a text
-            file that is a link out of the source.
-    """
+    """Return all parts of the source, each with the names of its rows' files. The source is listed once."""
     if source.is_file():
         raise InputError(f"raw data {source} is a file; the builder image_folder reads a directory of images")
     rows_of: dict[str, list[SourceFile]] = {}
@@ -97,7 +92,7 @@ def iter_part(
     part: Part, options: ImageFolderOptions, rows: Container[int] | None = None
 ) -> Iterator[Sample | SkippedRow]:
     """Yield samples and unusable rows of one part, in order. One image is in memory at a time."""
-    reader = ImageReader(part, ".")
+    reader = ImageReader(part, ".")  # names in a part are relative to the source
     for row, name in enumerate(part.files, part.first_row):
         if rows is not None and row not in rows:
             continue
@@ -178,13 +173,13 @@ def _sample(key: str, name: str, reader: ImageReader, options: ImageFolderOption
         raise SkipSample("special_token_in_text", f"the text holds {IMAGE_SLOT}")
     question = options.question if IMAGE_SLOT in options.question else IMAGE_SLOT + options.question
     messages = (Message(role="user", text=stripped(question)), Message(role="assistant", text=answer))
+    # The "./" keeps a name such as "data:1.jpg" from being read as a data URI or an address.
     sample = Sample(key=key, messages=messages, images=(reader.read(f"./{name}"),))
     sample.check()
     return sample
 
 
 def _text(name: str, reader: ImageReader, options: ImageFolderOptions) -> str:
-    """Return the text of the text file of an image."""
     text_name = f"{_stem(name)}.{options.suffix}"
     try:
         text = stripped(reader.read_path(f"./{text_name}").decode("utf-8-sig"))
@@ -201,7 +196,6 @@ def _text(name: str, reader: ImageReader, options: ImageFolderOptions) -> str:
 
 
 def _folder_name(name: str, options: ImageFolderOptions) -> str:
-    """Return the name of an image's folder, as words."""
     folders = _folders(name, options)
     if not folders:
         raise SkipSample("schema_error", "the image lies in no folder that names its class")
@@ -226,5 +220,4 @@ def _is_image(name: str) -> bool:
 
 
 def _stem(name: str) -> str:
-    """Return a name without its last suffix."""
     return name.rpartition(".")[0]

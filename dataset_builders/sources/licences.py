@@ -14,15 +14,10 @@ CAULDRON_PROMPTS = "cc-by-4.0"
 
 @dataclass(frozen=True, slots=True)
 class Licence:
-    """The known licence of a subset.
+    """The known licence of a subset."""
 
-    Attributes:
-        name: the hub's identifier (huggingface.co/docs/hub/repositories-licenses), or `unknown`.
-        source: the document that states it.
-    """
-
-    name: str
-    source: str
+    name: str  # the hub's identifier (huggingface.co/docs/hub/repositories-licenses), or `unknown`
+    source: str  # the document that states it
 
 
 _CORD = Licence("cc-by-4.0", "dataset card of naver-clova-ix/cord-v2")

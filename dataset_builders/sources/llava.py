@@ -48,17 +48,13 @@ def patterns(subsets: Sequence[str]) -> tuple[str, ...]:
 
 
 def list_parts(source: StorePath, subsets: Sequence[str], options: LlavaOptions) -> list[Part]:
-    """Return the parts of all files. Raises InputError as `list_conversation_parts`, and for an unknown image_root."""
+    """Return the parts of all files, in order of subsets, files and rows."""
     check_image_root(source, options.image_root)
     return list_conversation_parts(source, subsets, "conversations")
 
 
 def iter_part(part: Part, options: LlavaOptions, rows: Container[int] | None = None) -> Iterator[Sample | SkippedRow]:
-    """Yield samples and unusable rows of one part, in order. One row is in memory at a time.
-
-    Raises:
-        InputError: a malformed array, or a parquet file that is cut short.
-    """
+    """Yield samples and unusable rows of one part, in order. One row is in memory at a time."""
     reader = ImageReader(part, options.image_root)
     for row, record in iter_conversation_rows(part, rows):
         if isinstance(record, SkippedRow):

@@ -60,22 +60,13 @@ def patterns(subsets: Sequence[str]) -> tuple[str, ...]:
 
 
 def list_parts(source: StorePath, subsets: Sequence[str], options: OpenAIOptions) -> list[Part]:
-    """Return the parts of all files, in order of subsets, files and rows.
-
-    Raises:
-        InputError: there is no such source, subset, file or image_root, an array is malformed, or a parquet file cannot
-            be read or has no column `messages`.
-    """
+    """Return the parts of all files, in order of subsets, files and rows."""
     check_image_root(source, options.image_root)
     return list_conversation_parts(source, subsets, "messages")
 
 
 def iter_part(part: Part, options: OpenAIOptions, rows: Container[int] | None = None) -> Iterator[Sample | SkippedRow]:
-    """Yield samples and unusable rows of one part, in order. A few rows are in memory at a time.
-
-    Raises:
-        InputError: a malformed array, or a parquet file that is cut short.
-    """
+    """Yield samples and unusable rows of one part, in order. A few rows are in memory at a time."""
     reader = ImageReader(part, options.image_root)
     for row, record in iter_conversation_rows(part, rows):
         try:

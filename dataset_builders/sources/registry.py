@@ -17,11 +17,6 @@ BUILDERS = {
 
 
 def get_builder(name: str) -> Builder:
-    """Return the builder of this name.
-
-    Raises:
-        InputError: no builder has this name.
-    """
     if name not in BUILDERS:
         raise InputError(f"unknown dataset builder {name!r}; known: {', '.join(sorted(BUILDERS))}")
     module, _, attribute = BUILDERS[name].partition(":")

@@ -117,12 +117,7 @@ def patterns(subsets: Sequence[str]) -> tuple[str, ...]:
 
 
 def list_parts(source: StorePath, subsets: Sequence[str], options: TableOptions) -> list[Part]:
-    """Return all parts of the source in order of subsets, files and rows, cut where the split column's value changes.
-
-    Raises:
-        InputError: there is no such directory, file, subset or column, a column has a type that cannot be read, or a
-            value of the split column is in neither list.
-    """
+    """Return all parts of the source in order of subsets, files and rows, cut where the value of the split changes."""
     chosen = subset_files(source, subsets, SUFFIXES)
     check_image_root(source.parent if source.is_file() else source, options.image_root)
     parts: list[Part] = []
@@ -132,11 +127,7 @@ def list_parts(source: StorePath, subsets: Sequence[str], options: TableOptions)
 
 
 def iter_part(part: Part, options: TableOptions, rows: Container[int] | None = None) -> Iterator[Sample | SkippedRow]:
-    """Yield samples and unusable rows of one part, in order of their keys. A few rows are in memory at a time.
-
-    Raises:
-        InputError: the file cannot be read to its end.
-    """
+    """Yield samples and unusable rows of one part, in order of their keys. A few rows are in memory at a time."""
     reader = ImageReader(part, options.image_root)
     is_table = not part.name.endswith(TEXT_SUFFIXES)
     names = class_names(part.path) if options.class_names and is_table else {}
@@ -185,6 +176,7 @@ def _iter_rows(
     nullable = {*_image_columns(options), options.references, options.split} - {options.answer}
     own = range(part.first_row, part.first_row + part.num_rows)
     chosen = own if rows is None else {row for row in own if row in rows}
+    # The part as it was before `_split_part` cut it: its span begins `skip` rows before its own first row.
     whole = dataclasses.replace(
         part, first_row=own.start - part.skip, file_row=part.file_row - part.skip, num_rows=part.skip + part.num_rows
     )
@@ -208,11 +200,7 @@ def _is_watched(name: str, schema: pa.Schema, options: TableOptions) -> bool:
 
 
 def _split_part(part: Part, options: TableOptions) -> Iterator[Part]:
-    """Cut the part where the split changes. A row without a split stays with the row before it and is skipped there.
-
-    Raises:
-        InputError: a value is in neither list, or there are more than _MAX_RUNS runs.
-    """
+    """Cut the part where the split changes. A row without a split stays with the row before it and is skipped there."""
     runs: list[tuple[Split, int]] = []  # (split, first row)
     for row, record in _iter_rows(part, [options.split], options, None):
         try:
@@ -320,7 +308,7 @@ def _is_value(kind: pa.DataType) -> bool:
 
 def _sample(key: str, record: Record, reader: ImageReader, options: TableOptions) -> Sample:
     if options.split is not None:
-        _text(_value(record, options.split), options.split)
+        _text(_value(record, options.split), options.split)  # a row without a split is left out
     check_unread(record, _columns(options), bool(_image_columns(options)))
     images = _images(record, reader, options)
     (question,), images = place_numbered([_filled(options.question, record)], images)
@@ -385,7 +373,6 @@ def _references(record: Record, options: TableOptions) -> tuple[str, ...]:
 
 
 def _value(record: Record, column: str) -> object:
-    """Return a field of a row as a Python value."""
     if isinstance(record, pa.StructScalar):
         return value_of(record, column)
     if column not in record:
@@ -403,7 +390,6 @@ def _named(value: object, names: Sequence[str] | None) -> object:
 
 
 def _text(value: object, column: str) -> str:
-    """Return a value as text."""
     if isinstance(value, list | dict):
         raise SkipSample("schema_error", f"{column} holds {json_type(value)}")
     if isinstance(value, str):

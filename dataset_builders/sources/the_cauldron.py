@@ -60,7 +60,7 @@ from dataset_builders.storage.store import StorePath
 _COLUMNS = ("images", "texts")
 _TEXT_FIELDS = ("user", "assistant")
 _REFERENCES = "references"
-DOCUMENTS = ("docvqa", "infographic_vqa", "st_vqa")
+DOCUMENTS = ("docvqa", "infographic_vqa", "st_vqa")  # subsets with the metric ANLS, which counts a full stop
 
 
 class CauldronOptions(StrictModel):
@@ -77,11 +77,7 @@ def patterns(subsets: Sequence[str]) -> tuple[str, ...]:
 
 
 def list_parts(source: StorePath, subsets: Sequence[str], options: CauldronOptions) -> list[Part]:
-    """Return all parts of the source: subsets by name, files in numeric order, row groups in file order.
-
-    Raises:
-        InputError: there is no such directory or subset, no parquet file, or a file has another format or schema.
-    """
+    """Return all parts of the source: subsets by name, files in numeric order, row groups in file order."""
     files = _files_of_subsets(source, subsets)
     return [part for subset in files for part in list_table_parts(files[subset], subset, None, _check_schema)]
 
@@ -89,11 +85,7 @@ def list_parts(source: StorePath, subsets: Sequence[str], options: CauldronOptio
 def iter_part(
     part: Part, options: CauldronOptions, rows: Container[int] | None = None
 ) -> Iterator[Sample | SkippedRow]:
-    """Yield samples and unusable rows of one part, in order of their keys. A few rows are in memory at a time.
-
-    Raises:
-        InputError: the file cannot be read to its end.
-    """
+    """Yield samples and unusable rows of one part, in order of their keys. A few rows are in memory at a time."""
     reader = ImageReader(part)
     for row, record in iter_table_rows(part, _COLUMNS, rows):
         key = part.key(row)
@@ -174,7 +166,6 @@ class _Pair:
 
 
 def _pairs(record: pa.StructScalar) -> list[_Pair]:
-    """Return the row's pairs."""
     texts = value_of(record, "texts") or []
     for i, pair in enumerate(texts):
         for name in _TEXT_FIELDS:
@@ -191,7 +182,6 @@ def _pairs(record: pa.StructScalar) -> list[_Pair]:
 
 
 def _sample(key: str, pairs: Sequence[_Pair], images: tuple[bytes, ...]) -> Sample | SkippedRow:
-    """Return one conversation of these pairs, checked."""
     own_slots = sum(pair.question.count(IMAGE_SLOT) for pair in pairs)
     messages = []
     for pair in pairs:

@@ -85,11 +85,7 @@ def patterns(subsets: Sequence[str]) -> tuple[str, ...]:
 
 
 def list_parts(source: StorePath, subsets: Sequence[str], options: WebDatasetOptions) -> list[Part]:
-    """Return all parts of the source: subsets by name, tars in numeric order, samples in the order of the tar.
-
-    Raises:
-        InputError: there is no such directory, subset or tar, or a tar is cut short.
-    """
+    """Return all parts of the source: subsets by name, tars in numeric order, samples in the order of the tar."""
     parts: list[Part] = []
     for subset, tars in subset_files(source, subsets, _SUFFIXES):
         parts += number_on(span_parts(tar, subset, list_group_spans(tar.path)) for tar in tars)
@@ -99,11 +95,7 @@ def list_parts(source: StorePath, subsets: Sequence[str], options: WebDatasetOpt
 def iter_part(
     part: Part, options: WebDatasetOptions, rows: Container[int] | None = None
 ) -> Iterator[Sample | SkippedRow]:
-    """Yield samples and unusable rows of one part, in order. One sample is in memory at a time.
-
-    Raises:
-        InputError: the tar is cut short.
-    """
+    """Yield samples and unusable rows of one part, in order. One sample is in memory at a time."""
     for row, group in enumerate(iter_groups(part.path, part.span), part.first_row):
         if rows is not None and row not in rows:
             continue
@@ -151,6 +143,7 @@ def _conversation(value: Any, fields: Sequence[str]) -> Conversation:
     if value.get("conversations"):
         return from_sharegpt(value, fields)
     turns = value.get("messages")
+    # Content parts that name a member's field take no image by its order.
     return from_openai(value, None if isinstance(turns, list) and names_images(turns) else fields)
 
 
@@ -171,11 +164,7 @@ class _Texts:
         self._parsed: dict[str, Any] = {}
 
     def text(self, place: str) -> str:
-        """Return the text that an option names.
-
-        Raises:
-            SkipSample: schema_error, json_parse_error.
-        """
+        """Return the text that an option names."""
         if place.startswith(_CONSTANT):
             return place.removeprefix(_CONSTANT)
         value = self.value(place) if ":" in place else self._member(place)

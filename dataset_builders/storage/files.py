@@ -40,7 +40,7 @@ def write_text(path: StorePath, text: str) -> None:
     with atomic_path(path) as tmp, tmp.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
-        os.fsync(file.fileno())
+        os.fsync(file.fileno())  # before the rename, or a machine that stops could leave an empty file
 
 
 def write_json(path: StorePath, value: object) -> None:
@@ -54,8 +54,7 @@ def write_sealed(path: StorePath, text: str) -> None:
 
 
 def read_sealed(path: StorePath) -> str | None:
-    """Return the text that `write_sealed` wrote; None if there is no such file or it was changed, so that a rerun makes
-    it again."""
+    """Return the text that `write_sealed` wrote; None, so that a rerun makes it again, if it is missing or changed."""
     if not path.is_file():
         return None
     seal, _, text = path.read_bytes().partition(b"\n")
@@ -63,14 +62,7 @@ def read_sealed(path: StorePath) -> str | None:
 
 
 def read_object(path: StorePath, way_out: str) -> dict[str, Any]:
-    """Read the object of a JSON file that may be foreign or damaged.
-
-    Args:
-        way_out: advice for the user if the file cannot be read, for the message.
-
-    Raises:
-        InputError: the file cannot be read, or its text is not a JSON object that Python can hold.
-    """
+    """Read the object of a JSON file that may be foreign or damaged; `way_out` ends the text of the InputError."""
     try:
         if path.exists() and not path.is_file():
             raise OSError("it is not a file")  # the reading of a pipe would never end
@@ -86,7 +78,7 @@ def read_object(path: StorePath, way_out: str) -> dict[str, Any]:
 
 
 def sha256_file(path: StorePath) -> str:
-    """Return the 64 hex digits of a file's SHA-256; the file is read in pieces."""
+    """Return the 64 hex digits of a file's SHA-256."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -95,13 +87,10 @@ class GrowingFile:
     """Reader of the lines that other processes append to a local file; each complete line is returned once.
 
     A file that was truncated, or replaced by another, is read from its start.
-
-    Attributes:
-        taken: number of bytes in the lines that were taken.
     """
 
     def __init__(self, path: Path, taken: int = 0) -> None:
-        self.path, self.taken = path, taken
+        self.path, self.taken = path, taken  # taken: the number of bytes in the lines that were taken
         self._end, self._inode = taken, 0
 
     def new_lines(self) -> bytes:
@@ -115,7 +104,7 @@ class GrowingFile:
             self._inode = about.st_ino
             file.seek(self.taken)
             data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
+        whole = data[: data.rfind(b"\n") + 1]  # the last line may be half written
         self._end = self.taken + len(whole)
         return whole
 

@@ -37,11 +37,7 @@ def cache_dir() -> Path:
 
 
 def cache_bound() -> int:
-    """Return the number of bytes that the cache may take.
-
-    Raises:
-        InputError: ATHANOR_CACHE_GB is not a positive number.
-    """
+    """Return the number of bytes that the cache may take."""
     text = os.environ.get("ATHANOR_CACHE_GB") or "20"
     try:
         bound = int(float(text) * 1e9)

@@ -32,11 +32,7 @@ class NoObject(Exception):
 
 
 def named_stores() -> list[str]:
-    """Return the object stores of ATHANOR_DATA_STORES, which are separated by spaces or commas.
-
-    Raises:
-        InputError: an entry is not the URL of an object store.
-    """
+    """Return the object stores of ATHANOR_DATA_STORES, which are separated by spaces or commas."""
     stores = os.environ.get(DATA_STORES_VARIABLE, "").replace(",", " ").split()
     for store in stores:
         if not STORE_URL.fullmatch(store) or ".." in store.split("/"):
@@ -55,19 +51,16 @@ def stores_of_rows(source: StorePath) -> tuple[str, ...] | None:
 
 def is_below(address: str, stores: Sequence[str]) -> bool:
     """Whether an address is one of the stores, or below one, as every program resolves it."""
+    # fsspec joins addresses with ::, and some drivers follow .. in a key.
     is_plain = "::" not in address and ".." not in address.split("/")
     return is_plain and any(address == store or address.startswith(store.rstrip("/") + "/") for store in stores)
 
 
 def read_object(address: str, stores: Sequence[str] | None, check_size: Callable[[int], None]) -> bytes:
-    """Return the bytes of an object.
-
-    Args:
-        stores: see `stores_of_rows`.
-        check_size: called with the object's size in bytes before it is read.
+    """Return the bytes of an object; `check_size` is called with its size in bytes before it is read.
 
     Raises:
-        NoObject: the address is not below one of the stores, or the object is not there or cannot be read from here.
+        NoObject: the address is not below one of `stores_of_rows`, or the object is not there or cannot be read here.
         InputError: the store does not answer.
     """
     if stores is not None and not is_below(address, stores):
@@ -86,7 +79,7 @@ def read_object(address: str, stores: Sequence[str] | None, check_size: Callable
 
 
 def _asked(action: Callable[[], Result], address: str, keys_of: str) -> Result:
-    """Return the result of one call to a store. An error about keys is remembered, since each costs seconds."""
+    """Return the result of one call to a store."""
     try:
         return action()
     except _NOT_THERE as error:
@@ -94,6 +87,7 @@ def _asked(action: Callable[[], Result], address: str, keys_of: str) -> Result:
     except Exception as error:  # every driver raises its own kinds of errors
         why = in_ascii(one_line(error) or type(error).__name__)
         if any(_ABOUT_KEYS.search(kind.__name__) for kind in type(error).__mro__):
+            # Remembered, since the driver looks for keys for seconds each time.
             _unusable[keys_of] = f"{keys_of} cannot be read with the keys in the environment ({why})"
             raise NoObject(_unusable[keys_of]) from None
         raise InputError(

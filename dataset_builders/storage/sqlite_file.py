@@ -13,14 +13,7 @@ _RUINED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 def check_database(path: Path, lost: str) -> None:
-    """Read the whole database. Nothing happens if there is none, or if another process holds it.
-
-    Args:
-        lost: the content, which a new database lacks.
-
-    Raises:
-        InputError: the file is ruined, or this user cannot write it. The text has the way out.
-    """
+    """Check the whole database, if there is one and no other process holds it. `lost` is its content, in words."""
     if not path.exists():
         return
     if not all(os.access(place, os.W_OK) for place in (path, path.parent)):

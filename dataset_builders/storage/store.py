@@ -44,9 +44,7 @@ Result = TypeVar("Result")
 def location(text: str | os.PathLike[str]) -> StorePath:
     """Return the path for a text: a local path, or a URL.
 
-    Raises:
-        InputError: the text is empty, no driver for the URL's protocol is installed, the URL contains credentials, or
-            the user of a `~name` does not exist.
+    Raises InputError for an empty text, a URL with credentials or without an installed driver, and an unknown `~name`.
     """
     if isinstance(text, UPath | Path):
         return text
@@ -67,11 +65,7 @@ def location(text: str | os.PathLike[str]) -> StorePath:
 
 
 def home_expanded(text: str) -> Path:
-    """Return a local path with `~` or `~name` replaced by the user's home.
-
-    Raises:
-        InputError: the text is empty, or there is no such user.
-    """
+    """Return a local path with `~` or `~name` replaced by the user's home."""
     if not text:
         raise InputError("the path is empty; give a directory")
     try:
@@ -83,14 +77,7 @@ def home_expanded(text: str) -> Path:
 
 
 def check_no_userinfo(text: str, what: str = "") -> None:
-    """Refuse a URL with a password, which would appear in logs, manifests and databases. Any other text passes.
-
-    Args:
-        what: the field that holds the URL, for the message.
-
-    Raises:
-        InputError: there is a password; the message has the URL without it.
-    """
+    """Refuse a URL with a password, which would appear in logs, manifests and databases; `what` is the URL's field."""
     if without_userinfo(text) != text:
         raise InputError(
             f"{what}{'=' if what else ''}{without_userinfo(text)}: a URL must not carry a key or password, which would "
@@ -111,11 +98,7 @@ Location = Annotated[Any, BeforeValidator(location), PlainSerializer(str)]  # a 
 
 
 def absolute(path: StorePath) -> StorePath:
-    """Return the path without links and relative parts; a URL is returned unchanged.
-
-    Raises:
-        InputError: links form a circle, or the working directory was deleted.
-    """
+    """Return the path without links and relative parts; a URL is returned unchanged."""
     if not is_local(path):
         return path
     try:
@@ -132,11 +115,7 @@ def is_local(path: StorePath) -> bool:
 
 
 def check_reachable(path: StorePath) -> None:
-    """Check that a store answers and grants access; a local path always passes.
-
-    Raises:
-        InputError: the store does not answer, or denies access.
-    """
+    """Check that a store answers and grants access; a local path always passes."""
     if is_local(path):
         return
     try:
@@ -166,14 +145,9 @@ def publish(local: Path, path: StorePath) -> None:
 
 
 def read_range(path: StorePath, offset: int, size: int, checksum: int | None = None) -> bytes:
-    """Return bytes [offset, offset + size) of a file. A range from a store is read through the cache, which checks its
-    copy.
+    """Return bytes [offset, offset + size) of a file; a range from a store is read through the cache.
 
-    Args:
-        checksum: xxh3_64 of these bytes; None: not checked.
-
-    Raises:
-        DamagedFile: there is no such file, it ends too early, or the bytes do not have this checksum.
+    Raises DamagedFile if there is no such file, it ends too early, or the bytes have another xxh3_64 than `checksum`.
     """
 
     def checked(data: bytes) -> bytes:
@@ -188,6 +162,7 @@ def read_range(path: StorePath, offset: int, size: int, checksum: int | None = N
             with path.open("rb", buffering=0) as file:
                 return checked(os.pread(file.fileno(), size, offset))
         fetch = functools.partial(path.fs.cat_file, path.path, start=offset, end=offset + size)
+        # Compared inside the retries, since a connection that is cut also gives too few bytes.
         return LocalCache().read(
             f"{path}#{offset}+{size}", lambda: _with_retries(lambda: checked(fetch()), f"read {path}")
         )
@@ -198,11 +173,8 @@ def read_range(path: StorePath, offset: int, size: int, checksum: int | None = N
 def local_copy(path: StorePath, sha256: str | None = None) -> Path:
     """Return a file that other libraries can open by name: the file itself, or a copy in this machine's cache.
 
-    Args:
-        sha256: SHA-256 of the whole file, compared after a download, and at each call for a local file.
-
-    Raises:
-        DamagedFile: the file does not have this SHA-256.
+    Raises DamagedFile if the file has another SHA-256 than `sha256`. A copy is compared after its download only, a
+    local file at each call.
     """
     if is_local(path):
         if sha256 is not None:
@@ -234,18 +206,12 @@ def _check_sha256(copy: Path, path: StorePath, sha256: str) -> None:
 
 
 def local_dir(path: StorePath) -> Path:
-    """Return a directory that other libraries can open by name: the directory itself, or a local copy of the whole
-    tree.
-
-    A finished directory in a store never changes, so a complete copy is not compared again. The copy counts towards the
-    cache's bound, and may be deleted a day after its last use.
-
-    Raises:
-        InputError: an object's name in the store leads out of the directory.
-    """
+    """Return a directory that other libraries can open by name: the directory itself, or a copy in the cache, which may
+    be deleted a day after its last use."""
     if is_local(path):
         return path
     target = side_dir(path) / TREE
+    # A finished directory in a store never changes, so a complete copy is not compared again.
     if (target / WHOLE).is_file():
         os.utime(target / WHOLE)
         return target
@@ -276,7 +242,9 @@ def upload_dir(local: Path, path: StorePath, last: str) -> None:
     names = sorted(str(file.relative_to(local)) for file in local.rglob("*") if file.is_file())
     for name in [*(n for n in names if n != last), last]:
         target = path / name
+        # What an earlier try has uploaded is not sent again; the manifest is, since it marks the directory as finished.
         if not (name != last and target.is_file() and target.stat().st_size == (local / name).stat().st_size):
+            # `publish` deletes its file, so the file gets a second name first.
             copy = cache_dir() / "uploads" / f"{os.getpid()}-{Path(name).name}.tmp"
             copy.parent.mkdir(parents=True, exist_ok=True)
             can_link = local.stat().st_dev == copy.parent.stat().st_dev
@@ -296,7 +264,6 @@ def modified(path: StorePath) -> float:
 
 
 def remove_tree(path: StorePath) -> None:
-    """Delete a directory and all its content."""
     if is_local(path):
         shutil.rmtree(path)
     elif path.exists():
@@ -324,11 +291,7 @@ def _name_below(file: StorePath, directory: StorePath) -> str:
 
 
 def _with_retries(action: Callable[[], Result], what: str) -> Result:
-    """Call `action` and return its result; retry after a broken connection, but not if a file is missing or forbidden.
-
-    Raises:
-        OSError: `action` failed _TRIES times.
-    """
+    """Call `action`, and again after a broken connection, but not if a file is missing or forbidden."""
     wait = _FIRST_WAIT
     for attempt in range(_TRIES):
         try:
