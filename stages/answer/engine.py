@@ -20,34 +20,21 @@ ENGINES: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A question in the form of the data.
+    """A question in the form of the data."""
 
-    Attributes:
-        number: the caller's number, which is returned with the answer.
-        messages: the messages before the answer; the last one is a user's.
-        images: the encoded images that the messages show, in order.
-        max_new_tokens: the answer is cut after this number of tokens.
-    """
-
-    number: int
-    messages: tuple[Message, ...]
-    images: tuple[bytes, ...]
-    max_new_tokens: int
+    number: int  # the caller's, which is returned with the answer
+    messages: tuple[Message, ...]  # before the answer; the last one is a user's
+    images: tuple[bytes, ...]  # the encoded images that the messages show, in order
+    max_new_tokens: int  # the answer is cut after this number of tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A generated answer.
+    """A generated answer."""
 
-    Attributes:
-        text: the answer without special tokens.
-        stopped: whether an end-of-turn token was generated within max_new_tokens.
-        ids: the generated tokens, without the end-of-turn token.
-    """
-
-    text: str
-    stopped: bool
-    ids: list[int]
+    text: str  # without special tokens
+    stopped: bool  # whether an end-of-turn token was generated within max_new_tokens
+    ids: list[int]  # the generated tokens, without the end-of-turn token
 
     @property
     def num_tokens(self) -> int:
@@ -56,15 +43,10 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Questions that the model reads together, ready for the engine.
+    """Questions that the model reads together, ready for the engine."""
 
-    Attributes:
-        ready: the questions in the engine's own form; None if none of them can be asked.
-        skipped: number of each question that cannot be asked -> the reason.
-    """
-
-    ready: Any
-    skipped: dict[int, SkipSample] = field(default_factory=dict)
+    ready: Any  # the questions in the engine's own form; None if none of them can be asked
+    skipped: dict[int, SkipSample] = field(default_factory=dict)  # number of a question that cannot be asked -> reason
 
 
 class Engine(Protocol):
@@ -79,40 +61,24 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """The settings of an engine.
+    """The settings of an engine."""
 
-    Attributes:
-        hf_dir: a model directory that `check_hf_dir` has accepted.
-        prompt: the form of the prompts.
-        batch_size, batch_tokens: the maximal number of answers in a batch, and of their tokens together.
-        device: number of the GPU on this host; None: the first one, or the CPU if there is no GPU.
-        adapter_dir: a PEFT directory with an adapter for the model; None: no adapter.
-    """
-
-    hf_dir: Path
+    hf_dir: Path  # a model directory that `check_hf_dir` has accepted
     prompt: PromptFormat
-    batch_size: int
-    batch_tokens: int
-    device: int | None = None
-    adapter_dir: Path | None = None
+    batch_size: int  # answers in a batch, at most
+    batch_tokens: int  # their tokens together, at most
+    device: int | None = None  # number of the GPU on this host; None: the first one, or the CPU if there is no GPU
+    adapter_dir: Path | None = None  # a PEFT directory with an adapter for the model; None: no adapter
 
 
 def make_engine(name: EngineName, settings: EngineSettings) -> Engine:
-    """Return the engine of this name, with its model loaded.
-
-    Raises:
-        InputError: the directory is not a complete model, or the engine is not installed.
-    """
+    """Return the engine of this name, with its model loaded."""
     module, attribute = ENGINES[name].split(":")
     return getattr(importlib.import_module(module), attribute)(settings)
 
 
 def check_engine(name: EngineName, adapter_dir: Path | None = None) -> None:
-    """Check, before work starts, that an engine's library is installed and supports the adapter, if there is one.
-
-    Raises:
-        InputError: the library is not installed, or the engine does not support adapters.
-    """
+    """Check, before work starts, that an engine's library is installed and supports the adapter, if there is one."""
     if adapter_dir is not None and name != "transformers":
         raise InputError(
             f"engine={name} cannot use the unmerged adapter {adapter_dir}; take engine=transformers, or "

@@ -22,45 +22,28 @@ _SPARSE = 0.75  # share of running rows at or below which finished rows are remo
 
 @dataclass(frozen=True, eq=False, slots=True)
 class EncodedImages:
-    """The encoded images of one conversation, for any prompt that shows the first few of them.
+    """The encoded images of one conversation, for any prompt that shows the first few of them."""
 
-    Attributes:
-        grids: (g, 3) int32, patches before merging.
-        patches: for each image, (t*h*w, 3 * patch_size^2) uint8 in HF order.
-    """
-
-    grids: np.ndarray
-    patches: tuple[np.ndarray, ...]
+    grids: np.ndarray  # (g, 3) int32, patches before merging
+    patches: tuple[np.ndarray, ...]  # for each image, (t*h*w, 3 * patch_size^2) uint8 in HF order
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Prompt:
-    """The tokens and images before one answer.
+    """The tokens and images before one answer."""
 
-    Attributes:
-        input_ids: (n,) int32, up to the start of the answer.
-        images: the prompt's images, in order of appearance.
-    """
-
-    input_ids: np.ndarray
-    images: EncodedImages
+    input_ids: np.ndarray  # (n,) int32, up to the start of the answer
+    images: EncodedImages  # in order of appearance
 
 
 @dataclass(slots=True)
 class Row:
-    """One answer while it is generated.
+    """One answer while it is generated."""
 
-    Attributes:
-        number: the caller's number of the question.
-        limit: the maximal number of tokens, including the end-of-turn token.
-        ids: the tokens so far, without the end-of-turn token.
-        stopped: whether an end-of-turn token was generated.
-    """
-
-    number: int
-    limit: int
-    ids: list[int] = field(default_factory=list)
-    stopped: bool = False
+    number: int  # the caller's number of the question
+    limit: int  # tokens at most, including the end-of-turn token
+    ids: list[int] = field(default_factory=list)  # the tokens so far, without the end-of-turn token
+    stopped: bool = False  # whether an end-of-turn token was generated
 
     @property
     def ended(self) -> bool:
@@ -69,25 +52,15 @@ class Row:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PaddedPrompts:
-    """Prompts that the model reads in one call, padded on the left to the longest; the tensors are on the CPU.
+    """Prompts that the model reads in one call, padded on the left to the longest; the tensors are on the CPU."""
 
-    Attributes:
-        rows: one per prompt.
-        ids: (B, S) int64.
-        attended: (B, S) int64, 0 at the padding.
-        positions: (3, B, S) int64 of mrope, or (B, S) if the model's positions have one axis; 1 at the padding.
-        next_positions: (B,) int64, of the first generated token on all axes.
-        patches: (P, 3 * patch_size^2) uint8 of all images; None if there are none.
-        grids: (g, 3) int64 of all images; None if there are none.
-    """
-
-    rows: list[Row]
-    ids: torch.Tensor
-    attended: torch.Tensor
-    positions: torch.Tensor
-    next_positions: torch.Tensor
-    patches: torch.Tensor | None
-    grids: torch.Tensor | None
+    rows: list[Row]  # one per prompt
+    ids: torch.Tensor  # (B, S) int64
+    attended: torch.Tensor  # (B, S) int64, 0 at the padding
+    positions: torch.Tensor  # (3, B, S) int64 of mrope, or (B, S) if positions have one axis; 1 at the padding
+    next_positions: torch.Tensor  # (B,) int64, of the first generated token on all axes
+    patches: torch.Tensor | None  # (P, 3 * patch_size^2) uint8 of all images; None if there are none
+    grids: torch.Tensor | None  # (g, 3) int64 of all images; None if there are none
 
     @property
     def width(self) -> int:
@@ -96,27 +69,14 @@ class PaddedPrompts:
 
 @dataclass(frozen=True, slots=True)
 class PoolLimits:
-    """The limits of one decoding batch.
-
-    Attributes:
-        rows: the maximal number of answers.
-        tokens: the maximal number of tokens in prompts and answers, including padding, when a new prompt is added; a
-            single prompt may be longer.
-    """
+    """The limits of one decoding batch."""
 
     rows: int
-    tokens: int
+    tokens: int  # of prompts and answers, including padding, when a prompt is added; a single prompt may be longer
 
 
 class GreedyDecoder:
-    """Greedy answers of a loaded transformers model.
-
-    Args:
-        model: in evaluation mode, on its device.
-        end_ids: ids of the tokens that end an answer.
-        image_token_id: id that marks an image's tokens in a prompt.
-        patch_format: the conversion of patch bytes to pixel values.
-    """
+    """Greedy answers of a loaded transformers model, which is in evaluation mode and on its device."""
 
     def __init__(
         self,
@@ -156,10 +116,11 @@ class GreedyDecoder:
         return PaddedPrompts(list(rows), *tensors, grids)
 
     def decode(self, groups: Iterable[PaddedPrompts], limits: PoolLimits) -> Iterator[Row]:
-        """Yield every row of every group as soon as it has ended. Groups enter by lengths only, never by time."""
+        """Yield every row of every group as soon as it has ended."""
         coming = iter(groups)
         waiting, pool = next(coming, None), _Pool(self)
         while waiting is not None or pool.rows:
+            # Groups enter by lengths only, never by time, so that a rerun forms the same batches.
             while waiting is not None and pool.has_room(waiting, limits):
                 yield from pool.take_out()
                 pool.admit(waiting)
@@ -171,11 +132,7 @@ class GreedyDecoder:
 
     @torch.inference_mode()
     def read(self, prompts: PaddedPrompts, cache: transformers.DynamicCache) -> torch.Tensor:
-        """Read the prompts into the cache, which must be empty; return (B,) int64, the first token of each answer.
-
-        Raises:
-            InputError: a logit is NaN or infinite.
-        """
+        """Read the prompts into the cache, which must be empty; return (B,) int64, the first token of each answer."""
         inputs = {"input_ids": prompts.ids, "attention_mask": prompts.attended, "position_ids": prompts.positions}
         images = {}
         if prompts.patches is not None:
@@ -207,8 +164,7 @@ class GreedyDecoder:
         return self._forward(inputs, cache).argmax(-1)
 
     def pixel_values(self, patches: torch.Tensor) -> torch.Tensor:
-        """Return (P, C) float32 on the patches' device, equal bit for bit to
-        `dataset_builders.pictures.pixels.pixel_values`."""
+        """Return (P, C) float32 on the patches' device, with the bits of `dataset_builders.pictures.pixels`."""
         size, frames = self._patch_format.patch_size**2, self._patch_format.temporal_patch_size
         mean, std = (
             torch.tensor(channels, dtype=torch.float32).mul_(255).repeat_interleave(size).to(patches.device)
@@ -226,14 +182,10 @@ class GreedyDecoder:
 
 
 class _Pool:
-    """The rows of the current batch, and their cache.
-
-    Attributes:
-        rows: in the cache's order; some may have ended.
-    """
+    """The rows of the current batch, and their cache."""
 
     def __init__(self, decoder: GreedyDecoder) -> None:
-        self.rows: list[Row] = []
+        self.rows: list[Row] = []  # in the cache's order; some may have ended
         self._decoder = decoder
         self._cache: transformers.DynamicCache | None = None
         self._tokens = self._positions = torch.empty(0)  # (B,): newest token of each row, and its position
@@ -284,7 +236,7 @@ class _Pool:
         places = torch.tensor(running, device=self._tokens.device)
         self._tokens, self._positions = self._tokens[places], self._positions[places]
         attended = self._attended[places]
-        first = int(attended.any(0).int().argmax())
+        first = int(attended.any(0).int().argmax())  # the columns before it are the padding of all rows
         self._attended = attended[:, first:]
         for layer in self._cache.layers:
             _keep_rows(layer, places, first)
@@ -301,11 +253,9 @@ class _Pool:
 
 
 def _add_rows(ours: CacheLayer, theirs: CacheLayer, width: int) -> None:
-    """Move the rows of another cache's layer to the end of our layer's rows.
-
-    A gated delta net keeps a state and the last inputs of its convolution; attention keeps `width` token columns.
-    """
+    """Move the rows of another cache's layer to the end of our layer's rows."""
     if isinstance(ours, LinearAttentionCacheLayerMixin):
+        # A gated delta net keeps a state and the last inputs of its convolution, and no columns of tokens.
         for of_ours, of_theirs in zip(_states(ours), _states(theirs)):
             for index, state in of_ours.items():
                 of_ours[index] = torch.cat([state, of_theirs.pop(index)])

@@ -18,7 +18,6 @@ log = logging.getLogger("athanor.answer")
 
 
 def answer_job(work_dir: Path, on_line: Callable[[str], None] = lambda line: None) -> Job:
-    """Return the launcher's job for the workers of a work directory."""
     directory = work_dir / JOB_DIR
     arguments = ("-m", "stages.answer.worker", str(directory / "job.json"))
     return Job(str(directory), arguments, directory / "logs" / "answer.log", on_line)
@@ -27,15 +26,8 @@ def answer_job(work_dir: Path, on_line: Callable[[str], None] = lambda line: Non
 def run_workers(
     work: AnswerJob, cluster: ClusterConfig, on_line: Callable[[str], None], on_look: Callable[[], None]
 ) -> None:
-    """Answer every missing part, with one worker per process of the cluster's layout.
-
-    Args:
-        on_look: called about once per second while the workers run, and at the end.
-
-    Raises:
-        InputError: a worker refused its job.
-        JobFailed: a worker ended with an error, or the job took too long.
-    """
+    """Answer every missing part, with one worker per process of the cluster's layout; InputError if one refuses its
+    job. `on_look` is called about once per second while the workers run, and at the end."""
     directory = work.work_dir / JOB_DIR
     directory.mkdir(exist_ok=True)
     (directory / REFUSED).unlink(missing_ok=True)

@@ -51,7 +51,6 @@ class AnswerJob(StrictModel):
 
 
 def part_path(work_dir: Path, number: int) -> Path:
-    """Return the path of the file with a part's lines."""
     return work_dir / PARTS / f"{number:05d}.jsonl"
 
 
@@ -81,9 +80,6 @@ def answer_parts(
         device: number of the GPU on this host.
         on_part: called after each part, with the number of its questions.
         on_answer: called at each answer, with the number of answers in its part before it; its error ends the work.
-
-    Raises:
-        InputError: the model cannot be loaded.
     """
     questions, config = read_plan(job.work_dir / PLAN_JSONL), job.config
     parts = cut_parts(questions, config.part_size)
@@ -171,6 +167,7 @@ def _write_part(path: Path, lines: Sequence[tuple[int, Line]], seconds: float) -
     answers = [line for _, line in lines if isinstance(line, GeneratedAnswer)]
     tokens = sum(answer.num_tokens for answer in answers)
     cost = {"seconds": seconds, "num_answers": len(answers), "num_tokens": tokens}
+    # The costs first, since the part is finished when its lines are there.
     write_sealed(path.with_suffix(".json"), json.dumps(cost))
     rows = (json.dumps({"number": number, **asdict(line)}, ensure_ascii=False) + "\n" for number, line in lines)
     write_sealed(path, "".join(rows))

@@ -34,27 +34,18 @@ _GROUPS_SIDE_BY_SIDE = 4  # groups that fill a decoding batch; a new group enter
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """An assistant turn to be answered.
-
-    Attributes:
-        turn: number of the assistant turn in its sample, from 0.
-        place: index of the answer among the messages; the messages before it are the prompt.
-        num_images: number of images in the prompt, which are the sample's first ones.
-        num_tokens: number of tokens in the prompt, including image tokens; 0 if it cannot be asked.
-        shard, offset, size, checksum: byte range of the sample's record.
-        skip, detail: why it cannot be asked, judged by its text and its images' headers; empty if it can be asked.
-    """
+    """An assistant turn to be answered."""
 
     key: str
-    turn: int
-    place: int
-    num_images: int
-    num_tokens: int
-    shard: str
+    turn: int  # number of the assistant turn in its sample, from 0
+    place: int  # index of the answer among the messages; the messages before it are the prompt
+    num_images: int  # in the prompt, which has the sample's first ones
+    num_tokens: int  # in the prompt, including image tokens; 0 if it cannot be asked
+    shard: str  # shard, offset, size and checksum are the place of the sample's record
     offset: int
     size: int
     checksum: int | None = None  # None: planned before 2026-11-23, by a run that is resumed
-    skip: str = ""
+    skip: str = ""  # why it cannot be asked, judged by its text and its images' headers; empty if it can be asked
     detail: str = ""
 
 
@@ -68,15 +59,8 @@ class StoredQuestion(NamedTuple):
 
 
 def heldout_records(samples: Artifact, max_per_subset: int | None = None) -> Iterator[tuple[Sample, StoredQuestion]]:
-    """Yield the held-out samples of a convert artifact in shard order; of each subset, all or a draw.
-
-    Args:
-        max_per_subset: number of samples of a subset, those with the smallest hashes of their keys: the same ones
-            in every run, spread over the subset, and a part of those that a larger number takes.
-
-    Yields:
-        The sample, and the byte range of its record.
-    """
+    """Yield the held-out samples of a convert artifact in shard order, each with the place of its record; of each
+    subset, all or a draw of `max_per_subset`."""
     shards = [entry for entry in samples.manifest.shards if entry.split == "heldout"]
     drawn = None if max_per_subset is None else _draw(samples, shards, max_per_subset)
     for entry in shards:
@@ -92,6 +76,7 @@ def _draw(samples: Artifact, shards: Sequence[ShardEntry], number: int) -> set[s
     for entry in shards:
         for key, _ in iter_records(samples.dir / entry.name, entry):
             keys.setdefault(subset_of(key), []).append(key)
+    # The smallest hashes are the same samples in every run, spread over the subset, and a part of a larger draw.
     return {key for each in keys.values() for key in heapq.nsmallest(number, each, key=_draw_of)}
 
 
@@ -124,7 +109,6 @@ def plan_questions(
 
 
 def write_plan(path: Path, questions: Sequence[Question]) -> None:
-    """Write the plan's file atomically."""
     write_sealed(path, "".join(json.dumps(asdict(question), ensure_ascii=False) + "\n" for question in questions))
 
 

@@ -17,20 +17,13 @@ ANSWERS_JSONL = "answers.jsonl"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GeneratedAnswer:
-    """The answer for one assistant turn.
-
-    Attributes:
-        turn: number of the assistant turn in its sample, from 0.
-        answer: the text without special tokens.
-        stopped: whether the model generated an end-of-turn token.
-        ids: the generated tokens, without the end-of-turn token.
-    """
+    """The answer for one assistant turn."""
 
     key: str
-    turn: int
-    answer: str
-    stopped: bool
-    ids: list[int]
+    turn: int  # number of the assistant turn in its sample, from 0
+    answer: str  # the text without special tokens
+    stopped: bool  # whether the model generated an end-of-turn token
+    ids: list[int]  # the generated tokens, without the end-of-turn token
 
     @property
     def num_tokens(self) -> int:
@@ -39,15 +32,10 @@ class GeneratedAnswer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SkippedSample:
-    """A sample that cannot be asked.
-
-    Attributes:
-        skip: the reason, a member of SKIP_REASONS.
-        detail: the fault, in words for the user.
-    """
+    """A sample that cannot be asked."""
 
     key: str
-    skip: str
+    skip: str  # a member of SKIP_REASONS
     detail: str
 
 
@@ -55,23 +43,19 @@ Line = GeneratedAnswer | SkippedSample
 
 
 def to_line(line: Line) -> str:
-    """Return one line of the file, with its line break."""
     return json.dumps(asdict(line), ensure_ascii=False) + "\n"
 
 
 def iter_jsonl(path: StorePath) -> Iterator[dict]:
-    """Return an iterator over the objects of a JSON Lines file."""
     return rows_of(path.read_text(encoding="utf-8"))
 
 
 def rows_of(text: str) -> Iterator[dict]:
-    """Return an iterator over the objects of JSON lines."""
     # Not splitlines(), which also splits at U+2028 and other characters that an answer may hold.
     return (json.loads(line) for line in text.split("\n") if line)
 
 
 def line_of(row: dict) -> Line:
-    """Return the line of one JSON object."""
     return SkippedSample(**row) if "skip" in row else GeneratedAnswer(**row)
 
 
@@ -81,11 +65,8 @@ def read_answers(path: StorePath) -> Iterator[Line]:
 
 
 def in_order_of_samples(lines: Iterable[tuple[int, Line]]) -> list[Line]:
-    """Return the file's lines from the lines of all parts. A sample with a skipped turn keeps only its first skip.
-
-    Args:
-        lines: (number of the question, line), in any order; the numbers follow the order of the samples.
-    """
+    """Return the file's lines, in order, from the numbered lines of all parts. A sample with a skipped turn keeps only
+    its first skip."""
     ordered = [line for _, line in sorted(lines, key=lambda item: item[0])]
     skipped: dict[str, SkippedSample] = {}
     for line in ordered:

@@ -71,7 +71,6 @@ def answer(
 
 
 def _make(config: AnswerConfig, inputs: Mapping[str, Input], work: Path, resources: StageResources) -> None:
-    """Write answers.jsonl and speed.json."""
     adapter_dir = adapter_dir_of(inputs["adapter"]).resolve() if "adapter" in inputs else None
     if resources.cluster.launcher == "torchrun":  # elsewhere the workers check it
         check_engine(config.engine, adapter_dir)
@@ -95,11 +94,7 @@ def _make(config: AnswerConfig, inputs: Mapping[str, Input], work: Path, resourc
 
 
 def _plan(job: AnswerJob, samples: Artifact) -> list[Question]:
-    """Return the questions: from an earlier run's plan, or planned now.
-
-    Raises:
-        InputError: there are no held-out samples.
-    """
+    """Return the questions: from an earlier run's plan, or planned now."""
     path = job.work_dir / PLAN_JSONL
     questions = read_plan(path)
     if questions is None:
@@ -118,7 +113,6 @@ def _generate(job: AnswerJob, questions: Sequence[Question], resources: StageRes
     remove_damaged(job.work_dir, len(parts))
 
     def look(answered: int = 0) -> None:
-        """Report the questions of the parts on disk, and those answered in the part that is being answered."""
         missing = sum(len(part) for n, part in enumerate(parts) if not part_path(job.work_dir, n).is_file())
         resources.report(len(questions) - missing + answered, len(questions))
 
@@ -135,11 +129,7 @@ def answers_apart(cluster: ClusterConfig) -> bool:
 
 
 def _gather(job: AnswerJob, questions: Sequence[Question], work: Path) -> None:
-    """Write answers.jsonl and speed.json from the parts.
-
-    Raises:
-        InputError: no question could be asked.
-    """
+    """Write answers.jsonl and speed.json from the parts."""
     paths = [part_path(work, n) for n in range(len(cut_parts(questions, job.config.part_size)))]
     unasked = [(n, SkippedSample(key=q.key, skip=q.skip, detail=q.detail)) for n, q in enumerate(questions) if q.skip]
     lines = in_order_of_samples([*unasked, *(line for path in paths for line in read_part(path))])
@@ -147,6 +137,7 @@ def _gather(job: AnswerJob, questions: Sequence[Question], work: Path) -> None:
         reasons = dict(Counter(line.skip for line in lines))
         raise InputError(f"{job.samples_dir}: none of {len(lines)} held-out samples can be asked ({reasons})")
     costs = [json.loads(read_sealed(path.with_suffix(".json"))) for path in paths]
+    # answers.jsonl last: `answer` takes its presence for the end of the work.
     write_json(work / SPEED_JSON, {name: sum(cost[name] for cost in costs) for name in costs[0]})
     write_text(work / ANSWERS_JSONL, "".join(map(to_line, lines)))
 

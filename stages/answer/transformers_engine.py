@@ -30,14 +30,9 @@ class Generator:
     """A loaded model directory that answers messages with images. It runs in bfloat16 on a GPU, in float32 without one.
 
     Args:
-        hf_dir: has config.json, weights, tokenizer, chat template and preprocessor_config.json.
         device: number of the GPU on this host; None: the first one.
         prompt: the form of the prompts; None: the directory's own.
         adapter_dir: a PEFT directory with an adapter for the model; None: no adapter.
-
-    Raises:
-        InputError: the directory is not a complete model of a supported architecture, or the adapter is for another
-            model.
     """
 
     def __init__(
@@ -65,28 +60,17 @@ class Generator:
 
     @property
     def context_length(self) -> int:
-        """Number of tokens that the model has positions for."""
         return self.decoder.model.config.get_text_config().max_position_embeddings
 
     def encode_images(self, images: Sequence[bytes]) -> EncodedImages:
-        """Convert encoded image files to patches.
-
-        Raises:
-            SkipSample: a file is not a usable image.
-        """
+        """Convert encoded image files to patches; SkipSample if one is not a usable image."""
         encoded = [encode_image(image, self._image_config) for image in images]
         grids = np.array([grid for _, grid in encoded], np.int32).reshape(-1, 3)
         return EncodedImages(grids, tuple(patches for patches, _ in encoded))
 
     def encode_prompt(self, messages: Sequence[Message], images: EncodedImages) -> Prompt:
-        """Return the prompt for the answer that follows `messages`; the last message is a user's.
-
-        Args:
-            images: one per image slot of the messages.
-
-        Raises:
-            SkipSample: the text holds special tokens, or the images are too many or too few.
-        """
+        """Return the prompt for the answer that follows `messages`; the last message is a user's. SkipSample: the text
+        holds special tokens, or its image slots are not as many as the images."""
         with self._encoding:
             return Prompt(self._chat.encode_prompt(messages, images.grids), images)
 
@@ -98,7 +82,6 @@ class Generator:
         return [self.answer_of(row) for row in rows]
 
     def answer_of(self, row: Row) -> Answer:
-        """Return the answer of a row that has ended."""
         with self._encoding:
             text = self._chat.tokenizer.decode(row.ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return Answer(text, row.stopped, list(row.ids))
@@ -126,7 +109,6 @@ class TransformersEngine:
         return Prepared(self._generator.decoder.pad(prompts, rows) if prompts else None, skipped)
 
     def answer(self, groups: Iterable[Prepared]) -> Iterator[tuple[int, Answer]]:
-        """Yield (number, answer) of each question as soon as it has ended."""
         ready = (group.ready for group in groups if group.ready is not None)
         for row in self._generator.decoder.decode(ready, self._limits):
             yield row.number, self._generator.answer_of(row)

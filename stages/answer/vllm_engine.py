@@ -29,11 +29,7 @@ _GROUPS_TOGETHER = 16  # groups per call, so that vLLM's scheduler can choose am
 
 
 class VllmEngine:
-    """The engine that uses vLLM's `LLM`, on the GPU that this process sees.
-
-    Raises:
-        InputError: the directory is not a complete model, or vLLM is not installed.
-    """
+    """The engine that uses vLLM's `LLM`, on the GPU that this process sees."""
 
     def __init__(self, settings: EngineSettings) -> None:
         check_engine("vllm", settings.adapter_dir)
@@ -52,7 +48,6 @@ class VllmEngine:
         )
 
     def prepare(self, requests: Sequence[Request]) -> Prepared:
-        """Make vLLM's prompts and sampling parameters."""
         ready: list[tuple[int, dict[str, Any], Any]] = []
         skipped: dict[int, SkipSample] = {}
         ends = sorted(self._end_ids)
@@ -67,7 +62,6 @@ class VllmEngine:
         return Prepared(ready or None, skipped)
 
     def answer(self, groups: Iterable[Prepared]) -> Iterator[tuple[int, Answer]]:
-        """Yield (number, answer) of each question."""
         together: list[tuple[int, dict[str, Any], Any]] = []
         for count, group in enumerate(groups, 1):
             together += group.ready or []

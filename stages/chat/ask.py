@@ -20,11 +20,7 @@ _LIMITS = ImageLimits(max_pixels=PILLOW_PIXEL_LIMIT, min_side=1)
 def ask(
     hf_dir: Path, picture: Path | None, question: str, max_new_tokens: int = 64, adapter_dir: Path | None = None
 ) -> str:
-    """Return the model's greedy answer to one question, stripped. For the errors, see `ChatModel`.
-
-    Args:
-        picture: an image file that is shown before the question; None: no image.
-    """
+    """Return the model's greedy answer to one question, stripped; `picture` is shown before the question."""
     pictures = [] if picture is None else [picture]
     messages = [user_message(question, len(pictures))]
     for path in pictures:
@@ -33,11 +29,7 @@ def ask(
 
 
 def user_message(question: str, num_images: int) -> Message:
-    """Return a person's message that shows images before the question.
-
-    Raises:
-        InputError: the question is empty or cannot be asked.
-    """
+    """Return a person's message that shows images before the question; InputError if it cannot be asked."""
     if not question.strip():
         raise InputError('the question is empty; ask for example "Which digit is in the picture?"')
     if IMAGE_SLOT in question:
@@ -51,15 +43,7 @@ def user_message(question: str, num_images: int) -> Message:
 
 
 class ChatModel:
-    """A loaded model that answers conversations as the evaluation does.
-
-    Args:
-        hf_dir: a Hugging Face model directory.
-        adapter_dir: a PEFT directory with an adapter for the model; None: no adapter.
-
-    Raises:
-        InputError: there is no such model or adapter, or a file of an artifact was changed.
-    """
+    """A loaded model, perhaps with an adapter, that answers conversations as the evaluation does."""
 
     def __init__(self, hf_dir: Path, adapter_dir: Path | None = None) -> None:
         for directory in filter(None, (hf_dir, adapter_dir)):
@@ -67,15 +51,11 @@ class ChatModel:
         self._generator = Generator(hf_dir, adapter_dir=adapter_dir)
 
     def answer(self, messages: Sequence[Message], pictures: Sequence[Path], max_new_tokens: int) -> str:
-        """Return the greedy answer to the last message, a user's, stripped.
+        """Return the greedy answer to the last message, a user's, stripped; InputError if it cannot be asked.
 
         Args:
             messages: those of `user_message` and the answers between them.
             pictures: one image file per image slot of the messages, in order.
-            max_new_tokens: the answer is cut after this number of tokens.
-
-        Raises:
-            InputError: an image cannot be used, a text holds special tokens, or the conversation is too long.
         """
         generator = self._generator
         encoded = [self._encode(path) for path in pictures]

@@ -31,17 +31,11 @@ _COLUMNS = ("key", "turn", "subset", "question", "references", "answer", "pictur
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Certainty:
-    """The confidence intervals of a model's score.
+    """The confidence intervals of a model's score."""
 
-    Attributes:
-        num_answers: number of answers that the score is computed from.
-        score: the interval of the score.
-        lead: the paired interval of the lead over another model's score; None if no other model answered the same
-            questions.
-    """
-
-    num_answers: int
+    num_answers: int  # from which the score is computed
     score: Interval
+    # The paired interval of the lead over another model's score; None if no other model answered the same questions.
     lead: Difference | None = None
 
 
@@ -59,20 +53,16 @@ class ScoredAnswers:
     """The counted answers of an evaluation, arranged for one of its scores.
 
     Args:
-        evaluated: the evaluation.
         name: name of the score: `score` or a metric, without a subset or as metric/subset.
-
-    Attributes:
-        predictions: the answers that count.
-        subsets: the answers by subset for `score`, in one piece for a metric; empty if the score is not computed from
-            answers (a loss, a rate of the generation) or no subset has it.
     """
 
     def __init__(self, evaluated: Artifact, name: str) -> None:
-        self.predictions = counted(read_predictions(evaluated.dir, _COLUMNS))
+        self.predictions = counted(read_predictions(evaluated.dir, _COLUMNS))  # the answers that count
         self._overrides = evaluated.manifest.config.get("metrics", {})
         metric, _, subset = name.partition("/")
         self._is_score = metric == SCORE
+        # By subset for `score`, in one piece for a metric; empty if the score is not computed from answers (a loss, a
+        # rate of the generation) or no subset has it.
         self.subsets = _subsets_of(self.predictions, metric, subset, self._overrides)
 
     def __len__(self) -> int:
@@ -86,10 +76,7 @@ class ScoredAnswers:
 
     def lead_over(self, other: "ScoredAnswers", bootstrap: Bootstrap) -> Difference | None:
         """Return the difference of this score and the other one, by paired bootstrap; None if one has no interval.
-
-        Raises:
-            InputError: the two evaluations do not answer the same questions.
-        """
+        InputError if the two evaluations do not answer the same questions."""
         check_same(other.predictions, self.predictions)
         if not self.subsets or not other.subsets:
             return None

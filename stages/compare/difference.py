@@ -17,19 +17,14 @@ _SAME = ("key", "turn", "question", "references")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """The comparison of the base and the tuned model on the same questions.
+    """The comparison of the base and the tuned model on the same questions."""
 
-    Attributes:
-        base, tuned: the scores of every subset.
-        differences: tuned minus base in the headline metric of every subset; under `overall`, in the mean of these
-            metrics, with signs such that more is better.
-        rows: (n,) the gain of each answer by its subset's headline metric; above 0, the tuned model's answer is better.
-    """
-
-    base: dict[str, SubsetScores]
+    base: dict[str, SubsetScores]  # subset -> its scores
     tuned: dict[str, SubsetScores]
+    # Tuned minus base in the headline metric of every subset; under `overall`, in the mean of these metrics, with signs
+    # such that more is better.
     differences: dict[str, Difference]
-    rows: np.ndarray
+    rows: np.ndarray  # (n,) gain of each answer by its subset's headline metric; above 0, the tuned model's is better
 
     def gains(self) -> dict[str, tuple[float, float]]:
         """Return the low and the high end of each gain, above 0 if tuned is better: for `score`, and for each subset's
@@ -44,7 +39,6 @@ class Comparison:
 
 
 def answers_of(predictions: pa.Table) -> AnswerSet:
-    """Return the answers in an evaluation's predictions.parquet."""
     columns = predictions.select(["key", "subset", "question", "references", "answer", "pictures"]).to_pydict()
     judged = [
         Judged(question=question, references=tuple(references), answer=answer)
@@ -56,11 +50,7 @@ def answers_of(predictions: pa.Table) -> AnswerSet:
 def compare_predictions(
     base: pa.Table, tuned: pa.Table, overrides: Mapping[str, Sequence[str]], bootstrap: Bootstrap
 ) -> Comparison:
-    """Compare two evaluations' predictions, row by row.
-
-    Raises:
-        InputError: the evaluations do not answer the same questions.
-    """
+    """Compare two evaluations' predictions, row by row; InputError if they do not answer the same questions."""
     check_same(base, tuned)
     before, after = answers_of(base), answers_of(tuned)
     first, _ = score_subsets(before, overrides, bootstrap)

@@ -77,7 +77,7 @@ def _metrics(inputs: Mapping[str, Artifact]) -> Mapping[str, list[str]]:
 
 
 def _table(base: pa.Table, tuned: pa.Table, comparison: Comparison) -> pa.Table:
-    """Return one row per question, with COMPARISON_SCHEMA; the largest differences first, in either direction."""
+    """Return one row per question; the largest differences first, in either direction."""
     subsets = np.array(tuned["subset"].to_pylist(), dtype=object)
     scores = {"base_score": np.zeros(len(subsets)), "tuned_score": np.zeros(len(subsets))}
     metrics = np.empty(len(subsets), dtype=object)

@@ -33,29 +33,20 @@ _PAIRS_AT_A_TIME = 1 << 15  # pairs of thumbnails compared at a time
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """An image of a held-out sample that occurs in the training split, or looks like one that does.
+    """An image of a held-out sample that occurs in the training split, or looks like one that does."""
 
-    Attributes:
-        key, place: the held-out sample, and the index of the image in it, from 0.
-        how: bytes: the same encoded bytes; pixels: the same pixels in other bytes; near: nearly the same image; None:
-            an image that looks alike in its thumbnail, and is no copy.
-        train_key, train_place: the first such image in the training split; if near, the one with the most similar
-            thumbnail.
-        bits: number of bits in which the two hashes differ; 0 for bytes and pixels.
-        difference: root mean square difference of the two thumbnails, in grey levels; 0 for bytes and pixels.
-        apart: how far apart the images are at their own size; 0 for bytes and pixels. See `second_look.apart`.
-        thumbnails: the two thumbnails, held-out and train, 1,024 bytes each; None for bytes and pixels.
-    """
-
-    key: str
-    place: int
+    key: str  # the held-out sample
+    place: int  # index of the image in it, from 0
+    # bytes: the same encoded bytes; pixels: the same pixels in other bytes; near: nearly the same image; None: an image
+    # that looks alike in its thumbnail, and is no copy.
     how: How | None
+    # The first such image in the training split; if near, the one with the most similar thumbnail.
     train_key: str
     train_place: int
-    bits: int = 0
-    difference: float = 0.0
-    apart: float = 0.0
-    thumbnails: tuple[bytes, bytes] | None = None
+    bits: int = 0  # number of bits in which the two hashes differ; 0 for bytes and pixels
+    difference: float = 0.0  # root mean square difference of the thumbnails, in grey levels; 0 for bytes and pixels
+    apart: float = 0.0  # at their own size, see `second_look.apart`; 0 for bytes and pixels
+    thumbnails: tuple[bytes, bytes] | None = None  # held-out and train, 1,024 bytes each; None for bytes and pixels
 
 
 def find_copies(
@@ -97,11 +88,8 @@ def find_copies(
 
 
 def difference_limits(sides: np.ndarray | int, config: ContaminationConfig) -> np.ndarray:
-    """Return the largest difference of two thumbnails, in grey levels, with which two images are candidates.
-
-    Args:
-        sides: (m,) or one, the smallest side of each pair of images, in pixels.
-    """
+    """Return the largest difference of two thumbnails, in grey levels, with which two images are candidates; `sides` is
+    (m,) or one, the smallest side of each pair of images, in pixels."""
     return np.where(sides < _SMALL_SIDE, min(config.max_difference, _MAX_SMALL_DIFFERENCE), config.max_difference)
 
 
@@ -180,7 +168,7 @@ def _alike_hashes(heldout: pa.Table, train: pa.Table, rest: np.ndarray, max_bits
     heldout_hashes = heldout["phash"].take(pa.array(rest)).to_numpy()
     train_hashes = train["phash"].take(pa.array(rows)).to_numpy()
     distinct, group, sizes = np.unique(train_hashes, return_inverse=True, return_counts=True)
-    rows = rows[np.argsort(group, kind="stable")]
+    rows = rows[np.argsort(group, kind="stable")]  # runs of rows with the same hash; `near_pairs` gets each hash once
     query, place = near_pairs(heldout_hashes, distinct, max_bits)
     bits = np.bitwise_count(heldout_hashes[query] ^ distinct[place]).astype(np.int64)
     repeats = sizes[place]

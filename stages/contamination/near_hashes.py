@@ -18,13 +18,11 @@ _CANDIDATES = 1 << 22  # candidates compared at a time; limits the memory to som
 
 
 def near_pairs(queries: np.ndarray, hashes: np.ndarray, max_bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return all pairs of a query and a hash that differ in at most `max_bits` bits.
+    """Return all pairs of a query and a hash that differ in at most `max_bits` bits, which is at most MAX_BITS.
 
     Args:
         queries: (q,) uint64.
-        hashes: (n,) uint64; distinct hashes are faster, since equal hashes share a bucket, which is searched
-            completely.
-        max_bits: at most MAX_BITS.
+        hashes: (n,) uint64; distinct hashes are faster, since equal ones share a bucket, which is searched completely.
 
     Returns:
         (m,) int64 indices of queries and (m,) int64 indices of hashes, sorted by both.

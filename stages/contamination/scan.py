@@ -45,24 +45,16 @@ _UNSEEN = dict.fromkeys(("pixels_sha256", "width", "height", "phash", THUMBNAIL)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PictureTask:
-    """One shard to scan.
+    """One shard to scan."""
 
-    Attributes:
-        shard: a shard of the artifact in `directory`.
-        out: path of the table.
-    """
-
-    directory: StorePath
+    directory: StorePath  # of the artifact
     shard: ShardEntry
-    out: StorePath
+    out: StorePath  # path of the table
 
 
 def scan_pictures(samples: Artifact, work: StorePath, resources: StageResources) -> list[PictureTask]:
-    """Write the missing tables of all shards; progress is in samples.
-
-    Returns:
-        One task per shard, in the manifest's order, with the path of its table.
-    """
+    """Write the missing tables of all shards; progress is in samples. Return a task per shard, in the manifest's
+    order."""
     directory = work / "scan"
     make_dir(directory)
     shards = samples.manifest.shards
@@ -80,11 +72,7 @@ def scan_pictures(samples: Artifact, work: StorePath, resources: StageResources)
 
 
 def scan_shard(task: PictureTask) -> int:
-    """Write a shard's table atomically; return the number of samples read.
-
-    The table of a held-out shard has one row per use of an image; the table of a train shard has one row per distinct
-    image, for its first use.
-    """
+    """Write a shard's table atomically; return the number of samples read."""
     write_rows(task.out, _rows(task), SCAN_SCHEMA)
     return task.shard.num_samples
 
@@ -116,6 +104,7 @@ def _rows(task: PictureTask) -> Iterator[dict[str, object]]:
             is_first = digest not in looks
             if is_first:
                 looks[digest] = _look(fields[image["name"]])
+            # A held-out shard has a row per use of an image; a train shard has one per distinct image.
             if is_first or task.shard.split == "heldout":
                 yield asdict(record) | {"place": place, "sha256": bytes.fromhex(digest), **looks[digest]}
 

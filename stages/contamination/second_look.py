@@ -28,11 +28,7 @@ _WHOLE = np.array([0.0, 0.0, 1.0, 1.0])  # a box: left, top, right, bottom, as s
 
 def apart(one: bytes, other: bytes) -> float:
     """Return how far two encoded images are apart: 0 for equal pixels, up to 1 for a copy, more for other images. It is
-    the difference in the block that differs most, as a share of the largest that a copy has.
-
-    Raises:
-        SkipSample: an image cannot be decoded.
-    """
+    the difference in the block that differs most, as a share of the largest that a copy has. Raises SkipSample."""
     small, large = sorted((_read(one), _read(other)), key=lambda image: max(image.size))
     if min(large.size) >= 2 * min(small.size):
         large = large.resize(small.size, Image.Resampling.LANCZOS)
@@ -60,11 +56,8 @@ def _part(image: Image.Image, box: np.ndarray, size: tuple[int, int]) -> np.ndar
 
 
 def _overlap(small: Image.Image, large: Image.Image) -> tuple[np.ndarray, np.ndarray]:
-    """Return the boxes of two images that show the same, found by Gauss-Newton steps from coarse to fine.
-
-    The box of the small image without its margin stays, and the corners of the other box move, beside gain and offset.
-    Both boxes are then extended as far as both images reach.
-    """
+    """Return the boxes of two images that show the same, found by Gauss-Newton steps from coarse to fine."""
+    # The box of the small image without its margin stays. The corners of the other box move, beside gain and offset.
     fixed = np.array([_MARGIN, _MARGIN, 1 - _MARGIN, 1 - _MARGIN])
     moved = fixed.copy()
     for level in _LEVELS:
@@ -81,6 +74,7 @@ def _overlap(small: Image.Image, large: Image.Image) -> tuple[np.ndarray, np.nda
             step = np.linalg.solve(damped, slopes.T @ (wanted - seen).ravel())[:4] / (width, height, width, height)
             moved = np.clip(moved + np.clip(step, -0.01, 0.01), *_REACH)
     scale = (moved[2:] - moved[:2]) / (fixed[2:] - fixed[:2])
+    # Both boxes are extended as far as both images reach.
     begin = np.maximum(0, fixed[:2] - moved[:2] / scale)
     end = np.minimum(1, fixed[2:] + (1 - moved[2:]) / scale)
     other = (moved[:2] + (begin - fixed[:2]) * scale, moved[2:] + (end - fixed[2:]) * scale)
@@ -130,5 +124,4 @@ def _rms(pixels: np.ndarray, block: int) -> np.ndarray:
 
 
 def _spread(pixels: np.ndarray, block: int) -> np.ndarray:
-    """Return the standard deviation in each block."""
     return np.sqrt(np.maximum(0, _means(np.square(pixels.astype(np.float64)), block) - _means(pixels, block) ** 2))

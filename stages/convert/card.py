@@ -17,12 +17,7 @@ _EXAMPLES = 6
 
 
 def convert_card(name: str, config: Mapping[str, object], converted: Converted, shards: list[ShardEntry]) -> str:
-    """Return the card, Markdown with the hub's YAML head.
-
-    Args:
-        name: the dataset's name, in words.
-        config: the config of convert, with field names as keys.
-    """
+    """Return the card, Markdown with the hub's YAML head; `config` has the fields of convert's config."""
     sizes = {split: _size([s for s in shards if s.split == split]) for split in SPLITS}
     pictures = np.bincount(converted.plan.splits[converted.pictures["row"].to_numpy()], minlength=len(SPLITS)).tolist()
     figures, examples = converted.figures, converted.examples[:_EXAMPLES]

@@ -17,11 +17,8 @@ _CHUNK = 1 << 22  # number of rows hashed at a time
 
 
 def choose_rows(parts: Sequence[Part], max_rows: int) -> list[np.ndarray]:
-    """Return (m,) int64 for each part, ascending: the chosen row numbers of its subset; `max_rows` in all, or all.
-
-    Memory grows with `max_rows`, not with the source: rows whose draws are certainly too large are dropped chunk by
-    chunk.
-    """
+    """Return (m,) int64 for each part, ascending: the chosen row numbers of its subset; `max_rows` in all, or all."""
+    # Rows whose draws are certainly too large are dropped chunk by chunk, so memory grows with `max_rows` alone.
     starts = np.concatenate([[0], np.cumsum([part.num_rows for part in parts])]).astype(np.int64)
     total = int(starts[-1])
     share = min(1.0, max_rows / max(1, total))

@@ -44,7 +44,6 @@ class SourceReading(StrictModel):
     @field_validator("subsets")
     @classmethod
     def _are_names(cls, subsets: tuple[str, ...]) -> tuple[str, ...]:
-        """Refuse a name that cannot be part of a key; it would be a glob of files."""
         for name in subsets:
             if not _SUBSET.fullmatch(name):
                 raise ValueError(f"{shown(name)} is no name of a subset; it has letters, digits, _ and - alone")
@@ -67,7 +66,7 @@ class SourceReading(StrictModel):
             message = plain_message(first["type"], first["msg"])
             gap = ": " if first["type"] == "value_error" else " "
             raise ValueError(f"{field} of builder {self.builder}{gap}{message}; its options: {known}") from error
-        object.__setattr__(self, "options", whole)
+        object.__setattr__(self, "options", whole)  # the model is frozen, and the fingerprint needs the defaults too
         return self
 
 
@@ -124,7 +123,6 @@ class MixedConvertConfig(ConvertConfig):
 
 
 def raw_role(name: str) -> str:
-    """Return the role of a named source among the inputs of convert."""
     return f"{RAW}-{name}"
 
 

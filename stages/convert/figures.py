@@ -35,21 +35,14 @@ class SubsetFigures:
 
 @dataclass(slots=True)
 class Figures:
-    """Figures of the kept samples.
+    """Figures of the kept samples."""
 
-    Attributes:
-        subsets: name -> the subset's figures, in order of the source.
-        lengths: one of LENGTHS -> length -> number of messages of that length.
-        turns_per_sample: number of turns -> number of samples.
-        scripts: Unicode's name of a script -> number of letters, most frequent first.
-        answers: (first 60 characters of an answer, number of occurrences), most frequent first.
-    """
-
-    subsets: dict[str, SubsetFigures] = field(default_factory=dict)
+    subsets: dict[str, SubsetFigures] = field(default_factory=dict)  # by name, in order of the source
+    # One of LENGTHS -> length -> number of messages of that length.
     lengths: dict[str, Counter[int]] = field(default_factory=lambda: {name: Counter() for name in LENGTHS})
-    turns_per_sample: Counter[int] = field(default_factory=Counter)
-    scripts: dict[str, int] = field(default_factory=dict)
-    answers: list[tuple[str, int]] = field(default_factory=list)
+    turns_per_sample: Counter[int] = field(default_factory=Counter)  # number of turns -> number of samples
+    scripts: dict[str, int] = field(default_factory=dict)  # Unicode's name of a script -> letters, most frequent first
+    answers: list[tuple[str, int]] = field(default_factory=list)  # (first 60 characters, times), most frequent first
 
     @property
     def turns(self) -> int:
@@ -81,11 +74,7 @@ def gather_figures(work: StorePath, scan: Scan, plan: Plan, parts: Mapping[int, 
 
 
 def quantiles(counts: Mapping[int, int]) -> dict[str, float]:
-    """Return minimum, median, mean, 95th percentile and maximum of values; {} if there are none.
-
-    Args:
-        counts: value -> number of occurrences.
-    """
+    """Return minimum, median, mean, 95th percentile and maximum of value -> occurrences; {} if there are no values."""
     if not counts:
         return {}
     values = np.array(sorted(counts))
@@ -120,12 +109,9 @@ def _add_sizes(subset: SubsetFigures, table: pa.Table, splits: np.ndarray) -> No
 def _frequent_answers(
     work: StorePath, scan: Scan, plan: Plan, parts: Sequence[int], buckets: np.ndarray
 ) -> list[tuple[str, int]]:
-    """Return the most frequent answers, counted in bounded memory.
-
-    Args:
-        buckets: (2^18,) number of answers by the top bits of their hash. Only answers in the fullest buckets are
-            counted individually, because any other answer occurs at most as often as its whole bucket.
-    """
+    """Return the most frequent answers. `buckets` is (2^18,): the number of answers by the top bits of their hash."""
+    # In bounded memory: only the answers in the fullest buckets are counted one by one, because any other answer occurs
+    # at most as often as its whole bucket.
     order = np.argsort(-buckets, kind="stable")[:_CANDIDATE_BUCKETS]
     is_candidate = np.zeros(len(buckets), bool)
     is_candidate[order] = buckets[order] > 0

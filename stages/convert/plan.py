@@ -25,50 +25,31 @@ STAYS = -1  # a value in Plan.reasons
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Draw:
-    """The random split of samples that the source puts in no split.
+    """The random split of samples that the source puts in no split."""
 
-    Attributes:
-        seed: another seed holds out other samples.
-        heldout_fraction: share of the groups held out.
-        min_heldout: if fewer samples are held out, the next groups in order are held out too, as long as train keeps at
-            least as many samples.
-    """
-
-    seed: int
-    heldout_fraction: float
+    seed: int  # another seed holds out other samples
+    heldout_fraction: float  # share of the groups held out
+    # If fewer samples are held out, the next groups in order are held out too, as long as train keeps at least as many.
     min_heldout: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedShard:
-    """One shard to write.
+    """One shard to write."""
 
-    Attributes:
-        name: path relative to the artifact, train/shard-00000.tar.
-        split: its split.
-        rows: (m,) int64, ascending: its samples' rows in the scan.
-    """
-
-    name: str
+    name: str  # path relative to the artifact, train/shard-00000.tar
     split: Split
-    rows: np.ndarray
+    rows: np.ndarray  # (m,) int64, ascending: its samples' rows in the scan
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The output that convert will write; n is the number of rows of the scan.
+    """The output that convert will write; n is the number of rows of the scan."""
 
-    Attributes:
-        reasons: (n,) int8: why a row is left out, an index of REASONS; STAYS if it is kept.
-        firsts: (n,) int64: the row that an exact duplicate repeats; a row's own number if it is not a duplicate.
-        splits: (n,) int8: the split of a kept row, an index of SPLITS; LEFT_OUT otherwise.
-        shards: train before heldout, in order of their names.
-    """
-
-    reasons: np.ndarray
-    firsts: np.ndarray
-    splits: np.ndarray
-    shards: list[PlannedShard]
+    reasons: np.ndarray  # (n,) int8: why a row is left out, an index of REASONS; STAYS if it is kept
+    firsts: np.ndarray  # (n,) int64: the row that an exact duplicate repeats; a row's own number if it is no duplicate
+    splits: np.ndarray  # (n,) int8: the split of a kept row, an index of SPLITS; LEFT_OUT otherwise
+    shards: list[PlannedShard]  # train before heldout, in order of their names
 
     @property
     def kept(self) -> np.ndarray:
@@ -86,7 +67,6 @@ def make_plan(scan: Scan, own_splits: list[Split | None], draw: Draw, shard_byte
 
     Args:
         own_splits: for each part, the split that the source itself puts its rows in, or None.
-        draw: the random split of the other rows.
         shard_bytes: a shard is closed before it grows over this.
     """
     scanned_reasons = pc.index_in(scan.table["reason"], value_set=pa.array(REASONS), skip_nulls=True)
@@ -129,15 +109,14 @@ def _ticket(seed: int, digest: bytes) -> int:
 
 def _first_places(codes: np.ndarray) -> np.ndarray:
     """Return (k,) the first index of each of the codes 0 ... k-1, which are numbered in order of appearance."""
+    # A code is new where the running maximum rises.
     highest = np.maximum.accumulate(np.concatenate([[-1], codes]))
     return np.flatnonzero(np.diff(highest))
 
 
 class _Groups:
-    """Groups of samples that must be in the same split: samples connected by shared images, and exact duplicates.
-
-    The name of a group is its smallest image hash, or the sample's own digest if there is no image.
-    """
+    """Groups of samples that must be in the same split: samples connected by shared images, and exact duplicates. A
+    group is named by its smallest image hash, or the sample's own digest if there is no image."""
 
     def __init__(self, scan: Scan, usable: np.ndarray, codes: np.ndarray, digests: pa.Array) -> None:
         hashes, self.ids, self.lengths = _picture_ids(scan, usable)
@@ -153,14 +132,13 @@ class _Groups:
     def splits(self, own: np.ndarray, draw: Draw, stays: np.ndarray) -> np.ndarray:
         """Return (m,) int8, indices of SPLITS, for the usable samples.
 
-        A group is heldout if the source holds out any of its samples; else train if the source puts any of them in
-        train; else its split is drawn by its name.
-
         Args:
             own: (m,) int8: 1 + the index of the source's own split, 0 if the source has none.
             stays: (m,) bool: whether a sample is not a duplicate.
         """
         of_group = np.zeros(len(self.names), np.int8)
+        # The source decides where it can: heldout, which has the larger number, if it holds out any sample of the
+        # group, else train if it puts any there. Else the split is drawn by the group's name.
         np.maximum.at(of_group, self.of_sample, own)
         has_samples = np.zeros(len(of_group), bool)
         has_samples[self.of_sample] = True
@@ -174,14 +152,8 @@ class _Groups:
         return splits
 
     def _hold_out_more(self, of_group: np.ndarray, undecided: np.ndarray, draw: Draw, sizes: np.ndarray) -> None:
-        """Hold out further groups, in the order of their draws, until there are `min_heldout` samples.
-
-        A group that would leave fewer samples in train than in heldout is skipped.
-
-        Args:
-            of_group: (groups,) int8: 1 + the index of each group's split; changed in place.
-            sizes: (groups,) number of samples without duplicates.
-        """
+        """Hold out further groups, in the order of their draws, until there are `min_heldout` samples. `of_group` (1 +
+        index of the split) is changed in place; `sizes` are the groups' samples without duplicates."""
         heldout = 1 + SPLITS.index("heldout")
         num_heldout, most = int(sizes[of_group == heldout].sum()), int(sizes.sum()) // 2
         if num_heldout >= draw.min_heldout:
@@ -191,6 +163,7 @@ class _Groups:
         for _, group in sorted(zip(tickets, others.tolist())):
             if num_heldout >= draw.min_heldout:
                 return
+            # A group is passed over if it would leave fewer samples in train than in heldout.
             if num_heldout + sizes[group] <= most:
                 of_group[group] = heldout
                 num_heldout += int(sizes[group])

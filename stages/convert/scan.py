@@ -60,19 +60,14 @@ _REMEMBERED = 256  # checked images that a worker remembers: neighbouring rows o
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScanTask:
-    """One part to scan, and the path of the result.
-
-    Attributes:
-        rows: (m,) int64: the rows of the subset to read; None: all rows of the part.
-        decode: whether images are decoded; False: only their headers are read.
-    """
+    """One part to scan, and the path of the result."""
 
     part: Part
-    rows: np.ndarray | None
+    rows: np.ndarray | None  # (m,) int64: the rows of the subset to read; None: all rows of the part
     builder: str
     options: StrictModel
     limits: ImageLimits
-    decode: bool
+    decode: bool  # whether images are decoded; False: only their headers are read
     out: StorePath
 
     @property
@@ -82,15 +77,10 @@ class ScanTask:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """The columns of all parts that the plan needs. Nothing else in memory grows with the source.
+    """The columns of all parts that the plan needs. Nothing else in memory grows with the source."""
 
-    Attributes:
-        table: PLAN_COLUMNS; one row per sample, in order.
-        starts: (parts + 1,) int64: start index of each part's rows in the table, and the table's length.
-    """
-
-    table: pa.Table
-    starts: np.ndarray
+    table: pa.Table  # PLAN_COLUMNS; one row per sample, in order
+    starts: np.ndarray  # (parts + 1,) int64: start index of each part's rows in the table, and the table's length
 
     def __len__(self) -> int:
         return len(self.table)
@@ -101,7 +91,6 @@ class Scan:
 
 
 def scan_path(work: StorePath, number: int) -> StorePath:
-    """Return the path of the scan of part `number` while convert runs."""
     return work / "scan" / f"{number:06d}.parquet"
 
 
@@ -115,16 +104,13 @@ def scan_part(task: ScanTask) -> int:
 
 
 def scan_all(tasks: Sequence[ScanTask], resources: StageResources) -> Scan:
-    """Scan the parts that are not scanned yet, and read the columns that the plan needs from all parts.
-
-    Progress is reported in raw rows, out of twice their number: the second half is for pass 2.
-    """
+    """Scan the parts that are not scanned yet, and read the columns that the plan needs from all parts."""
     total_rows = sum(task.num_rows for task in tasks)
     to_do = [task for task in tasks if not task.out.is_file()]
     finished_rows = total_rows - sum(task.num_rows for task in to_do)
     for _, num_rows in run_tasks(scan_part, to_do, resources):
         finished_rows += num_rows
-        resources.report(finished_rows, 2 * total_rows)
+        resources.report(finished_rows, 2 * total_rows)  # the second half is for pass 2
     tables = [read_columns(task.out, PLAN_COLUMNS) for task in tasks]
     starts = np.concatenate([[0], np.cumsum([len(table) for table in tables])]).astype(np.int64)
     return Scan(pa.concat_tables(tables), starts)
@@ -140,15 +126,8 @@ def assert_parts_apart(parts: Sequence[Part]) -> None:
 def _nothing_lost(
     part: Part, chosen: set[int] | None, items: Iterator[Sample | SkippedRow]
 ) -> Iterator[Sample | SkippedRow]:
-    """Yield the same items, and check that no row is lost.
-
-    Args:
-        chosen: the rows to be read; None: all rows of the part.
-
-    Raises:
-        InputError: the rows read differ from the rows counted.
-        AssertionError: a key occurs twice, or is not of the part's subset.
-    """
+    """Yield the same items, and check that they are all rows of the part, or all `chosen` ones. InputError: the rows
+    read differ from the rows counted; AssertionError: a key occurs twice, or is not of the part's subset."""
     expected = range(part.first_row, part.first_row + part.num_rows) if chosen is None else chosen
     row, rows, keys = -1, 0, set()
     for item in items:

@@ -26,22 +26,13 @@ _IDENTITY_COLUMNS = ("key", "digest", "pictures.list.element.sha256", "checksums
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RawRows:
-    """Parts of the sources, and the builders that read their rows.
-
-    Attributes:
-        parts: number of a part -> the part.
-        readers: number of a part -> name of its builder, and the builder's options.
-    """
+    """Parts of the sources by number, and the builders that read their rows."""
 
     parts: Mapping[int, Part]
-    readers: Mapping[int, tuple[str, StrictModel]]
+    readers: Mapping[int, tuple[str, StrictModel]]  # name of the part's builder, and its options
 
     def read(self, number: int, keys: Sequence[str]) -> Iterator[Sample]:
-        """Yield the samples of a part with these keys, in the order of the source.
-
-        Raises:
-            InputError: the part changed after it was scanned.
-        """
+        """Yield the samples of a part with these keys, in the order of the source."""
         part, (builder, options), chosen_keys = self.parts[number], self.readers[number], set(keys)
         num_samples = 0
         for item in get_builder(builder).iter_part(part, options, {part.row(key) for key in keys}):
@@ -54,19 +45,13 @@ class RawRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WriteTask:
-    """One shard to write below `work`.
-
-    Attributes:
-        name: path below `work`, train/shard-00000.tar.
-        rows: part number -> (m,) int64 row numbers in that part's scan, ascending.
-        source: the parts in `rows`.
-    """
+    """One shard to write below `work`."""
 
     work: StorePath
-    name: str
+    name: str  # path below `work`, train/shard-00000.tar
     split: Split
-    rows: Mapping[int, np.ndarray]
-    source: RawRows
+    rows: Mapping[int, np.ndarray]  # part number -> (m,) int64 row numbers in that part's scan, ascending
+    source: RawRows  # the parts in `rows`
 
 
 def write_tasks(work: StorePath, scan: Scan, plan: Plan, source: RawRows) -> Iterator[WriteTask]:
@@ -84,11 +69,7 @@ def write_tasks(work: StorePath, scan: Scan, plan: Plan, source: RawRows) -> Ite
 
 
 def write_shard(task: WriteTask) -> ShardEntry:
-    """Copy a shard's samples from the source, unless an earlier run did; return the shard's entry.
-
-    Raises:
-        InputError: a sample changed after it was scanned.
-    """
+    """Copy a shard's samples from the source, unless an earlier run did; return the shard's entry."""
     entry = finished_shard(task.work, task.name)
     if entry is not None:
         return entry
