@@ -34,15 +34,10 @@ SYSTEM_PROMPT = "system_prompt.txt"  # file of an exported directory: the system
 
 @dataclass(frozen=True, eq=False, slots=True)
 class TokenizedText:
-    """A conversation as tokens, one placeholder per image.
+    """A conversation as tokens, one placeholder per image."""
 
-    Attributes:
-        ids: (n,) int32.
-        mask: (n,) uint8, 1 where the token itself is trained on.
-    """
-
-    ids: np.ndarray
-    mask: np.ndarray
+    ids: np.ndarray  # (n,) int32
+    mask: np.ndarray  # (n,) uint8, 1 where the token itself is trained on
 
 
 def learnt_answers(messages: Sequence[Message], learn: Learn) -> list[bool]:
@@ -73,20 +68,6 @@ class ChatEncoder:
     Args:
         learn: which answers are trained on (never one with is_learnt=False), and whether with their reasoning.
         system_prompt: the first message of a conversation that has no system message of its own.
-
-    Attributes:
-        tokenizer: the directory's tokenizer.
-        template: the directory's chat template.
-        format: the template's format of reasoning.
-        images: ids that mark the images of a prompt, from config.json; None for a text-only model.
-        image_token_id: id of an image token, or -1.
-        end_of_turn_id: id of the token that ends an answer.
-        vocab_size: number of rows of the model's embedding.
-        merge_size: side of the block of patches that becomes one image token.
-        learn, system_prompt: the arguments.
-
-    Raises:
-        InputError: the directory lacks a ChatML token, or the template has a structure that cannot be masked.
     """
 
     def __init__(self, hf_dir: Path, learn: Learn = LEARN_ALL, system_prompt: str | None = None) -> None:
@@ -95,9 +76,10 @@ class ChatEncoder:
         self.learn, self.system_prompt = learn, system_prompt
         self.tokenizer = load_tokenizer(hf_dir)
         self.template = chat_template(hf_dir, self.tokenizer.chat_template, self.tokenizer.special_tokens_map)
-        self.images = shape.images
+        self.images = shape.images  # ids that mark the images of a prompt; None for a text-only model
         self.image_token_id = shape.images.image_token_id if shape.images else -1
-        self.vocab_size = shape.language.vocab_size
+        self.vocab_size = shape.language.vocab_size  # rows of the embedding
+        # Side of the block of patches that becomes one image token.
         self.merge_size = shape.vision.spatial_merge_size if shape.vision else 1
         added = self.tokenizer.get_added_vocab()
         for token in family.turn_tokens:
@@ -120,12 +102,8 @@ class ChatEncoder:
         return message.reasoning.strip()
 
     def cut(self, conversations: Sequence[Conversation]) -> list[list[Conversation]]:
-        """Cut conversations so that training matches inference; for most templates, they are returned unchanged.
-
-        Returns:
-            For each conversation, one or more parts that start at its first turn. Each answer to train on is trained on
-            in exactly one part.
-        """
+        """Cut conversations so that training matches inference, each into one or more parts that start at its first
+        turn. Each answer to train on is trained on in exactly one part. Most templates need no cut."""
         if self.format.is_fixed:
             return [[messages] for messages in conversations]
         learnt = [learnt_answers(messages, self.learn) for messages in conversations]
@@ -174,14 +152,8 @@ class ChatEncoder:
         return texts
 
     def splice(self, text: TokenizedText, patches: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Insert the image tokens; return input_ids and loss_mask. See `encode`.
-
-        Args:
-            patches: (images,) integers: number of patches of each image, before merging.
-
-        Raises:
-            SkipSample: image_count_mismatch.
-        """
+        """Insert the image tokens; return input_ids and loss_mask. See `encode`. `patches` are (images,) integers: the
+        number of patches of each image, before merging."""
         repeats = self._repeats(text.ids, patches)
         return np.repeat(text.ids, repeats), np.repeat(text.mask, repeats)
 
@@ -193,7 +165,7 @@ class ChatEncoder:
     def prompt_ids(self, messages: Sequence[Message], grids: np.ndarray) -> np.ndarray:
         """Return `encode_prompt` with one placeholder per image, for an engine that inserts the image tokens."""
         ids = self._prompt(messages)
-        self._repeats(ids, _patches(grids))
+        self._repeats(ids, _patches(grids))  # for its check alone
         return ids
 
     def _prompt(self, messages: Sequence[Message]) -> np.ndarray:
@@ -283,20 +255,14 @@ class ChatEncoder:
         return mask
 
     def _count_given(self, turn: np.ndarray, answer: Message, is_learnt: bool) -> int:
-        """Return the number of ids between an answer's header and the part that the model generates.
-
-        Args:
-            turn: (n,) int32: the ids from the end of the header to the end of the turn.
-
-        Raises:
-            SkipSample: mask_span_mismatch: the ids differ from the inference prompt or the answer; or, in a turn that
-                is not trained on, the text differs from the answer.
-        """
+        """Return the number of ids between an answer's header and the part that the model generates. `turn` is (n,)
+        int32, the ids from the end of the header to the end of the turn."""
         reasoning, text = self.reasoning_of(answer), answer.text.strip()
         given, decoded = self._given[bool(reasoning)], self.decode(turn)
         expected = self._normalize(self.format.given(reasoning) + self.format.written(reasoning, text))
         if decoded == expected and np.array_equal(turn[: len(given)], given):
             return len(given)
+        # A turn that is not trained on may be written as history, without its reasoning.
         if is_learnt or decoded not in (self._normalize(text), self._normalize(self.format.closed + text)):
             raise SkipSample("mask_span_mismatch", f"found {decoded[:60]!r} for the answer {text[:60]!r}")
         return 0
@@ -320,6 +286,7 @@ class ChatEncoder:
         return self._normalize(self.format.written(self.reasoning_of(answer), answer.text.strip())) + self._end_of_turn
 
     def _normalize(self, text: str) -> str:
+        # A tokenizer may normalize a text first (NFC for Qwen), and the ids then decode to the normalized text.
         normalizer = self.tokenizer.backend_tokenizer.normalizer
         return normalizer.normalize_str(text) if normalizer else text
 
@@ -354,11 +321,7 @@ class ChatEncoder:
 
 
 def load_tokenizer(hf_dir: Path) -> "transformers.PreTrainedTokenizerBase":
-    """Return the directory's tokenizer with its chat template.
-
-    Raises:
-        InputError: transformers cannot load it.
-    """
+    """Return the directory's tokenizer with its chat template."""
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(hf_dir, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise a dozen kinds of errors, including bare Exception

@@ -31,11 +31,7 @@ _NO_PICTURES = PixelConfig(
 
 
 def load_image_config(hf_dir: Path, min_pixels: int | None = None, max_pixels: int | None = None) -> PixelConfig:
-    """Return the resizing and patch settings of a model's image processor; the areas may be overridden.
-
-    Raises:
-        InputError: a field is missing, contradicts config.json or another file, or has a value that is not supported.
-    """
+    """Return the resizing and patch settings of a model's image processor; the areas may be overridden."""
     family, shape = read_model(hf_dir)
     if family.image_processor is None:
         return _NO_PICTURES
@@ -71,11 +67,7 @@ def _image_config(
 
 def _size_of(file: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return `shortest_edge` and `longest_edge`, the limits of an image's area, as transformers' processor reads them:
-    min_pixels and max_pixels replace those of size, and without size its own defaults count.
-
-    Raises:
-        InputError: transformers would refuse the size.
-    """
+    min_pixels and max_pixels replace those of size, and without size its own defaults count."""
     size, olds = raw.get("size"), {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}
     if isinstance(size, Mapping) or size is None:
         size = dict(_DEFAULT_SIZE if size is None else size)

@@ -20,12 +20,8 @@ class PromptFormat(StrictModel):
 def read_prompt_format(hf_dir: Path, tokenized: Mapping[str, Any] | None = None) -> PromptFormat:
     """Return the prompt format of a model directory, or of the export of a training that starts from it.
 
-    Args:
-        tokenized: stats of the tokenized samples of that training. If a limit is missing, the directory's limit
-            applies; if the system prompt is missing, there is none, even if the directory has one.
-
-    Raises:
-        InputError: preprocessor_config.json is missing or not supported.
+    `tokenized` are the stats of the tokenized samples of that training. If a limit is missing, the directory's limit
+    applies; if the system prompt is missing, there is none, even if the directory has one.
     """
     if tokenized is None:
         return PromptFormat(pixels=load_image_config(hf_dir), system_prompt=read_system_prompt(hf_dir))

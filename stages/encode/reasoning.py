@@ -21,21 +21,14 @@ _TRIAL_TURNS = 3
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """A template's format of an answer's turn.
+    """A template's format of an answer's turn."""
 
-    Attributes:
-        closed: the prompt's text after the assistant header if no reasoning is requested: nothing, or an empty block.
-        opened: the prompt's text after the assistant header if reasoning is requested; None: the template writes no
-            reasoning.
-        before, between: the text that the model writes before its reasoning, and between reasoning and answer.
-        keeps: for answers without reasoning, and for answers with reasoning: whether the text of a conversation begins
-            with the texts up to each of its answers.
-    """
-
-    closed: str = ""
-    opened: str | None = None
-    before: str = ""
-    between: str = ""
+    closed: str = ""  # the prompt after the assistant header if no reasoning is requested: nothing, or an empty block
+    opened: str | None = None  # the same if reasoning is requested; None: the template writes no reasoning
+    before: str = ""  # the text that the model writes before its reasoning
+    between: str = ""  # the text that it writes between reasoning and answer
+    # For answers without reasoning, and for answers with reasoning: whether the text of a conversation begins with the
+    # texts up to each of its answers.
     keeps: tuple[bool, bool] = (True, True)
 
     @property
@@ -89,8 +82,6 @@ def cut_conversations(
     Args:
         learnt: for each assistant message of each conversation, whether it is trained on.
         reasoned: for each message of each conversation, whether the template is given reasoning before it.
-        render: conversations -> the template's text of each.
-        keeps: see `ReasoningFormat`.
     """
     cut = [[messages] for messages in conversations]
     looked_at: dict[int, list[int]] = {}  # number of a conversation -> indices of its answers to train on
@@ -110,7 +101,7 @@ def _parts(messages: Conversation, texts: dict[int, str | SkipSample]) -> list[C
     """Return the parts of one conversation, from the text up to each of its answers to train on."""
     parts: list[Conversation] = []
     while texts:
-        end = max(texts)
+        end = max(texts)  # the text up to the last answer also trains the answers with whose own texts it begins
         whole = texts[end]
         taught = {place for place, text in texts.items() if place == end or _begins(whole, text)}
         texts = {place: text for place, text in texts.items() if place not in taught}

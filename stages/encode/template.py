@@ -45,13 +45,7 @@ Messages = list[dict[str, Any]]  # one conversation, in the form of transformers
 
 
 class ChatTemplate:
-    """Renderer of conversations with one template.
-
-    Args:
-        owner: the model's directory, for error messages.
-        template: the template's text.
-        variables: further variables of the template, plain values.
-    """
+    """Renderer of conversations with one template. `owner` is the model's directory, for messages."""
 
     def __init__(self, owner: str, template: str, variables: Mapping[str, Any]) -> None:
         self._owner = owner
@@ -68,15 +62,8 @@ class ChatTemplate:
         self._deaths = 0
 
     def check(self, has_images: bool) -> None:
-        """Render small conversations.
-
-        Args:
-            has_images: whether one of them has an image.
-
-        Raises:
-            InputError: the template exceeds a limit, fails, refuses a plain question, or its text before an answer
-                differs from the prompt for that answer.
-        """
+        """Render small conversations, one of them with an image if `has_images`. InputError: the template exceeds a
+        limit, fails, refuses a plain question, or writes other text before an answer than in the answer's prompt."""
         for number, trial in enumerate([_turns(1)[:1], _PICTURE_TRIAL][: 1 + has_images]):
             ((kind, text),) = self._outcomes([_request(trial, number == 0, thinks=False)])
             if kind == "failed" or (kind == "refused" and number == 0):
@@ -105,12 +92,8 @@ class ChatTemplate:
     ) -> list[str | SkipSample]:
         """Return the text of each conversation, or the reason why there is none.
 
-        Args:
-            thinks: whether reasoning is requested before the last answer (`enable_thinking`); None: only if a
-                conversation's last message has reasoning.
-
-        Raises:
-            InputError: too many conversations exceed a limit.
+        `thinks`: whether reasoning is requested before the last answer (`enable_thinking`); None: only if a
+        conversation's last message has reasoning.
         """
         texts: list[str | SkipSample] = []
         requests = [
@@ -166,22 +149,15 @@ class ChatTemplate:
 
 
 def chat_template(hf_dir: Path, template: str, variables: Mapping[str, Any]) -> ChatTemplate:
-    """Return the checked template of a model directory; this process caches the last two.
-
-    Raises:
-        InputError: see `ChatTemplate.check`.
-    """
+    """Return the checked template of a model directory; this process caches the last two."""
     has_images = read_model(hf_dir)[1].images is not None
     settings = json.dumps(dict(variables), default=str, sort_keys=True)
+    # By process, since a forked child must not write into the pipe of its parent.
     return _checked(os.getpid(), str(hf_dir), template, settings, has_images)
 
 
 def check_template(hf_dir: Path) -> None:
-    """Check that the template of a model directory keeps the limits, before a tokenizer is loaded.
-
-    Raises:
-        InputError: the template exceeds a limit; see also `read_template`.
-    """
+    """Check that the template of a model directory keeps the limits, before a tokenizer is loaded."""
     template, tokens = read_template(hf_dir)
     if template is not None:
         chat_template(hf_dir, template, tokens)
@@ -195,11 +171,7 @@ def _checked(pid: int, owner: str, template: str, variables: str, has_images: bo
 
 
 def read_template(hf_dir: Path) -> tuple[str | None, dict[str, Any]]:
-    """Return a model directory's template and special tokens, only from its files; None if no template is a text.
-
-    Raises:
-        InputError: a file cannot be read.
-    """
+    """Return a model directory's template and special tokens, only from its files; None if no template is a text."""
     file, settings = hf_dir / "chat_template.jinja", hf_dir / "tokenizer_config.json"
     config = read_json(settings) if settings.is_file() else {}
     tokens = {name: value for name, value in config.items() if name.endswith("_token") and isinstance(value, str)}
@@ -213,7 +185,6 @@ def read_template(hf_dir: Path) -> tuple[str | None, dict[str, Any]]:
 
 
 def _turns(number: int) -> Messages:
-    """Return a conversation of questions and answers."""
     pairs = [("What is it?", "A seven."), ("And now?", "Still a seven."), ("Is it odd?", "Yes.")][:number]
     roles = ("user", "assistant")
     return [{"role": role, "content": text} for pair in pairs for role, text in zip(roles, pair)]

@@ -29,6 +29,7 @@ def mismatch(chat: "ChatEncoder") -> str:
     for (name, part), text in zip(parts, chat.tokenize([part for _, part in parts])):
         if isinstance(text, SkipSample):
             return f"with {name} {text.detail}"
+        # Every other change of the mask is the start of a trained answer.
         starts = np.flatnonzero(np.diff(text.mask, prepend=0, append=0))[::2]
         learnt = [place for place, message in enumerate(part) if message.role == "assistant" and message.is_learnt]
         # all answers, or only the last one

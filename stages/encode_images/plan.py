@@ -25,18 +25,13 @@ from stages.encode_images.scan import ScanTask
 
 @dataclass(slots=True)
 class ImagePlan:
-    """The distinct images seen so far, and the current shard. Takes about 250 bytes per distinct image.
-
-    Attributes:
-        limit: maximal number of patches in a shard; a larger image has a shard of its own.
-        uses: number of images seen, including repetitions.
-    """
+    """The distinct images seen so far, and the current shard. Takes about 250 bytes per distinct image."""
 
     directory: StorePath
-    limit: int
+    limit: int  # patches in a shard, at most; a larger image has a shard of its own
     places: dict[bytes, FeaturePlace] = field(default_factory=dict)
     num_shards: int = 0
-    uses: int = 0
+    uses: int = 0  # number of images seen, including repetitions
     _rows: list[dict] = field(default_factory=list)
     _patches: int = 0
     _split: Split | None = None
@@ -65,18 +60,14 @@ class ImagePlan:
 
 
 def plan_images(tasks: Sequence[ScanTask], directory: StorePath, limit: int) -> ImagePlan:
-    """Write the tables of all feature shards and of all tokenized shards.
-
-    Args:
-        tasks: one per tokenized shard; their tables of images must exist.
-        limit: maximal number of patches in a feature shard.
-    """
+    """Write the tables of all feature shards, of at most `limit` patches, and of all tokenized shards. Each task is a
+    tokenized shard whose table of images exists."""
     plan = ImagePlan(directory, limit)
     for task in tasks:
         columns: dict[str, list] = {name: [] for name in SAMPLE_SCHEMA.names}
         for image in pq.read_table(task.out).to_pylist():
             place = plan.add(image, task.shard.split)
-            if image["number"] == 0:
+            if image["number"] == 0:  # the first image of the next sample
                 for column, value in zip(columns.values(), (image["offset"], [], [])):
                     column.append(value)
             columns["shards"][-1].append(place.shard)

@@ -20,25 +20,17 @@ _BYTES_PER_WORKER = 1e9  # bytes that are read and hashed in about the time that
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScanTask:
-    """One shard to scan.
+    """One shard to scan."""
 
-    Attributes:
-        shard: a shard of the artifact in `directory`.
-        out: path of the table, with IMAGE_SCHEMA: a row for each use of an image, in the samples' order.
-    """
-
-    directory: StorePath
+    directory: StorePath  # of the artifact
     shard: ShardEntry
     pixels: PixelStore
-    out: StorePath
+    out: StorePath  # path of the table, with IMAGE_SCHEMA: a row for each use of an image, in the samples' order
 
 
 def scan_images(tokenized: Artifact, directory: StorePath, resources: StageResources) -> list[ScanTask]:
-    """Write the missing tables of all shards to `directory`; progress is in samples.
-
-    Returns:
-        One task per shard, in the manifest's order.
-    """
+    """Write the missing tables of all shards to `directory`; progress is in samples. Return a task per shard, in the
+    manifest's order."""
     make_dir(directory)
     shards, pixels = tokenized.manifest.shards, read_pixel_store(tokenized.dir, tokenized.manifest.stats)
     tasks = [

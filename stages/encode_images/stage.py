@@ -86,7 +86,6 @@ def _run_config(
 
 
 def _stats(work: Path, plan: ImagePlan, store: FeatureStore) -> dict[str, Any]:
-    """Return the manifest's figures."""
     tokens, largest_error = 0, 0.0
     for number in range(plan.num_shards):
         table = read_table(work / index_name(number))

@@ -24,17 +24,12 @@ class Evaluation:
     Args:
         overrides: subset -> its metrics, for subsets that differ from the table of metrics.
         losses: key of a sample -> the loss of its reference answers, if the trainer measured it.
-
-    Attributes:
-        predictions: all predictions, in the order in which they were added.
-        table: {subset or overall: {metric: value}}, without contaminated samples.
-        with_contaminated: subset or overall -> its `score` including contaminated samples; empty if there are none.
     """
 
     def __init__(self, overrides: Mapping[str, Sequence[str]], losses: Mapping[str, HeldoutRow] | None = None) -> None:
-        self.predictions: list[Prediction] = []
-        self.table: dict[str, dict[str, float]] = {}
-        self.with_contaminated: dict[str, float] = {}
+        self.predictions: list[Prediction] = []  # in the order in which they were added
+        self.table: dict[str, dict[str, float]] = {}  # by subset or overall, and metric; without contaminated samples
+        self.with_contaminated: dict[str, float] = {}  # subset or overall -> `score` with them; empty if there are none
         self._overrides, self._losses = overrides, losses or {}
         self._pictures: list[list[str]] = []
         self._rows: dict[str, list[int]] = defaultdict(list)
@@ -43,28 +38,20 @@ class Evaluation:
         self._overall: Interval | None = None
 
     def add(self, pictures: list[str], predictions: Sequence[Prediction]) -> None:
-        """Add the predictions of a sample.
-
-        Args:
-            pictures: digests of the sample's images.
-        """
+        """Add the predictions of a sample; `pictures` are the digests of its images."""
         for prediction in predictions:
             self._rows[prediction.key].append(len(self.predictions))
             self.predictions.append(prediction)
             self._pictures.append(pictures)
 
     def score(self) -> None:
-        """Score all predictions that were added. Contaminated samples get scores per answer, but no other score counts
-        them.
-
-        Raises:
-            ValueError: no prediction counts.
-        """
+        """Score all predictions that were added; ValueError if none of them counts."""
         predictions, rows = self.predictions, self._counted()
         judged = [Judged(question=p.question, references=p.references, answer=p.answer) for p in predictions]
         subsets, samples = ([getattr(p, name) for p in predictions] for name in ("subset", "key"))
         everything = AnswerSet(subset=subsets, sample=samples, pictures=self._pictures, judged=judged)
         self._scored = [Scored("", None)] * len(predictions)
+        # Contaminated samples get scores per answer, but no other score counts them.
         if len(rows) < len(predictions):
             scores, overall = score_subsets(everything, self._overrides, _POINT)
             self._set_rows(scores, self._groups(range(len(predictions))))

@@ -14,11 +14,7 @@ assert tuple(HEALTH) == HEALTH_NAMES
 
 
 def health(answers: Sequence[Prediction]) -> dict[str, float]:
-    """Return the mean of each figure over a set of answers.
-
-    Raises:
-        ValueError: there are no answers; a mean over nothing is not a score.
-    """
+    """Return the mean of each figure over a set of answers; ValueError if it is empty."""
     if not answers:
         raise ValueError("no answers to score")
     return {name: sum(metric(answer) for answer in answers) / len(answers) for name, metric in HEALTH.items()}

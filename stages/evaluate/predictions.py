@@ -41,28 +41,17 @@ _OF_THE_SAMPLE = ("metric", "score", "num_images", "pictures", "image")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """One assistant turn of a held-out sample, and the model's answer.
-
-    Attributes:
-        turn: number of the assistant turn in its sample, from 0.
-        question: the user's text before the turn, without image slots.
-        reference: the data's answer.
-        references: all answers that count as right; only `reference` if the data has no others.
-        stopped: whether the model generated an end-of-turn token.
-        num_tokens: number of generated tokens, without the end-of-turn token.
-        contaminated: how an image of the sample occurs in the training split (no score counts the answer then); None:
-            no image does.
-    """
+    """One assistant turn of a held-out sample, and the model's answer."""
 
     key: str
-    turn: int
-    question: str
-    reference: str
-    references: tuple[str, ...]
+    turn: int  # number of the assistant turn in its sample, from 0
+    question: str  # the user's text before the turn, without image slots
+    reference: str  # the data's answer
+    references: tuple[str, ...]  # all answers that count as right; only `reference` if the data has no others
     answer: str
-    stopped: bool
-    num_tokens: int
-    contaminated: str | None = None
+    stopped: bool  # whether the model generated an end-of-turn token
+    num_tokens: int  # generated, without the end-of-turn token
+    contaminated: str | None = None  # how one of its images occurs in train, and no score counts it; None: none does
 
     @property
     def subset(self) -> str:
@@ -71,15 +60,10 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """The score of a single answer.
+    """The score of a single answer."""
 
-    Attributes:
-        metric: the headline metric of its subset.
-        score: the score by that metric, converted so that more is better (1 - rate for an error rate); None if the
-            answer has no score.
-    """
-
-    metric: str
+    metric: str  # the headline metric of its subset
+    # By that metric, converted so that more is better (1 - rate for an error rate); None if the answer has no score.
     score: float | None
 
 
@@ -109,11 +93,7 @@ def predictions_table(samples: Sequence[Sample], rows: Sequence[tuple[Prediction
 
 
 def read_predictions(directory: StorePath, columns: Sequence[str] | None = None) -> pa.Table:
-    """Read predictions.parquet of an evaluation, with PREDICTIONS_SCHEMA.
-
-    Args:
-        columns: names of the columns to read; None: all, including images.
-    """
+    """Read predictions.parquet of an evaluation, with PREDICTIONS_SCHEMA; without `columns` all, including images."""
     chosen = None if columns is None else list(columns)
     return pq.read_table(local_copy(directory / PREDICTIONS), columns=chosen, schema=PREDICTIONS_SCHEMA)
 

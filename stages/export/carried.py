@@ -9,13 +9,8 @@ from trainer.model.rules import stored_rules
 
 
 def count_carried(hf_dir: Path, train: TrainConfig | None = None) -> dict[str, int]:
-    """Return name prefix -> number of carried (copied) tensors of a directory; empty if there are none.
-
-    The numbers come from the headers of the safetensors files.
-
-    Args:
-        train: the training, which may compute some of them; None: it computes none.
-    """
+    """Return name prefix -> number of carried (copied) tensors of a directory, from the headers of its safetensors
+    files. `train` is the training, which may compute some of them; None: it computes none."""
     family, shape = read_model(hf_dir, train)
     names = {name for file in weight_files(hf_dir) for name in safetensors_header(hf_dir / file)}
     names -= {name for rule in stored_rules(family.weight_rules(shape), names) for name in rule.hf}

@@ -128,11 +128,7 @@ def _run_config(inputs: Mapping[str, Input], source: Path, job_dir: Path, resour
 
 
 def copy_processor_files(source: Path, hf_dir: Path, tokenized: Mapping[str, Any]) -> None:
-    """Copy tokenizer, template and configs of the source; write pixel limits, system prompt and dtype of the export.
-
-    Args:
-        tokenized: the stats of the tokenized artifact, which have the training's pixel limits and system prompt.
-    """
+    """Copy tokenizer, template and configs of the source; write pixel limits, system prompt and dtype of the export."""
     for file in sorted({f for pattern in _COPIED for f in source.glob(pattern)}):
         if file.name not in _NOT_COPIED and not file.name.startswith(("manifest.", "report.")):
             shutil.copyfile(file, hf_dir / file.name)
@@ -153,12 +149,7 @@ def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
 
 
 def written_dtype(hf_dir: Path) -> str:
-    """Return the dtype of most numbers in a directory's safetensors, in torch's spelling. Some models also have a few
-    tensors of another dtype.
-
-    Raises:
-        InputError: there are no weights.
-    """
+    """Return the dtype of most numbers in a directory's safetensors, in torch's spelling; a few tensors may differ."""
     numbers: Counter[str] = Counter()
     for file in weight_files(hf_dir):
         for entry in safetensors_header(hf_dir / file).values():

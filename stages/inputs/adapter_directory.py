@@ -37,27 +37,16 @@ _FINITE = {"F32": ("<u4", 0x7F800000), "BF16": ("<u2", 0x7F80), "F16": ("<u2", 0
 
 @dataclass(frozen=True, slots=True)
 class AdapterDirectory:
-    """An adapter that matches its model.
-
-    Attributes:
-        scaling: the factor applied to the product B A.
-        modules: names of the adapted linear layers, as in transformers.
-        whole: names of parameters that replace the model's parameters.
-    """
+    """An adapter that matches its model."""
 
     path: Path
-    scaling: float
-    modules: tuple[str, ...]
-    whole: tuple[str, ...]
+    scaling: float  # the factor applied to the product B A
+    modules: tuple[str, ...]  # names of the adapted linear layers, as in transformers
+    whole: tuple[str, ...]  # names of parameters that replace the model's parameters
 
 
 def read_adapter_dir(path: Path, hf_dir: Path) -> AdapterDirectory:
-    """Read a PEFT directory, and check it against the model of `hf_dir`.
-
-    Raises:
-        InputError: a file is missing, the adapter's kind is not supported (experts have one), or it belongs to another
-            model.
-    """
+    """Read a PEFT directory, and check it against the model of `hf_dir`."""
     config = read_peft_config(path, f"adapter {path}")
     header = _read_header(path, config)
     if stacks := config.get("target_parameters"):
@@ -120,11 +109,7 @@ def _read_header(path: Path, config: Mapping[str, Any]) -> dict[str, tuple[int, 
 
 
 def _check_finite(file: Path) -> str:
-    """Check that every number in a safetensors file is finite: not all bits of its exponent are 1.
-
-    Raises:
-        InputError: a number is infinite or NaN.
-    """
+    """Check that every number in a safetensors file is finite: not all bits of its exponent are 1."""
     data = np.memmap(file, mode="r")
     end = 8 + int.from_bytes(data[:8].tobytes(), "little")
     for name, entry in json.loads(data[8:end].tobytes()).items():
@@ -168,12 +153,7 @@ def _check_tensor(
 
 
 def adapter_input(path: Path) -> External:
-    """Return the user's adapter as an input, identified by the digests of its two files.
-
-    Raises:
-        InputError: the directory has no adapter of a supported kind, or it belongs to an artifact and a file was
-            changed.
-    """
+    """Return the user's adapter as an input, identified by the digests of its two files."""
     config = read_peft_config(path, f"adapter {path}")
     check_written(path)
     _read_header(path, config)

@@ -10,11 +10,8 @@ from trainer.contract.peft import ADAPTER_WEIGHTS, LORA_A, LORA_B, MAGNITUDE, PR
 
 
 class _Adapter:
-    """A forward hook of a linear layer that adds the adapter's output, with PEFT's arithmetic.
-
-    Args:
-        tensors: all tensors of the directory, without PEFT's prefix, on the layer's device.
-    """
+    """A forward hook of a linear layer that adds the adapter's output, with PEFT's arithmetic. `tensors` are those of
+    the directory, without PEFT's prefix, on the layer's device."""
 
     def __init__(self, linear: torch.nn.Linear, name: str, tensors: dict[str, torch.Tensor], scaling: float) -> None:
         self._a, self._b, self._scaling = tensors[name + LORA_A], tensors[name + LORA_B], scaling
@@ -28,7 +25,7 @@ class _Adapter:
         if self._scale is None:
             return out + delta
         bias = 0 if linear.bias is None else linear.bias
-        return (out - bias + delta) * self._scale + bias
+        return (out - bias + delta) * self._scale + bias  # DoRA scales the weight, and not the bias
 
 
 def add_adapters(model: transformers.PreTrainedModel, adapter: AdapterDirectory) -> None:

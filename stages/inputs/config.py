@@ -145,11 +145,7 @@ class EmbeddedModelConfig(*_OF_FAMILIES, _CommonSizes):
         return self
 
     def hf_configs(self, ids: Mapping[str, int]) -> dict[str, dict[str, Any]]:
-        """Return file name -> content of the directory's configs, in the family's form.
-
-        Args:
-            ids: control token -> its id.
-        """
+        """Return file name -> content of the directory's configs, in the family's form; `ids`: control token -> id."""
         return get_family(self.family).embedded(self.model_dump(context=EVERY_FIELD), ids)
 
     @property

@@ -12,11 +12,7 @@ _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def end_ids(hf_dir: Path) -> list[int]:
-    """Return the ids of the tokens that end an answer where the directory is served; [] if it names none.
-
-    Raises:
-        InputError: eos_token_id is neither an id nor a list of ids.
-    """
+    """Return the ids of the tokens that end an answer where the directory is served; [] if it names none."""
     file = hf_dir / (_GENERATION if (hf_dir / _GENERATION).is_file() else "config.json")
     eos = _generation(hf_dir).get("eos_token_id")
     ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
@@ -26,11 +22,7 @@ def end_ids(hf_dir: Path) -> list[int]:
 
 
 def add_end(hf_dir: Path, end: int) -> bool:
-    """Add a token to those that end an answer, and keep the others; return whether it was missing.
-
-    Raises:
-        InputError: see `end_ids`.
-    """
+    """Add a token to those that end an answer, and keep the others; return whether it was missing."""
     ids = end_ids(hf_dir)
     if end in ids:
         return False

@@ -44,15 +44,8 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def resolve_hf_dir(name_or_path: str, field: str = "model") -> Path:
-    """Return the local directory for a local path, an object-store URL or a hub name; download it if necessary.
-
-    Args:
-        field: the config field that names the model, for the message.
-
-    Raises:
-        InputError: it is neither a local directory nor a hub name that can be downloaded now, or the copy of an
-            artifact from a URL is damaged.
-    """
+    """Return the local directory for a local path, an object-store URL or a hub name; download it if necessary. `field`
+    is the config field that names the model, for messages."""
     if "://" in name_or_path:
         check_written(location(name_or_path))
         return local_dir(location(name_or_path))
@@ -79,15 +72,8 @@ def resolve_hf_dir(name_or_path: str, field: str = "model") -> Path:
 
 
 def check_hf_dir(path: Path, code_sha256: str | None = None) -> None:
-    """Check that a directory has everything that the pipeline needs, without loading a weight.
-
-    Args:
-        code_sha256: hash of the code that the directory may contain (see remote_code.py); None: it may contain no code.
-
-    Raises:
-        InputError: something is missing, unreadable, code that is not allowed, or not supported. The text names the
-            first fault.
-    """
+    """Check that a directory has everything that the pipeline needs, without loading a weight. It may contain code if
+    that has the hash `code_sha256` (see remote_code.py)."""
     check_processor_files(path)
     check_remote_code(path, code_sha256)
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
@@ -100,11 +86,7 @@ def check_hf_dir(path: Path, code_sha256: str | None = None) -> None:
 
 
 def check_processor_files(path: Path) -> None:
-    """Check that a directory has everything that tokens and pixels need.
-
-    Raises:
-        InputError: something is missing, unreadable or not supported. The text names the first fault.
-    """
+    """Check that a directory has everything that tokens and pixels need."""
     if not path.is_dir():
         raise InputError(f"model directory {path} does not exist")
     if not (path / "config.json").is_file():
@@ -127,21 +109,13 @@ def check_processor_files(path: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object of a model directory.
-
-    Raises:
-        InputError: the file is not a JSON object.
-    """
+    """Read a JSON object of a model directory."""
     return read_object(path, "copy the model's own file again")
 
 
 def image_settings(path: Path) -> dict[Path, dict[str, Any]]:
     """Return file -> settings of the image processor in it; the file that transformers prefers comes first. Empty for a
-    text-only model.
-
-    Raises:
-        InputError: a file is not a JSON object.
-    """
+    text-only model."""
     whole, alone = path / PROCESSOR_CONFIG, path / PREPROCESSOR_CONFIG
     nested = read_json(whole).get("image_processor") if whole.is_file() else None
     if nested is not None and not isinstance(nested, dict):
@@ -166,11 +140,7 @@ def processor_input(path: Path) -> External:
 
 
 def model_input(path: Path) -> External:
-    """Return the whole model as an input: every file that `from_pretrained` may read, by its full SHA-256.
-
-    Raises:
-        DamagedFile: the model belongs to an artifact, and a file was changed.
-    """
+    """Return the whole model as an input: every file that `from_pretrained` may read, by its full SHA-256."""
     names = {file.name for pattern in _MODEL_FILE_PATTERNS for file in path.glob(pattern) if file.is_file()}
     digests = _digests(path, sorted(names))
     check_written(path)
@@ -178,27 +148,20 @@ def model_input(path: Path) -> External:
 
 
 def count_parameters(path: Path) -> dict[str, int]:
-    """Return part -> number of parameters of a directory's model; a tied output projection is counted once.
-
-    The numbers come from the headers of the safetensors files. A tensor that the family does not know counts for the
-    last part; a carried tensor is not counted.
-    """
+    """Return part -> number of parameters of a directory's model, from its headers; a tied projection counts once."""
     family, shape = read_model(path)
     part_of = {name: family.part_of(rule.ours) for rule in family.weight_rules(shape) for name in rule.hf}
     counts = dict.fromkeys(family.parts, 0)
     for file in weight_files(path):
         for name, entry in safetensors_header(path / file).items():
+            # A carried tensor is not counted; one that the family does not know counts for the last part.
             if not name.startswith(family.carried):
                 counts[part_of.get(name, family.parts[-1])] += math.prod(entry["shape"])
     return counts
 
 
 def check_mtp_tensors(path: Path, shape: ModelShape) -> None:
-    """Check that a directory has the tensors of multi-token prediction, if the shape trains it.
-
-    Raises:
-        InputError: a tensor is missing, as after `save_pretrained`, which drops them.
-    """
+    """Check that a directory has the tensors of multi-token prediction, if the shape trains it."""
     if shape.language.mtp is None:
         return
     names = {name for file in weight_files(path) for name in safetensors_header(path / file)}
@@ -211,11 +174,7 @@ def check_mtp_tensors(path: Path, shape: ModelShape) -> None:
 
 
 def safetensors_header(path: Path) -> dict[str, dict[str, Any]]:
-    """Return tensor name -> {dtype, shape} of one file, without loading a weight.
-
-    Raises:
-        InputError: the file is missing, cut short or not a safetensors file.
-    """
+    """Return tensor name -> {dtype, shape} of one file, without loading a weight; InputError if it is not whole."""
     try:
         with safe_open(path, "np") as file:
             slices = {name: file.get_slice(name) for name in sorted(file.keys())}
@@ -225,11 +184,7 @@ def safetensors_header(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def tensor_digests(paths: Mapping[str, Path]) -> dict[str, bytes]:
-    """Return name -> SHA-256 of the tensor's bytes.
-
-    Args:
-        paths: name -> its safetensors file.
-    """
+    """Return name -> SHA-256 of the tensor's bytes, from name -> its safetensors file."""
     digests = {}
     for path in sorted(set(paths.values())):
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -243,11 +198,7 @@ def tensor_digests(paths: Mapping[str, Path]) -> dict[str, bytes]:
 
 
 def weight_files(path: Path) -> list[str]:
-    """Return the names of the weight files, in order: the files that `from_pretrained` reads.
-
-    Raises:
-        InputError: there are none, or the index names a file outside this directory or without the suffix .safetensors.
-    """
+    """Return the names of the weight files, in order: the files that `from_pretrained` reads."""
     return sorted(_tensors_of(path))
 
 

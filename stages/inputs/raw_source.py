@@ -42,12 +42,7 @@ def open_raw(source: str, subsets: Sequence[str], builder: str, memo: Path | Non
     Args:
         source: a directory or a file, local or a URL, or a hub name: HuggingFaceM4/the_cauldron.
         subsets: the subsets to read; none means all.
-        builder: the name of the builder that will read it.
         memo: a file that stores digests by size and time of change, so that a large source is read only once.
-
-    Raises:
-        InputError: there is no such builder, directory, file, URL or dataset, or the store or the hub cannot be
-            reached.
     """
     patterns = get_builder(builder).patterns(subsets)
     path = location(source)
@@ -61,11 +56,7 @@ def open_raw(source: str, subsets: Sequence[str], builder: str, memo: Path | Non
 
 
 def content_digest(source: Path, patterns: Sequence[str], memo: Path | None = None) -> str:
-    """Return 16 hex digits over names and bytes of the files that the patterns match.
-
-    Raises:
-        InputError: a file may not be read.
-    """
+    """Return 16 hex digits over names and bytes of the files that the patterns match."""
     files = _readable(source, patterns)
     stamps = [_stamp(file.path) for file in files]
     digests = {} if memo is None else _remembered(memo)
@@ -114,9 +105,9 @@ def _remembered(memo: Path) -> dict[str, str]:
 
 
 def _stamp(path: Path) -> str:
-    """Return a text that changes when the file changes, without reading the file. No program can set the time of change
-    back, as `cp -p` and `touch -r` set the time of modification."""
+    """Return a text that changes when the file changes, without reading the file."""
     stat = path.stat()
+    # No program can set the time of change back, as `cp -p` and `touch -r` set the time of modification.
     return f"{os.path.abspath(path)}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ctime_ns}|{stat.st_ino}"
 
 
@@ -128,7 +119,6 @@ def _sha256(path: Path) -> str:
 
 
 def _has_rows(files: Sequence[SourceFile], builder: str) -> bool:
-    """Whether any of the files holds rows of this builder."""
     if get_builder(builder).images_are_rows:
         return bool(files)
     return any(not file.name.lower().endswith(IMAGE_SUFFIXES) for file in files)
@@ -149,17 +139,8 @@ def _download(name: str, subsets: Sequence[str], builder: str) -> Path:
 
 
 def download_first(name: str, suffixes: Sequence[str]) -> tuple[Path, list[str]]:
-    """Download a snapshot of a hub dataset with only its first file of rows.
-
-    Args:
-        suffixes: suffixes of files that may hold rows.
-
-    Returns:
-        The snapshot, and the names of all such files in the dataset, the downloaded one first.
-
-    Raises:
-        InputError: there is no such dataset or file, or the hub cannot be reached.
-    """
+    """Download a snapshot of a hub dataset with only its first file of rows, which has one of the suffixes. Return the
+    snapshot, and the names of all such files in the dataset, the downloaded one first."""
     with _hub_errors(name):
         _reach_hub()
         names = huggingface_hub.HfApi().list_repo_files(name, repo_type="dataset")

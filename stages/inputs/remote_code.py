@@ -22,15 +22,8 @@ _CODE = (".py", ".pyc", ".pyd", ".so")  # suffixes of files that Python can impo
 
 
 def check_remote_code(hf_dir: Path, allowed_sha256: str | None = None) -> None:
-    """Check that a directory has no code, or only the code that the recipe allows.
-
-    Args:
-        allowed_sha256: SHA-256 over names and bytes of its code and over its `auto_map` entries; None: no code is
-            allowed.
-
-    Raises:
-        InputError: the directory has other code. The text names the first file and the hash that would allow the code.
-    """
+    """Check that a directory has no code, or only the code that the recipe allows: `allowed_sha256` is the SHA-256 over
+    names and bytes of its code and over its `auto_map` entries."""
     code = _code_of(hf_dir)
     digest = hashlib.sha256("".join(f"{name}\0{sha256}\n" for name, sha256 in code).encode()).hexdigest()
     if not code or digest == allowed_sha256:

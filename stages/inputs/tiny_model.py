@@ -73,15 +73,7 @@ _CHAT_TEMPLATE = """\
 
 
 def make_tiny_hf_dir(directory: Path, config: EmbeddedModelConfig, texts: list[str]) -> Path:
-    """Write a complete directory; the same arguments give the same bytes in any process.
-
-    Args:
-        directory: created if it is missing.
-        texts: the texts that the tokenizer is trained on.
-
-    Returns:
-        `directory`.
-    """
+    """Write a complete directory, and return it; the same arguments give the same bytes in any process."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = _train_tokenizer(texts, config)
     ids = {token: tokenizer.token_to_id(token) for token in _CONTROL_TOKENS}
@@ -109,6 +101,7 @@ def _train_tokenizer(texts: list[str], config: EmbeddedModelConfig) -> Tokenizer
     tokenizer.decoder = decoders.ByteLevel()
     trainer = BpeTrainer(
         vocab_size=config.vocab_size - (0 if first else len(added)),
+        # Given to the trainer, the added tokens get the first ids; added afterwards, they get the last ones.
         special_tokens=added[::-1] if first else [],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,

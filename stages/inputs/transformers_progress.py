@@ -8,7 +8,6 @@ from transformers.utils import logging as transformers_logging
 
 @contextlib.contextmanager
 def no_progress_bar() -> Iterator[None]:
-    """Disable transformers' progress bars in the block."""
     enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

@@ -23,14 +23,8 @@ _OTHERWISE = "exact_match"  # the metric for subsets whose headline metric lmms-
 
 
 def write_task_of_run(release: str, directory: Path) -> int:
-    """Write the task of a run, and return the number of questions with an image that lmms-eval enlarges.
-
-    Args:
-        release: the artifact that `athanor run` names at its end, or the model's directory in it.
-
-    Raises:
-        InputError: there is no such artifact.
-    """
+    """Write the task of a run, and return the number of questions with an image that lmms-eval enlarges. `release` is
+    the artifact that `athanor run` names at its end, or the model's directory in it."""
     place = absolute(location(release))
     place = place.parent if place.name == HF_EXPORT else place
     if place.parent.name != "release" or not (place / MANIFEST).is_file():

@@ -91,45 +91,26 @@ but for {count} questions with a picture of fewer than {pixels} pixels, which it
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LmmsEvalTask:
-    """A task to write.
+    """A task to write."""
 
-    Attributes:
-        name: name of the task; lower-case letters, digits, _ and -.
-        max_new_tokens: an answer is cut after this number of tokens.
-        metrics: subset -> metric, a name in METRICS; other subsets have exact_match.
-        questions: (key, turn) of each question, for example those of our own evaluation; None: every turn of every
-            sample.
-    """
-
-    name: str
-    max_new_tokens: int
-    metrics: Mapping[str, str]
+    name: str  # lower-case letters, digits, _ and -
+    max_new_tokens: int  # an answer is cut after this number of tokens
+    metrics: Mapping[str, str]  # subset -> metric, a name in METRICS; other subsets have exact_match
+    # (key, turn) of each question, for example those of our own evaluation; None: every turn of every sample.
     questions: Collection[tuple[str, int]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WrittenTask:
-    """A task that was written.
-
-    Attributes:
-        num_questions: number of rows in the parquet file.
-        num_small: number of questions with an image of fewer than MIN_PIXELS, which lmms-eval enlarges.
-    """
+    """A task that was written."""
 
     num_questions: int
-    num_small: int
+    num_small: int  # questions with an image of fewer than MIN_PIXELS, which lmms-eval enlarges
 
 
 def write_lmms_eval_task(directory: Path, hf_dir: Path, samples: Iterable[Sample], task: LmmsEvalTask) -> WrittenTask:
-    """Write the task to `directory`, which is created.
-
-    Args:
-        hf_dir: the exported model, whose system prompt is in the questions.
-        samples: the held-out samples.
-
-    Raises:
-        InputError: lmms-eval lacks a metric, or there is no question.
-    """
+    """Write the task to `directory`, which is created. `hf_dir` is the exported model, whose system prompt is in the
+    questions. InputError: lmms-eval lacks a metric, or there is no question."""
     for subset, metric in task.metrics.items():
         if metric not in METRICS:
             raise InputError(f"metrics.{subset}={metric} is not scored in lmms-eval; choose from {', '.join(METRICS)}")
