@@ -27,30 +27,20 @@ class SubsetSize:
 
 @dataclass(frozen=True, slots=True)
 class SubsetDraw:
-    """The samples that an epoch takes from a subset.
+    """The samples that an epoch takes from a subset."""
 
-    Attributes:
-        subset: name of the subset, which is the key of its permutation.
-        num_samples: number of samples that fit a bin.
-        num_used: number of these samples that all epochs together use.
-        per_epoch: number of samples per epoch, including repeats.
-    """
-
-    subset: str
-    num_samples: int
-    num_used: int
-    per_epoch: int
+    subset: str  # the name, which is the key of its permutation
+    num_samples: int  # samples that fit a bin
+    num_used: int  # of these, the samples that all epochs together use
+    per_epoch: int  # samples per epoch, including repeats
 
     @property
     def is_the_same_each_epoch(self) -> bool:
         return self.per_epoch % self.num_used == 0
 
     def copies(self, ranks: np.ndarray, epoch: int) -> np.ndarray:
-        """Return (m,) int64: the number of copies of each sample in an epoch.
-
-        Args:
-            ranks: (m,) index of each sample among the subset's samples that fit, in index order.
-        """
+        """Return (m,) int64: the number of copies of each sample in an epoch. `ranks` are (m,) its index among the
+        subset's samples that fit, in index order."""
         if self.num_used == self.num_samples and self.is_the_same_each_epoch:
             return np.full(len(ranks), self.per_epoch // self.num_used)
         places = KeyedPermutation(self.num_samples, ["mixture", self.subset])(ranks)
@@ -65,11 +55,7 @@ def with_shares(
 ) -> dict[str, SubsetMix]:
     """Return the mixture with a weight, proportional to its tokens, for every subset of a source that has a share.
 
-    Args:
-        shares: name of a source, which is the prefix of its subsets' names -> its share of an epoch's tokens.
-
-    Raises:
-        InputError: a source has no training sample that fits a bin, or the mixture names one of its subsets.
+    `shares`: name of a source, which is the prefix of its subsets' names -> its share of an epoch's tokens.
     """
     mixed = dict(mixture)
     for source, share in shares.items():
@@ -86,15 +72,7 @@ def with_shares(
 
 
 def make_draws(mixture: Mapping[str, SubsetMix], sizes: Mapping[str, SubsetSize]) -> dict[str, SubsetDraw]:
-    """Return name -> draw, for every subset.
-
-    A subset without an entry is taken completely, once. Of the weighted subsets, the scarcest one for its weight is
-    taken as often as its repeats and its cap allow. The other weighted subsets follow in proportion, counted in tokens
-    by each subset's mean.
-
-    Raises:
-        InputError: the mixture names a subset that does not exist.
-    """
+    """Return name -> draw, for every subset. A subset without an entry is taken completely, once."""
     for name in mixture:
         if name not in sizes:
             near = difflib.get_close_matches(name, sizes, n=1, cutoff=0)
@@ -111,6 +89,8 @@ def make_draws(mixture: Mapping[str, SubsetMix], sizes: Mapping[str, SubsetSize]
         if mix.weight is not None:
             means[name], weights[name] = size.num_tokens / size.num_samples, mix.weight
     if weights:
+        # The scarcest weighted subset for its weight is taken as often as its repeats and its cap allow. The others
+        # follow in proportion, counted in tokens by each subset's mean.
         tokens = min(draws[name].per_epoch * means[name] / weights[name] for name in weights)  # tokens for weight 1
         for name, weight in weights.items():
             count = min(max(round(tokens * weight / means[name]), 1), draws[name].per_epoch)
@@ -142,9 +122,6 @@ def draw_samples(
 
 def part_copies(bins: np.ndarray, samples: np.ndarray, sizes: np.ndarray, room: np.ndarray) -> tuple[np.ndarray, int]:
     """Swap copies between bins so that, as far as possible, a sample appears once in a bin.
-
-    A second copy is swapped with the sample of another bin that is nearest in size, if both bins have room and neither
-    gets a second copy of a sample.
 
     Args:
         bins: (n,) the bin of each copy.
@@ -189,6 +166,7 @@ class _Swaps:
         fits &= bins != own_bin
         candidates = near[fits]
         sample = int(self._samples[copy])
+        # The nearest in size first. Neither bin may get a second copy of a sample.
         for other in candidates[np.argsort(np.abs(self._place[candidates] - place), kind="stable")].tolist():
             if not (self._copies[own_bin, int(self._samples[other])] or self._copies[int(self.bins[other]), sample]):
                 self._swap(copy, other)

@@ -68,7 +68,6 @@ class _Packing:
         self.bin_of = np.full(len(self.scarce), -1, np.int32)
 
     def bins(self) -> np.ndarray:
-        """Return the bin of each sample."""
         is_small = self.scarce <= self.room // _SMALL
         shuffled = np.random.RandomState(0).permutation(len(self.scarce))  # its stream never changes
         small = shuffled[is_small[shuffled]]

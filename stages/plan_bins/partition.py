@@ -45,19 +45,14 @@ class Scan:
 
 @dataclass(frozen=True, slots=True)
 class PlanTask:
-    """One partition to plan.
-
-    Attributes:
-        draws: the draws of the partition's subsets.
-        first_ranks: subset -> number of its samples in earlier partitions.
-    """
+    """One partition to plan."""
 
     path: StorePath
     directory: StorePath
     number: int
     limits: BinLimits
-    draws: Mapping[str, SubsetDraw]
-    first_ranks: Mapping[str, int]
+    draws: Mapping[str, SubsetDraw]  # of the partition's subsets
+    first_ranks: Mapping[str, int]  # subset -> number of its samples in earlier partitions
     epochs: int
 
 
@@ -174,11 +169,7 @@ def _copies(rows: _Rows, task: PlanTask, split: Split, epoch: int) -> np.ndarray
 
 def _pack_copies(rows: _Rows, samples: np.ndarray, limits: BinLimits) -> tuple[np.ndarray, np.ndarray, int]:
     """Return the bin of each copy, the row of each copy, and the number of copies that share a bin with a copy of the
-    same row.
-
-    Args:
-        samples: (n,) the row of each copy, ascending.
-    """
+    same row. `samples` are (n,) the row of each copy, ascending."""
     first = np.flatnonzero(np.diff(samples, prepend=-1))
     turn = np.arange(len(samples)) - np.repeat(first, np.diff(first, append=len(samples)))
     num_bins = max(rows.rounded[samples].sum() // limits.seq_len, rows.patches[samples].sum() // limits.max_patches)

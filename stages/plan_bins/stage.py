@@ -70,11 +70,7 @@ def _run(
 
 
 def _check_counts(tokenized: Artifact, scans: Sequence[Scan]) -> None:
-    """Check that the index has as many rows of each shard as the manifest specifies.
-
-    Raises:
-        DamagedFile: the numbers differ.
-    """
+    """Check that the index has as many rows of each shard as the manifest specifies."""
     rows = {name: count for scan in scans for name, count in scan.shards.items()}
     for shard in tokenized.manifest.shards:
         if shard.num_samples != rows.get(shard.name, 0):

@@ -29,13 +29,8 @@ _OUTPUT = "lm_head.weight"
 
 
 def differences(hf_dir: Path, source: Path, carried: Collection[str] = ()) -> list[str]:
-    """Return one line per difference that an export must not have; [] if there is none.
-
-    Args:
-        hf_dir: the export.
-        source: the HF directory that the training started from.
-        carried: prefixes of the names of tensors that the export copies from the source.
-    """
+    """Return one line per difference that an export must not have; [] if there is none. `source` is the HF directory
+    that the training started from; `carried` are prefixes of the names of tensors that the export copies from it."""
     is_tied = read_model(source)[1].language.tie_word_embeddings
     ours, theirs = _headers(hf_dir), _headers(source)
     return [*_of_files(hf_dir, source), *_of_weights(ours, theirs, is_tied), *_of_bytes(ours, theirs, tuple(carried))]
@@ -85,7 +80,6 @@ def _of_bytes(ours: Mapping[str, Any], source: Mapping[str, Any], prefixes: tupl
 
 
 def _headers(directory: Path) -> dict[str, Any]:
-    """Return tensor name -> its dtype, shape and file."""
     return {
         name: {**entry, "path": directory / file}
         for file in weight_files(directory)

@@ -52,11 +52,8 @@ def write_questions(
     chat: ChatEncoder,
     prompt: PromptFormat,
 ) -> list[dict[str, Any]]:
-    """Write the questions to a directory, and return them.
-
-    Args:
-        chat: the encoder of the export; its prompts are the expected ones.
-    """
+    """Write the questions to a directory, and return them. `chat` is the encoder of the export; its prompts are the
+    expected ones."""
     drawn = {answer.key: answer for answer in draw(answers, _SPARE * config.num_questions)}
     samples_of = {sample.key: sample for sample in heldout_samples(samples) if sample.key in drawn}
     usable = [samples_of[key] for key in drawn if _is_single(samples_of[key])][: config.num_questions]

@@ -129,7 +129,7 @@ class Pyfunc:
         inputs = model.inputs(model.messages(question["question"], len(images), question["system"]), pictures)
         ids, logits = model.generate(inputs, limit)
         ends = model.model.generation_config.eos_token_id
-        comparer = object.__new__(Transformers)
+        comparer = object.__new__(Transformers)  # for its `compare` alone: nothing is loaded again
         comparer.ends = [ends] if isinstance(ends, int) else list(ends)
         prompt = _first_difference(inputs["input_ids"][0].tolist(), question["prompt_ids"])
         row = comparer.compare(ids, [step[0].float() for step in logits], question["ids"])

@@ -18,7 +18,7 @@ from typing import Any
 
 UNIT_ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-8}
 _ROUNDINGS = 8  # of a layer: two norms, attention's three, the MLP's two, the sums with the hidden state
-_SAFETY = 6.0
+_SAFETY = 6.0  # without it, two dense models that round differ by at most 5.5 times the rest (docs/decisions/scores.md)
 _LEVELS = 1.0  # mean difference of pixels, of 255, up to which two programs resize alike; Pillow and torchvision: 0.5
 SAME, ROUNDING, RESIZED, OTHER_PROMPT, OTHER_PIXELS, DIFFERENT = (
     *("same", "rounding", "resized", "other prompt", "other pixels", "different"),
@@ -27,22 +27,14 @@ EXPLAINED = (SAME, ROUNDING, RESIZED)
 
 
 def margin_bound(dtype: str, layers: int, spread: float) -> float:
-    """Return the largest difference of two logits that rounding may turn round.
-
-    Args:
-        dtype: "float32" or "bfloat16", in which both programs compute.
-        spread: standard deviation of the logits over the vocabulary.
-    """
+    """Return the largest difference of two logits that rounding may turn round, where both programs compute in `dtype`
+    and the logits have this standard deviation over the vocabulary."""
     return _SAFETY * UNIT_ROUNDOFF[dtype] * math.sqrt(_ROUNDINGS * layers) * spread
 
 
 def judge(row: Mapping[str, Any], dtype: str, layers: int, usual_spread: float) -> str:
-    """Return the kind of one answer.
-
-    Args:
-        row: the line of a loader, see `stranger.py`.
-        usual_spread: used for a loader that returns no logits.
-    """
+    """Return the kind of one answer, from the row of a loader (see `stranger.py`). `usual_spread` is for a loader that
+    returns no logits."""
     if row["prompt"] is not None:
         return OTHER_PROMPT
     if row.get("pixels", 0.0) > _LEVELS:
@@ -71,11 +63,7 @@ def share(kinds: Sequence[str]) -> float:
 def first_of(
     loader: str, kinds: Sequence[str], rows: Sequence[Mapping[str, Any]], keys: Sequence[str], text: Any
 ) -> str:
-    """Return the first answer that is not explained, in words; "" if there is none.
-
-    Args:
-        text: function that decodes a token id.
-    """
+    """Return the first answer that is not explained, in words; "" if there is none."""
     for kind, row, key in zip(kinds, rows, keys):
         if kind in EXPLAINED:
             continue

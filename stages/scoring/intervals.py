@@ -24,17 +24,11 @@ CHUNK = 1 << 18
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bootstrap:
-    """The settings of the bootstrap.
-
-    Attributes:
-        resamples: the number of resamples of the answers.
-        level: the level of the interval, between 0 and 1.
-        seed: the same seed gives the same interval.
-    """
+    """The settings of the bootstrap."""
 
     resamples: int = 10_000
-    level: float = 0.95
-    seed: int = 0
+    level: float = 0.95  # of the interval, between 0 and 1
+    seed: int = 0  # the same seed gives the same interval
 
     def __post_init__(self) -> None:
         if self.resamples < 1:
@@ -55,39 +49,25 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """The second model's score minus the first's, on the same questions.
+    """The second model's score minus the first's, on the same questions."""
 
-    Attributes:
-        difference: in the metric's own units; for an error rate, below 0 is better.
-        low, high: the interval of the difference.
-        excludes_zero: whether the whole interval is above or below 0.
-        p_value: two-sided; twice the share of resamples on the other side of 0 (never below 2 / (resamples + 1)).
-        wins, losses, ties: numbers of answers with a better, a worse and an equal score of the second model.
-    """
-
-    difference: float
+    difference: float  # in the metric's own units; for an error rate, below 0 is better
     low: float
     high: float
-    excludes_zero: bool
-    p_value: float
-    wins: int
+    excludes_zero: bool  # whether the whole interval is above or below 0
+    p_value: float  # two-sided; twice the share of resamples on the other side of 0 (never below 2 / (resamples + 1))
+    wins: int  # answers to which the second model has the better score
     losses: int
     ties: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subset:
-    """A model's answers to the questions of one subset.
+    """A model's answers to the questions of one subset."""
 
-    Attributes:
-        metric: the subset's headline metric.
-        statistics: (n, columns) float64 of that metric.
-        groups: (n,) labels of any kind; answers with the same label are drawn together. None: each answer is drawn
-            separately.
-    """
-
-    metric: Metric
-    statistics: np.ndarray
+    metric: Metric  # the subset's headline metric
+    statistics: np.ndarray  # (n, columns) float64 of that metric
+    # (n,) labels of any kind; answers with the same label are drawn together. None: each answer is drawn separately.
     groups: Sequence | np.ndarray | None = None
 
 
@@ -98,11 +78,7 @@ def interval(subset: Subset, bootstrap: Bootstrap) -> Interval:
 
 
 def difference(first: Subset, second: Subset, bootstrap: Bootstrap) -> Difference:
-    """Return the second model's score minus the first model's (base, then tuned).
-
-    Raises:
-        ValueError: the two differ in metric, number of answers, or groups.
-    """
+    """Return the second model's score minus the first model's (base, then tuned); ValueError if they do not match."""
     _check_pair(first, second)
     generator = np.random.default_rng(bootstrap.seed)
     sums = _resample((first.statistics, second.statistics), first.groups, bootstrap.resamples, generator)
@@ -114,9 +90,6 @@ def overall(subsets: Sequence[Subset], bootstrap: Bootstrap) -> Interval:
     """Return the mean of the subsets' headline values; each subset is resampled separately.
 
     Every subset has the same weight, whatever its size. An error rate enters as 1 - rate, so more is always better.
-
-    Raises:
-        ValueError: there is no subset.
     """
     _check_some(subsets)
     generator = np.random.default_rng(bootstrap.seed)
@@ -130,11 +103,7 @@ def overall(subsets: Sequence[Subset], bootstrap: Bootstrap) -> Interval:
 
 def overall_difference(first: Sequence[Subset], second: Sequence[Subset], bootstrap: Bootstrap) -> Difference:
     """Return the difference of two models' `overall` on the same subsets, in the same order; above 0, the second is
-    better.
-
-    Raises:
-        ValueError: there is no subset, or the two models' subsets do not match.
-    """
+    better. ValueError if the subsets do not match."""
     _check_some(first)
     if len(first) != len(second):
         raise ValueError(f"{len(first)} subsets of the first model but {len(second)} of the second")
@@ -151,15 +120,8 @@ def overall_difference(first: Sequence[Subset], second: Sequence[Subset], bootst
 
 
 def groups_by_picture(samples: Sequence[str], pictures: Sequence[Iterable[str]]) -> np.ndarray:
-    """Return labels that are equal for answers that share a sample or an image, directly or through other answers.
-
-    Args:
-        samples: the key of each answer's sample.
-        pictures: the digests of the images of each answer's sample; may be empty.
-
-    Returns:
-        (n,) int32.
-    """
+    """Return (n,) int32: labels that are equal for answers that share a sample or an image, directly or through other
+    answers. `samples` are the keys of the answers' samples, `pictures` the digests of these samples' images."""
     nodes: dict[tuple[str, str], int] = {}
     pairs = []
     for sample, shown in zip(samples, pictures, strict=True):
@@ -196,7 +158,7 @@ def _resample(
     for start in range(0, resamples, rows):
         size = min(rows, resamples - start)
         draws = generator.integers(0, count, (size, count))
-        draws += np.arange(size)[:, None] * count
+        draws += np.arange(size)[:, None] * count  # numbers of its own for each resample: one bincount counts all
         weights = np.bincount(draws.ravel(), minlength=size * count).reshape(size, count).astype(np.float64)
         # One product per table, not one for all tables: equal tables then give bit-equal sums.
         for blocks, table in zip(resampled, sums):

@@ -30,21 +30,13 @@ def flat_scores(scores: Mapping[str, Mapping[str, float | None]]) -> dict[str, f
 
 
 def check_name(name: str) -> None:
-    """Check that a metric has this name.
-
-    Raises:
-        InputError: no metric has this name.
-    """
+    """Check that a metric has this name."""
     if name not in METRIC_NAMES:
         raise InputError(f"no metric {name!r}{nearest(name, METRIC_NAMES)}; known: {', '.join(METRIC_NAMES)}")
 
 
 def check_score(name: str) -> None:
-    """Check that a run can have a score of this name: the name of a score, or name/subset.
-
-    Raises:
-        InputError: no score has this name.
-    """
+    """Check that a run can have a score of this name: the name of a score, or name/subset."""
     score, slash, subset = name.partition("/")
     if score not in SCORE_NAMES:
         raise InputError(f"no score {score!r}{nearest(score, SCORE_NAMES)}; known: {', '.join(SCORE_NAMES)}")
@@ -53,11 +45,7 @@ def check_score(name: str) -> None:
 
 
 def check_overrides(overrides: Mapping[str, Sequence[str]]) -> None:
-    """Check the metrics that a recipe names, before a run starts.
-
-    Raises:
-        InputError: a subset names no metric, a metric twice, or an unknown metric.
-    """
+    """Check the metrics that a recipe names, before a run starts."""
     for subset, names in overrides.items():
         field = f"evaluate.metrics.{subset}"
         if not names:

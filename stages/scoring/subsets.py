@@ -13,17 +13,11 @@ from stages.scoring.names import check_overrides
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SubsetMetrics:
-    """The metrics of a subset, by name.
+    """The metrics of a subset, by name."""
 
-    Attributes:
-        headline: the metric that represents the subset in summaries and gates.
-        others: the other metrics that are reported.
-        reason: why this metric is the headline.
-    """
-
-    headline: str
-    others: tuple[str, ...]
-    reason: str
+    headline: str  # the metric that represents the subset in summaries and gates
+    others: tuple[str, ...]  # the other metrics that are reported
+    reason: str  # why this metric is the headline
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -156,15 +150,8 @@ _UNKNOWN = SubsetMetrics(headline="exact_match", others=(), reason="an unknown s
 
 
 def metrics_of(subset: str, overrides: Mapping[str, Sequence[str]] | None = None) -> SubsetMetrics:
-    """Return the metrics of a subset: from the recipe, else from the table, else exact match.
-
-    Args:
-        subset: name of the subset, as in samples.
-        overrides: subset -> names of metrics, the headline first: `evaluate.metrics` of a recipe.
-
-    Raises:
-        InputError: see `check_overrides`.
-    """
+    """Return the metrics of a subset: from `evaluate.metrics` of a recipe (subset -> names, the headline first), else
+    from the table, else exact match."""
     overrides = overrides or {}
     check_overrides(overrides)
     if subset in overrides:

@@ -22,18 +22,11 @@ from stages.scoring.table import get_metric
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerSet:
-    """Answers to score, with the samples and images that make them depend on each other.
+    """Answers to score, with the samples and images that make them depend on each other."""
 
-    Attributes:
-        subset: subset of each answer.
-        sample: key of each answer's sample.
-        pictures: digests of the images of each answer's sample.
-        judged: the answers.
-    """
-
-    subset: Sequence[str]
-    sample: Sequence[str]
-    pictures: Sequence[Sequence[str]]
+    subset: Sequence[str]  # of each answer
+    sample: Sequence[str]  # key of each answer's sample
+    pictures: Sequence[Sequence[str]]  # digests of the images of each answer's sample
     judged: Sequence[Judged]
 
     def of(self, subset: str) -> "AnswerSet":
@@ -41,7 +34,6 @@ class AnswerSet:
         return self.take([row for row, name in enumerate(self.subset) if name == subset])
 
     def take(self, rows: Sequence[int]) -> "AnswerSet":
-        """Return the answers of these rows."""
         return AnswerSet(
             **{name: [getattr(self, name)[row] for row in rows] for name in ("subset", "sample", "pictures", "judged")}
         )
@@ -54,36 +46,21 @@ class AnswerSet:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SubsetScores:
-    """The scores of a subset's answers.
-
-    Attributes:
-        metrics: the subset's metrics, with the reason.
-        values: metric -> value, the headline first; NaN if there is nothing to score.
-        headline: the headline metric with its interval.
-        fields: metric -> field -> its scores, for metrics with fields.
-        rows: (n,) the headline metric of each single answer; NaN for an answer without one.
-        unparsed: (n,) whether an answer lacks the form that a metric requires; None if no metric requires a form.
-        statistics: the data that the headline's interval is computed from.
-    """
+    """The scores of a subset's answers."""
 
     metrics: SubsetMetrics
-    values: dict[str, float]
-    headline: Interval
-    fields: dict[str, dict[str, dict[str, float]]]
-    rows: np.ndarray
-    unparsed: np.ndarray | None
-    statistics: Subset
+    values: dict[str, float]  # metric -> value, the headline first; NaN if there is nothing to score
+    headline: Interval  # of the headline metric
+    fields: dict[str, dict[str, dict[str, float]]]  # metric -> field -> its scores, for metrics with fields
+    rows: np.ndarray  # (n,) the headline metric of each single answer; NaN for an answer without one
+    unparsed: np.ndarray | None  # (n,) whether an answer lacks the form that a metric requires; None: none does
+    statistics: Subset  # the data that the headline's interval is computed from
 
 
 def score_subsets(
     answered: AnswerSet, overrides: Mapping[str, Sequence[str]], bootstrap: Bootstrap
 ) -> tuple[dict[str, SubsetScores], Interval]:
-    """Return the scores of every subset by name, and the mean of their headlines.
-
-    Raises:
-        ValueError: there are no answers; a mean over nothing is not a score.
-        InputError: a metric of `overrides` does not exist.
-    """
+    """Return the scores of every subset by name, and the mean of their headlines; ValueError without answers."""
     names = sorted(set(answered.subset))
     scores_of = {name: _score(answered.of(name), metrics_of(name, overrides), bootstrap) for name in names}
     return scores_of, overall([scores.statistics for scores in scores_of.values()], bootstrap)

@@ -33,10 +33,5 @@ assert tuple(METRICS) == METRIC_NAMES
 
 
 def get_metric(name: str) -> Metric:
-    """Return the metric of this name.
-
-    Raises:
-        InputError: no metric has this name.
-    """
     check_name(name)
     return METRICS[name]

@@ -13,20 +13,15 @@ from stages.encode.chat import ChatEncoder, TokenizedText, split_turns
 def drop_turns(
     sample: Sample, patches: np.ndarray, chat: ChatEncoder, max_seq_len: int
 ) -> tuple[Sample, TokenizedText]:
-    """Return the sample with as many of its first turns as fit, and its tokenized conversation.
-
-    Args:
-        patches: (images,) integers: number of patches of each image.
-
-    Raises:
-        SkipSample: over_length if even the first turn does not fit; empty_target if the turns that fit have nothing to
-            train on.
-    """
+    """Return the sample with as many of its first turns as fit, and its tokenized conversation. `patches` are (images,)
+    integers: the number of patches of each image. SkipSample: not even the first turn fits, or what fits has nothing to
+    train on."""
     turns = split_turns(sample.messages)
 
     def count_tokens(num_turns: int) -> int:
         messages = _first(turns, num_turns)
         images = _count_images(messages)
+        # `count_tokens` has one placeholder per image.
         return chat.count_tokens(messages) - images + int(patches[:images].sum()) // chat.merge_size**2
 
     def is_exact(num_turns: int) -> bool:

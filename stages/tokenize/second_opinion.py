@@ -36,12 +36,7 @@ _PROCESSOR_FIELDS = (
 
 
 class ProcessorCheck:
-    """Comparison of stored samples with transformers' output for the same samples.
-
-    Args:
-        hf_dir: the model directory with preprocessor_config.json.
-        config: the settings of the stored pixels; transformers gets its areas.
-    """
+    """Comparison of stored samples with transformers' output for the same samples."""
 
     def __init__(self, hf_dir: Path, config: PixelConfig, chat: ChatEncoder) -> None:
         self._config, self._chat = config, chat
@@ -58,14 +53,8 @@ class ProcessorCheck:
         return f"Pillow's decoding and transformers' image processor, torchvision {torchvision_version()}"
 
     def check(self, sample: Sample, stored: TokenizedSample) -> None:
-        """Check that every id, patch and grid equals transformers' output.
-
-        Args:
-            sample: the sample as stored, without the dropped turns and images.
-
-        Raises:
-            AssertionError: they differ. This is a bug in this code and stops the stage.
-        """
+        """Check that every id, patch and grid equals transformers' output for the sample without its dropped turns. An
+        AssertionError is a bug in this code, and stops the stage."""
         grids = self._check_images(sample, stored)
         (text,) = self._chat.template.render([self._turns(sample.messages)])
         assert stored.input_ids.tolist() == self._ids(text, grids), (

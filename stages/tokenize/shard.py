@@ -36,58 +36,37 @@ _BATCH_SAMPLES, _BATCH_BYTES = 256, 32 << 20  # limits of a tokenizer call: conv
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardTask:
-    """One shard to tokenize.
+    """One shard to tokenize."""
 
-    Attributes:
-        samples, shard: the sample shard.
-        directory: output directory of the tokenized shard, which has the same name.
-        processor_digest: digest of hf_dir, so that a worker never reuses an encoder of other files.
-        pixels: the settings and the codec of pixels.
-    """
-
-    samples: StorePath
+    samples: StorePath  # directory of the sample shard
     shard: ShardEntry
-    directory: StorePath
+    directory: StorePath  # output directory of the tokenized shard, which has the same name
     hf_dir: StorePath
-    processor_digest: str
-    pixels: PixelStore
+    processor_digest: str  # digest of hf_dir, so that a worker never reuses an encoder of other files
+    pixels: PixelStore  # the settings and the codec of pixels
     config: TokenizeConfig
 
 
 @dataclass(frozen=True, slots=True)
 class Shortened:
-    """A sample that lost its last turns.
-
-    Attributes:
-        key: the sample's key.
-        turns_kept, turns_before: numbers of turns; a turn is a question with its answer.
-    """
+    """A sample that lost its last turns."""
 
     key: str
-    turns_kept: int
+    turns_kept: int  # a turn is a question with its answer
     turns_before: int
 
 
 class ShardNotes(StrictModel):
-    """Facts about a tokenized shard that are not in the shard.
+    """Facts about a tokenized shard that are not in the shard."""
 
-    Attributes:
-        rows: the shard's rows of the index, with the columns of INDEX_SCHEMA.
-        num_cut, num_parts: number of conversations that were cut, because one text is not exact for every answer, and
-            number of samples made from them.
-        num_reasoned: number of trained answers with reasoning, in the kept samples.
-        num_checked: number of samples that were compared with transformers.
-        pixels_against: the reference that their pixels were compared with.
-    """
-
-    rows: list[dict[str, Any]]
+    rows: list[dict[str, Any]]  # the shard's rows of the index, with the columns of INDEX_SCHEMA
     left_out: list[LeftOut]
     shortened: list[Shortened]
-    num_cut: int = 0
-    num_parts: int = 0
-    num_reasoned: int = 0
-    num_checked: int
-    pixels_against: str
+    num_cut: int = 0  # conversations that were cut, because one text is not exact for every answer
+    num_parts: int = 0  # samples made from them
+    num_reasoned: int = 0  # trained answers with reasoning, in the kept samples
+    num_checked: int  # samples that were compared with transformers
+    pixels_against: str  # the reference that their pixels were compared with
 
 
 def tokenize_shard(task: ShardTask) -> None:
@@ -139,22 +118,13 @@ def tokenize_shard(task: ShardTask) -> None:
 def tokenize_sample(
     sample: Sample, text: TokenizedText | SkipSample, chat: ChatEncoder, pixels: PixelStore, config: TokenizeConfig
 ) -> tuple[Sample, TokenizedSample]:
-    """Return the sample without the turns that do not fit, and its tokenized form.
+    """Return the sample without the turns that do not fit, and its tokenized form; SkipSample if it cannot be used.
 
-    Lengths come from the images' headers, so that no image is decoded for a sample or a turn that is left out.
-
-    Args:
-        text: the sample's tokenized conversation, or the reason why there is none.
-
-    Returns:
-        With codec original, the tokenized sample has no patches, because the record has the images. Each image was
-        decoded as a check.
-
-    Raises:
-        SkipSample: an image cannot be used, the conversation is too long, or it has nothing to train on.
+    With codec original, the tokenized sample has no patches, because the record has the images.
     """
     if isinstance(text, SkipSample):
         raise text
+    # From the images' headers, so that no image is decoded for a sample or a turn that is left out.
     patches = np.array([count_patches(image, pixels.config) for image in sample.images], np.int64)
     input_ids, loss_mask = chat.splice(text, patches)
     if len(input_ids) > config.max_seq_len:
@@ -231,7 +201,6 @@ def _count_reasoned(sample: Sample, chat: ChatEncoder) -> int:
 
 
 def read_notes(directory: StorePath, name: str) -> ShardNotes:
-    """Return the notes of a finished shard."""
     return ShardNotes.model_validate_json(read_sealed(notes_path(directory, name)))
 
 
@@ -242,10 +211,7 @@ def notes_path(directory: StorePath, name: str) -> StorePath:
 
 def verify(sample: Sample, stored: TokenizedSample, chat: ChatEncoder) -> None:
     """Check, only from the stored bytes, that all images and answers are present, and that nothing else is trained on.
-
-    Raises:
-        AssertionError: the check fails. This is a bug in this code and stops the stage.
-    """
+    An AssertionError is a bug in this code, and stops the stage."""
     stored.check()
     image_tokens = int((stored.input_ids == chat.image_token_id).sum())
     expected = int(stored.image_grid_thw.prod(-1).sum()) // chat.merge_size**2

@@ -92,12 +92,8 @@ def _worthwhile_workers(manifest: Manifest) -> int:
 
 
 def _collect_notes(work: StorePath, names: Sequence[str], chat: ChatEncoder) -> tuple[list[LeftOut], dict[str, Any]]:
-    """Write the index, the quarantine and the list of shortened samples from the shards' notes.
-
-    Returns:
-        The samples left out, and the manifest's figures of shortened and checked samples. Figures of cut conversations
-        and of reasoning are included only if there are any.
-    """
+    """Write the index, the quarantine and the list of shortened samples from the shards' notes. Return the samples left
+    out, and the manifest's figures of shortened and checked samples, of cut conversations and of reasoning."""
     left_out: list[LeftOut] = []
     against: set[str] = set()
     counts: Counter[str] = Counter()

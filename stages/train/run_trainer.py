@@ -51,9 +51,6 @@ class MetricsFollower:
 def run_trainer(run: RunConfig | EncodeRun, resources: StageResources, name: str) -> TrainResult:
     """Launch the trainer with a run.json in the run's output directory; return its result.
 
-    Args:
-        name: name of the job in messages.
-
     Raises:
         StageStopped: the trainer was stopped from outside, and saved.
         InputError: the trainer refused its config or an input.

@@ -36,7 +36,6 @@ VERSION = 2  # 2: heldout-base.jsonl
 def make_run_config(
     config: TrainConfig, inputs: Mapping[str, Input], output_dir: Path, resources: StageResources
 ) -> RunConfig:
-    """Return the run.json of a training."""
     return RunConfig(
         task="train",
         fingerprint=fingerprint(stage_identity(STAGE, config, inputs)),
@@ -100,11 +99,7 @@ def predict(run: RunConfig, processes: int) -> Placement | None:
 
 
 def _check_encoder(inputs: Mapping[str, Input]) -> None:
-    """Check that the features were computed with the model that is trained.
-
-    Raises:
-        InputError: they were computed with another model.
-    """
+    """Check that the features were computed with the model that is trained."""
     features, model = inputs.get("features"), inputs["model"].parent()
     encoder = features.manifest.parents["model"] if isinstance(features, Artifact) else model
     if encoder.fingerprint != model.fingerprint:
@@ -115,15 +110,9 @@ def _check_encoder(inputs: Mapping[str, Input]) -> None:
 
 
 def check_training(training: Artifact, digest: Callable[[Path, Callable[[Path], str]], str]) -> None:
-    """Check the newest checkpoint of a finished training, which an export reads. Its files are in no manifest, because
-    they depend on the layout.
-
-    Args:
-        digest: see `Whole.digest`.
-
-    Raises:
-        DamagedFile: a file was changed, or the checkpoint is of another step or training.
-    """
+    """Check the newest checkpoint of a finished training, which an export reads; DamagedFile if a file was changed, or
+    it is of another step or training. `digest`: see `Whole.digest`."""
+    # The files of a checkpoint are in no manifest, because they depend on the layout.
     manifest = training.manifest
     check_checkpoint(training.dir / manifest.stats["checkpoint"], digest, manifest.fingerprint)
 

@@ -140,18 +140,12 @@ def _last_list(marked: Sequence[tuple[str, str]]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Options that an answer names together.
-
-    Attributes:
-        letters: the options.
-        start, end: where the group is in the text.
-        by_text: whether an option's text is in it, and not letters alone.
-    """
+    """Options that an answer names together."""
 
     letters: frozenset[str]
-    start: int
+    start: int  # where the group is in the text
     end: int
-    by_text: bool
+    by_text: bool  # whether an option's text is in it, and not letters alone
 
 
 def choose(answer: str, options: Options) -> str | None:

@@ -15,34 +15,20 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judged:
-    """A model's answer, with the question and the right answers.
+    """A model's answer, with the question and the right answers."""
 
-    Attributes:
-        question: the user's text before the answer, without image slots.
-        references: the right answers, at least one: the assistant's text, or the answers of all annotators.
-        answer: the model's answer, without special tokens.
-    """
-
-    question: str
-    references: tuple[str, ...]
-    answer: str
+    question: str  # the user's text before the answer, without image slots
+    references: tuple[str, ...]  # at least one: the assistant's text, or the answers of all annotators
+    answer: str  # without special tokens
 
 
 class Metric(ABC):
-    """A metric: one number over a set of answers.
+    """A metric: one number over a set of answers."""
 
-    Attributes:
-        name: the metric's name in reports, tracking and recipes.
-        definition: the exact definition, in a line or two.
-        source: the paper, or repository and file, of the definition; also the differences of ours, and the reasons.
-        columns: the names of the columns of `statistics`.
-        higher_is_better: False for error rates.
-    """
-
-    name: ClassVar[str]
-    definition: ClassVar[str]
-    source: ClassVar[str]
-    columns: ClassVar[tuple[str, ...]]
+    name: ClassVar[str]  # in reports, tracking and recipes
+    definition: ClassVar[str]  # exact, in a line or two
+    source: ClassVar[str]  # paper, or repository and file; also the differences of ours, and the reasons
+    columns: ClassVar[tuple[str, ...]]  # the names of the columns of `statistics`
     higher_is_better: ClassVar[bool] = True
 
     @abstractmethod
@@ -64,11 +50,7 @@ class Metric(ABC):
         return {}
 
     def score(self, answers: Sequence[Judged]) -> float:
-        """Return the metric over a set of answers.
-
-        Raises:
-            ValueError: there are no answers; a mean over nothing is not a score.
-        """
+        """Return the metric over a set of answers; ValueError without one, as a mean over nothing is no score."""
         if not answers:
             raise ValueError("no answers to score")
         return float(self.value(self.statistics(answers).sum(axis=0)))

@@ -27,17 +27,12 @@ Field = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node of a receipt's tree, labelled by its key or a leaf's text.
-
-    Attributes:
-        weight: the cost to insert or remove the node: a leaf's number of characters, else 1.
-        first: the index of its leftmost leaf in postorder; its own index if it has no children.
-    """
+    """A node of a receipt's tree, labelled by its key or a leaf's text."""
 
     label: str
     is_leaf: bool
-    weight: int
-    first: int
+    weight: int  # the cost to insert or remove the node: a leaf's number of characters, else 1
+    first: int  # the index of its leftmost leaf in postorder; its own index if it has no children
 
 
 class CordTreeEdit(MeanMetric):

@@ -38,21 +38,13 @@ _TOLERANCE = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One item of an answer.
+    """One item of an answer."""
 
-    Attributes:
-        text: the item, normalised.
-        amount: the number in it, without its scale; None for other texts.
-        scale: the factor of the number: 0.01 for a percent sign, 1e6 for "million", else 1.
-        unit: the words after the number.
-        date: year, month, day, -1 for one that is not given; None if the item is not a date.
-    """
-
-    text: str
-    amount: float | None = None
-    scale: float = 1.0
-    unit: str = ""
-    date: tuple[int, int, int] | None = None
+    text: str  # normalised
+    amount: float | None = None  # the number in it, without its scale; None for other texts
+    scale: float = 1.0  # the factor of the number: 0.01 for a percent sign, 1e6 for "million", else 1
+    unit: str = ""  # the words after the number
+    date: tuple[int, int, int] | None = None  # year, month, day, -1 for one that is not given; None: not a date
 
     @property
     def identity(self) -> tuple[float, str] | tuple[int, int, int] | str:
@@ -104,11 +96,8 @@ def _without_details(text: str) -> str:
 
 
 def _last_group(text: str, opening: str, closing: str) -> int:
-    """Return the start of the longest group that ends with the text and is closed only there; -1 if there is none.
-
-    This is not a regular expression, because a pattern that may repeat before the end takes quadratic time if a model
-    repeats itself.
-    """
+    """Return the start of the longest group that ends with the text and is closed only there; -1 if there is none."""
+    # No regular expression: a pattern that may repeat before the end takes quadratic time if a model repeats itself.
     return text.find(opening, text.rfind(closing, 0, -1) + 1) if text.endswith(closing) else -1
 
 

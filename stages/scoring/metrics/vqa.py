@@ -72,11 +72,7 @@ class VQAAccuracy(MeanMetric):
     )
 
     def score_one(self, answer: Judged) -> float:
-        """Return the score of one answer.
-
-        Raises:
-            InputError: there is only one reference, so there is no other annotator and every answer would score 0.
-        """
+        """Return the score of one answer; InputError for a single reference, with which every answer would score 0."""
         annotators = len(answer.references)
         if annotators < 2:
             raise InputError(
