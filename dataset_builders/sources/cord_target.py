@@ -62,6 +62,7 @@ def to_tags(tree: Tree) -> str:
     if isinstance(tree, dict):
         return "".join(_tagged(key, tree[key]) for key in sorted(tree, reverse=True)) or _DICT
     if isinstance(tree, list):
+        # An empty list in a list has a form of its own, <list/>.
         if any(isinstance(item, list) and item for item in tree):
             raise NoTagForm("a list directly in a list")
         items = [to_tags(item) for item in tree]

@@ -148,7 +148,7 @@ def _conversation(value: Any, fields: Sequence[str]) -> Conversation:
 
 
 def _is_image(field: str, images: Sequence[str]) -> bool:
-    plain = re.sub(r"^\d+\.", "", field)
+    plain = re.sub(r"^\d+\.", "", field)  # 0.jpg is also a jpg
     return any(fnmatchcase(field, image) if "*" in image else image == plain for image in images)
 
 

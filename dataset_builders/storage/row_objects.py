@@ -51,7 +51,7 @@ def stores_of_rows(source: StorePath) -> tuple[str, ...] | None:
 
 def is_below(address: str, stores: Sequence[str]) -> bool:
     """Whether an address is one of the stores, or below one, as every program resolves it."""
-    # fsspec joins addresses with ::, and some drivers follow .. in a key.
+    # fsspec reads a :: as two addresses, one in the other, and some programs resolve `..` in a key.
     is_plain = "::" not in address and ".." not in address.split("/")
     return is_plain and any(address == store or address.startswith(store.rstrip("/") + "/") for store in stores)
 

@@ -102,7 +102,7 @@ class EmbeddedModelConfig(*_OF_FAMILIES, _CommonSizes):
             if given.get("family", family) != family:
                 raise ValueError(f"variant={given['variant']} is of {family}, not of family={shown(given['family'])}")
         nested = {name: size | given[name] for name, size in sizes.items() if _are_mappings(size, given.get(name))}
-        return sizes | given | nested | {"family": family}
+        return sizes | given | nested | {"family": family}  # a mapping that is given completes the variant's
 
     @model_serializer(mode="wrap")
     def dumped(self, whole: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
@@ -151,6 +151,7 @@ class EmbeddedModelConfig(*_OF_FAMILIES, _CommonSizes):
     @property
     def shape(self) -> ModelShape:
         """The model's sizes, known before the model is made."""
+        # The ids of control tokens, which the tokenizer will give, are in no size.
         return get_family(self.family).read_shape(self.hf_configs(defaultdict(int))["config.json"], "model")
 
 

@@ -66,6 +66,7 @@ class ProcessorCheck:
         answers = [place for place, message in enumerate(sample.messages) if message.role == "assistant"]
         learnt = learnt_answers(sample.messages, self._chat.learn)
         places = [place for place, is_learnt in zip(answers, learnt) if is_learnt]
+        # Every other change of the mask is the start of a trained answer.
         starts = np.flatnonzero(np.diff(stored.loss_mask, prepend=0, append=0))[::2]
         for place, start in zip(places, starts, strict=True):
             before, answer = self._turns(sample.messages[:place]), sample.messages[place]

@@ -169,7 +169,7 @@ _RULES = [
 @lru_cache(maxsize=1 << 16)  # three metrics need the words of the same texts
 def words_of(caption: str) -> tuple[str, ...]:
     """Return the caption's words in lower case, without punctuation; line ends count as spaces."""
-    # Two line ends at the end, because a rule may look at the two characters after a token.
+    # Two line ends, so that the rules that look at the characters after a token find some after the last one, too.
     text = re.sub("[\U00010000-\U0010ffff]", "\uffff", caption.replace("\n", " ")) + "\n\n"
     words, at = [], 0
     while at < len(text):
