@@ -116,7 +116,6 @@ class _Costs(NamedTuple):
 
 
 def _costs(shape: ModelShape, parallel: ParallelConfig, work: Work, frozen: Collection[str]) -> _Costs:
-    """Compute the costs, with all passes through each part."""
     decoder = shape.language
     # Forward, backward for inputs and for weights, and forward again if recomputed.
     passes = 3 - ("language" in frozen) + (parallel.recompute == "full")
