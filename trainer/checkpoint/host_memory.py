@@ -59,7 +59,6 @@ class HostMemory:
             self._error = error
 
     def _make_block(self, start: int, end: int) -> None:
-        """Allocate and lock the pages of a block."""
         if start == end:
             return
         block = torch.frombuffer(self._memory, dtype=torch.uint8, count=end - start, offset=start)

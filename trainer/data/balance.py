@@ -99,6 +99,7 @@ def deal(costs: Sequence[float], ranks: int) -> list[list[int]]:
         for number, rank in zip(slot, sorted(range(ranks), key=totals.__getitem__)):
             shares[rank].append(number)
             totals[rank] += costs[number]
+    # Sorting, largest first and differencing stopped at 0.8% (8 ranks) to 1.6% (64) over the mean; swaps take the rest.
     shares = _swap(np.array(shares, np.int64), np.asarray(costs, np.float64)).tolist()
     # The costliest bin runs first: one that does not fit in memory fails at the first micro batch, and the allocator
     # gets its largest blocks before it needs smaller ones.

@@ -300,6 +300,7 @@ def _encoded(
     """Return grids and patches of the images that a rank encodes, or of a blank image if it encodes none."""
     if not share.images:
         merge = geometry.spatial_merge_size
+        # Fused attention takes no empty input, and no collective may wait for a rank without images.
         return np.array([[1, merge, merge]], np.int32), np.zeros((merge**2, geometry.patch_bytes), np.uint8)
     if len(share.images) == len(grids):
         return grids, np.concatenate([s.patches for s in samples])

@@ -117,7 +117,6 @@ class ImageReader:
 
 
 def _batches(patches: Sequence[int]) -> Iterator[range]:
-    """Yield the indices of the images of each batch, in order."""
     first = total = 0
     for place, count in enumerate(patches):
         if place > first and total + count > BATCH_PATCHES:

@@ -143,6 +143,7 @@ class PackedSegments(PackedSeqParams):
         """
         starts, stops = self.cu_seqlens_q[:-1].long(), self.cu_seqlens_q[1:].long()
         lengths = stops - starts
+        # One padded call for all segments would be quadratic in the longest; one call for each made 60 calls a layer.
         width = torch.pow(2, torch.ceil(torch.log2(lengths.clamp(min=1).double()))).long()
         groups = []
         # One padded call would be quadratic in the longest segment, which may be the padding at the end of the bin. One

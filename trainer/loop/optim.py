@@ -126,6 +126,7 @@ def learning_rate(step: int, config: OptimConfig, num_steps: int, peak: float | 
     # to save or to reshard.
     peak = config.lr if peak is None else peak
     if step < config.warmup_steps:
+        # megatron-core's scheduler would begin at 0, so that the first update does nothing.
         return peak * (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(1, num_steps - 1 - config.warmup_steps)
     floor = peak * config.min_lr_fraction

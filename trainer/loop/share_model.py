@@ -69,7 +69,6 @@ def _fill(model: MegatronModule, run: RunConfig, family: Family) -> None:
 
 
 def _data_parallel(models: list[MegatronModule]) -> list[DistributedDataParallel]:
-    """Wrap each chunk in megatron-core's data parallelism."""
     config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
     for model in models:
         fuse_gradients(model)

@@ -33,7 +33,6 @@ def captures(run: RunConfig, device: torch.device) -> bool:
 
 @contextlib.contextmanager
 def _graphs(trainer: Trainer) -> Iterator[None]:
-    """Run the language layers as CUDA graphs while the context is open."""
     model = trainer.chunks[0].module
     if not (model.has_graphs and captures(trainer.run, trainer.mesh.device)):
         yield

@@ -248,7 +248,6 @@ class _Process:
         return _Vision(self.shape.vision, self.frozen, self.size, tp, p.recompute_vision, self.adapters)
 
     def _layers(self, rank: int) -> list[int]:
-        """Return the indices of the language layers of a pipeline rank."""
         return list(chain.from_iterable(self.pieces[rank :: self.parallel.pp]))
 
     def _trained(self, rank: int) -> float:

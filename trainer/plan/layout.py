@@ -229,7 +229,6 @@ def _language_processes(parallel: ParallelConfig, world_size: int, names: FieldN
 
 
 def _check_bins(parallel: ParallelConfig, seq_len: int, pad_multiple: int) -> None:
-    """Check that slices of bins and of samples are whole tokens."""
     whole_sample, whole_bin = parallel.pad_multiple, parallel.bin_multiple
     if seq_len % whole_bin:
         # Rounded up, because a longer bin keeps every sample, to a value that the plan's own check of pad_multiple

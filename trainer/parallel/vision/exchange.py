@@ -118,6 +118,8 @@ def pipeline_links(pp: ProcessGroup) -> Links:
     pipelines = [None] * dist.get_world_size()
     dist.all_gather_object(pipelines, dist.get_process_group_ranks(pp))
     each = [list(ranks) for ranks in sorted(set(map(tuple, pipelines)))]
+    # All ranks make all groups. With use_local_synchronization ranks hung, because a group's name depends on how many
+    # groups a rank has.
     return Links(*(dist.new_subgroups_by_enumeration(each)[0] for _ in range(2)), pp)
 
 

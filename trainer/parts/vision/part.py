@@ -31,7 +31,6 @@ def vision_rules(shape: VisionShape) -> Iterator[Rule]:
 
 
 def _linear(ours: str, hf: str, what: str, size: tuple[int, int], packing: Stacked = STACKED) -> Rule:
-    """Return the rule of a linear layer's weight or bias."""
     name, source = f"{ours}.{what}", (f"{hf}.{what}",)
     if what == "bias":
         return Rule(name, source, packing)
