@@ -247,7 +247,7 @@ def test_sync_sends_what_waits_in_the_order_of_its_making(tmp_path, monkeypatch,
             "embedded: nothing sent, the rest waits: MlflowException" in line for line in lines
         )
     assert main(["sync", "--root", str(tmp_path)]) == 0
-    line = "embedded: 1 recipe, 2 stages, 9 files, 12 steps, 1 score table, 1 model, 1 end sent"
+    line = "embedded: 1 recipe, 2 stages, 7 files, 12 steps, 1 score table, 1 model, 1 end sent"
     assert sorted(capsys.readouterr().out.splitlines()) == [line, line]
     assert main(["sync", "--root", str(tmp_path)]) == 0 and "nothing is left to send" in capsys.readouterr().out
     client = connect(tmp_path)
