@@ -9,6 +9,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
+from tests.helpers.document_tables import PAGES, table_names, with_tables
+
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(
     path
@@ -89,6 +93,17 @@ def test_every_decision_has_a_date_and_at_most_twelve_lines():
             if not is_dated or not 1 <= len(lines) <= 12 or max(map(len, [heading, *lines])) > 120:
                 wrong.append(f"{path.name}: {heading}: {len(lines)} lines")
     assert count > 50 and not wrong, "\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_tables_of_a_page_are_what_the_code_says(page):
+    text = page.read_text()
+    assert text == with_tables(text), "run `python -m tests.helpers.document_tables`"
+
+
+def test_every_table_that_the_code_makes_is_in_one_page():
+    found = [name for page in PAGES for name in re.findall(r"^<!-- table: (.+) -->$", page.read_text(), re.MULTILINE)]
+    assert sorted(found) == sorted(table_names())
 
 
 def test_every_target_of_make_that_a_document_names_is_there():

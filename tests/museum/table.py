@@ -18,8 +18,8 @@ _HEAD = """\
 # A museum of silent bugs
 
 Published faults of trainers and related programs that silently change what is trained on, scored or exported. Each has
-a test that athanor does not have the fault, and that the test's check fails when the fault is put in. All tests run in
-`make test`. `python -m tests.museum.table` makes this page from the tests, and a test compares the two.
+a test that athanor does not have the fault, and that its check fails when the fault is put in.
+`python -m tests.museum.table` makes this page from the tests.
 """
 
 
@@ -61,14 +61,13 @@ def _read(path: Path) -> Iterator[Exhibit]:
 def render(exhibits: list[Exhibit]) -> str:
     """Return the page."""
     lines, theme = [_HEAD], ""
-    for number, exhibit in enumerate(exhibits, 1):
+    for exhibit in exhibits:
         if exhibit.theme != theme:
+            lines += [""] if theme else []
             theme = exhibit.theme
-            lines += [f"## {theme}\n", "| | the fault | reported as | test |", "| ---: | --- | --- | --- |"]
-        reports = ", ".join(f"[{repository} {number}]({address})" for repository, number, address in exhibit.reports)
-        lines.append(f"| {number} | {exhibit.told} | {reports} | `{exhibit.name}` |")
-        is_last = number == len(exhibits) or exhibits[number].theme != theme
-        lines += [""] if is_last else []
+            lines += [f"## {theme}\n", "| the fault | reported as | test |", "| --- | --- | --- |"]
+        reports = ", ".join(f"[{repository}#{number}]({address})" for repository, number, address in exhibit.reports)
+        lines.append(f"| {exhibit.told} | {reports} | `{exhibit.name}` |")
     return "\n".join(lines).rstrip("\n") + "\n"
 
 

@@ -27,7 +27,6 @@ from tests.helpers.tiny_model import tiny_hf_dir
 from tests.helpers.tiny_text_model import randomize, text_config
 from trainer.data.geometry import geometry_of
 from trainer.data.micro_batch import make_micro_batch
-from trainer.families import config_keys
 from trainer.families.qwen3 import shape as qwen3
 from trainer.families.qwen3_5_moe import shape as qwen3_5_moe
 from trainer.families.qwen3_5_vl import shape as qwen3_5_vl
@@ -373,14 +372,3 @@ def test_a_missing_rotary_base_and_tied_weights_are_transformers_own():
 def test_a_missing_part_is_named():
     with pytest.raises(InputError, match=r"config\.json has no vision_config; copy"):
         qwen3_vl.read_shape({"model_type": "qwen3_vl", "text_config": {"hidden_size": 64}})
-
-
-def test_the_readme_has_every_key():
-    text = (Path(config_keys.__file__).parent / "README.md").read_text()
-    classes = [qwen3.Qwen3Keys]
-    for family, whole in ((qwen3_vl, qwen3_vl.Qwen3VLKeys), (qwen3_5_vl, qwen3_5_vl.Qwen35VLKeys)):
-        classes += [whole, family.TextKeys, family.TextRotaryKeys, family.VisionKeys]
-    for family, whole in ((qwen3_vl_moe, qwen3_vl_moe.Qwen3VLMoeKeys), (qwen3_5_moe, qwen3_5_moe.Qwen35MoeKeys)):
-        classes += [whole, family.TextKeys, family.VisionKeys]
-    keys = {field.alias or name for cls in classes for name, field in cls.model_fields.items()}
-    assert not {key for key in keys if f"`{key}`" not in text}
