@@ -144,7 +144,7 @@ def read_record(
 
     Args:
         without: fields that are skipped.
-        checksum: xxh3_64 of the range, as in the index; None: a record of an older version has none.
+        checksum: xxh3_64 of the range, as in the index; None: the bytes are not checked.
         key: the sample's key, for messages.
 
     Raises:

@@ -60,9 +60,7 @@ def references(artifact: Artifact, place: str, sizes: Mapping[str, int], chosen:
         place: the address of the artifact's directory.
     """
     manifest = artifact.manifest
-    exported = manifest.stats.get("files", {})  # present in exports made before 2026-11-23
-    digests = {f"{HF_EXPORT}/{name}": digest for name, digest in exported.items()}
-    digests |= {entry.name: entry.sha256 for entry in (*manifest.shards, *manifest.files)}
+    digests = {entry.name: entry.sha256 for entry in (*manifest.shards, *manifest.files)}
     left = {name: {"bytes": sizes[name], "sha256": digests.get(name)} for name in sorted(sizes.keys() - set(chosen))}
     return json.dumps({"directory": place, "files": left}, indent=1) + "\n"
 

@@ -53,7 +53,7 @@ class Question:
     shard: str
     offset: int
     size: int
-    checksum: int | None = None  # None: planned before 2026-11-23, by a run that is resumed
+    checksum: int
     skip: str = ""
     detail: str = ""
 
