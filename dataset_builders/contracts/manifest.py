@@ -46,9 +46,7 @@ class Parent(StrictModel):
 
     name: str = Field(description="the stage that made it, or its kind: hf_dir, raw")
     fingerprint: str
-    digest: str = Field(
-        default="", description="digest of the input's manifest, or of its content; empty in a manifest of older code"
-    )
+    digest: str = Field(description="digest of the input's manifest, or of its content")
 
 
 class Manifest(StrictModel):

@@ -140,7 +140,7 @@ def read_record(
 
     Args:
         without: fields that are skipped.
-        checksum: xxh3_64 of the range, as in the index; None: a record of an older version has none.
+        checksum: xxh3_64 of the range, as in the index; None: the bytes are not checked.
 
     Raises:
         DamagedFile: the shard is missing or cut short, or the bytes are not this record. The text names `key`.

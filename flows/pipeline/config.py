@@ -4,7 +4,7 @@ import os
 import re
 from typing import Annotated
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.errors import shown
@@ -122,16 +122,6 @@ class PipelineConfig(StrictModel):
         default=ReloadConfig(), description="held-out questions that other programs answer with the export; null: none"
     )
     execution: ExecutionConfig = ExecutionConfig()
-
-    @field_validator("data", mode="before")
-    @classmethod
-    def _nothing_is_drawn(cls, value: object) -> object:
-        if isinstance(value, dict) and value.get("kind") == "drawn":
-            raise ValueError(
-                "kind=drawn no longer exists; give data a directory of <subset>/*.parquet, or leave out kind and num_* "
-                "for the embedded digits"
-            )
-        return value
 
     @model_validator(mode="after")
     def _stages_fit(self) -> "PipelineConfig":

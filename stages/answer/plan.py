@@ -44,7 +44,7 @@ class Question:
     shard: str  # shard, offset, size and checksum are the place of the sample's record
     offset: int
     size: int
-    checksum: int | None = None  # None: planned before 2026-11-23, by a run that is resumed
+    checksum: int
     skip: str = ""  # why it cannot be asked, judged by its text and its images' headers; empty if it can be asked
     detail: str = ""
 

@@ -125,7 +125,7 @@ def stage_identity(stage: Stage, config: BaseModel, inputs: Mapping[str, Input])
 
 def changed_inputs(artifact: Artifact, inputs: Mapping[str, Input]) -> list[str]:
     """Return the roles of the inputs whose content is not the one that the artifact was made from."""
-    made_from = {role: parent.digest for role, parent in artifact.manifest.parents.items() if parent.digest}
+    made_from = {role: parent.digest for role, parent in artifact.manifest.parents.items()}
     return [role for role, item in inputs.items() if made_from.get(role, digest := item.parent().digest) != digest]
 
 

@@ -27,7 +27,7 @@ import filelock
 from pydantic import BaseModel
 
 from dataset_builders.contracts.fingerprint import describe_drift, fingerprint
-from dataset_builders.contracts.manifest import MANIFEST, Manifest, Parent, load_manifest
+from dataset_builders.contracts.manifest import MANIFEST, Manifest, load_manifest
 from dataset_builders.contracts.shard_io import remove_entries
 from dataset_builders.errors import DamagedFile, InputError, damaged
 from dataset_builders.storage.files import read_object, write_json, write_text
@@ -256,11 +256,11 @@ def why_rebuild(root: StorePath, stage: Stage, identity: Mapping[str, Any]) -> s
     if not artifacts:
         return "never made in this root"
     newest = load_manifest(max(artifacts, key=lambda d: modified(d / MANIFEST)))
-    old = {"version": newest.version, **newest.config, **_parent_fields(newest.parents)}
-    parents = {role: Parent.model_validate(p) for role, p in identity["parents"].items()}
-    new = {"version": identity["version"], **identity["config"], **_parent_fields(parents)}
+    parents = {role: parent.model_dump() for role, parent in newest.parents.items()}
+    old = {"version": newest.version, **newest.config, **_parent_fields(parents)}
+    new = {"version": identity["version"], **identity["config"], **_parent_fields(identity["parents"])}
     return describe_drift(old, new)
 
 
-def _parent_fields(parents: Mapping[str, Parent]) -> dict[str, str]:
-    return {f"input {role}": f"{p.name}@{p.fingerprint[:8]}" for role, p in parents.items()}
+def _parent_fields(parents: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    return {f"input {role}": f"{p['name']}@{p['fingerprint'][:8]}" for role, p in parents.items()}

@@ -45,7 +45,7 @@ class MetricsRow(StrictModel):
     __pydantic_extra__: dict[str, float | None]
 
     step: int
-    time_ms: int | None = Field(default=None, description="time of writing, milliseconds since 1970; None in old files")
+    time_ms: int | None = Field(default=None, description="time of writing, milliseconds since 1970; None before")
     loss: float = Field(description="mean over the loss tokens of the global batches since the last line")
     heldout_loss: float | None = Field(default=None, description="mean over the loss tokens of the held-out bins")
     mtp_loss: float | None = Field(
@@ -54,9 +54,7 @@ class MetricsRow(StrictModel):
         "multi-token prediction is not trained",
     )
     grad_norm: float = Field(description="gradient norm over all ranks, before clipping")
-    param_norm: float | None = Field(
-        default=None, description="norm of all parameters, trained and frozen, after the step; None in old files"
-    )
+    param_norm: float = Field(description="norm of all parameters, trained and frozen, after the step")
     lr: float = Field(description="scheduled rate for optim.lr; a part's own rate is in proportion to it")
     epoch: float = Field(description="passes over the bins so far")
     tokens: int = Field(description="tokens trained on so far, without padding")

@@ -6,7 +6,7 @@ and a value in the recipes if it is a decision. The command line, the form and t
 
 import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import (
     BaseModel,
@@ -261,16 +261,6 @@ class RunConfig(StrictModel):
     train: TrainConfig
     execution: TrainerExecution = TrainerExecution()
     num_threads: int = Field(default=0, ge=0, description="CPU threads per process; 0: the cores are shared evenly")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_version_1(cls, data: Any) -> Any:
-        """Accept version 1, with the fields of `execution` at the top level, so that old trainings can be exported."""
-        if not (isinstance(data, dict) and data.get("format_version") == 1):
-            return data
-        execution = {name: data[name] for name in TrainerExecution.model_fields if name in data}
-        others = {name: value for name, value in data.items() if name not in execution}
-        return {**others, "format_version": 2, "execution": execution}
 
     def num_micro_batches(self, dp: int) -> int:
         """Return the micro batches per step of each data-parallel rank; layout.py checks that the division is exact."""

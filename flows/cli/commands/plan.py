@@ -308,10 +308,8 @@ def _bins(bins: Artifact | None) -> str:
     if bins is None:
         return UNKNOWN
     stats = bins.manifest.stats
-    fraction = stats.get("padding_fraction")
-    shown = fraction.get("train") if isinstance(fraction, dict) else fraction
-    padding = "" if shown is None else f"; {shown:.1%} padding"
-    return ", ".join(f"{stats['num_bins'][split]:,} {split}" for split in SPLITS) + padding
+    counts = ", ".join(f"{stats['num_bins'][split]:,} {split}" for split in SPLITS)
+    return f"{counts}; {stats['padding_fraction']['train']:.1%} padding"
 
 
 def _seconds(job: PlacementJob) -> list[tuple[str, str]]:

@@ -167,10 +167,6 @@ def test_every_number_has_bounds():
         assert is_score or len(bounds) == 2, f"{dotted} has the bounds {bounds}"
 
 
-def test_drawn_data_is_refused_with_the_way_out():
-    assert "data: kind=drawn no longer exists; give data a directory of <subset>/*.parquet" in _error("data.kind=drawn")
-
-
 def test_a_misspelt_key_below_a_name_of_the_users_is_found():
     error = _error("plan_bins.mixture={charts: {repeat: 2}}")
     assert "unknown key plan_bins.mixture.charts.repeat; did you mean plan_bins.mixture.charts.repeats?" in error

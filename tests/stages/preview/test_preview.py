@@ -166,7 +166,10 @@ def test_hostile_text_stays_text(made):
         assert_self_contained(page)
         shown = _cards(page)["odd/00000000"]
         assert HOSTILE in shown.text and not shown.find("img") and not shown.find("script")
-    hostile = {"config": {HOSTILE: HOSTILE}, "parents": {HOSTILE: Parent(name=HOSTILE, fingerprint=HOSTILE)}}
+    hostile = {
+        "config": {HOSTILE: HOSTILE},
+        "parents": {HOSTILE: Parent(name=HOSTILE, fingerprint=HOSTILE, digest=HOSTILE)},
+    }
     manifest = Manifest(stage="other", version=1, fingerprint="0" * 16, stats={HOSTILE: HOSTILE}, **hostile)
     page = _page(Artifact(made.root / "artifacts" / "other" / "x", manifest))
     assert_self_contained(page)
@@ -268,7 +271,10 @@ def test_bins_are_bars_of_their_samples(made):
 
 
 def test_any_other_stage_shows_manifest_report_and_parents(made, tmp_path):
-    parents = {"tokenized": made.tokenized.parent(), "model": Parent(name="hf_dir", fingerprint="f" * 16)}
+    parents = {
+        "tokenized": made.tokenized.parent(),
+        "model": Parent(name="hf_dir", fingerprint="f" * 16, digest="f" * 64),
+    }
     directory = made.root / "artifacts" / "train" / "a1b2c3d4e5f60718"
     directory.mkdir(parents=True)
     config = {"optim": {"lr": 0.001}, "names": ["a", "b"]}

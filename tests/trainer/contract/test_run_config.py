@@ -24,14 +24,6 @@ def test_it_comes_back_whole():
     assert RunConfig.model_validate_json(run.model_dump_json()) == run
 
 
-def test_a_training_of_before_can_still_be_exported():
-    """Version 1 had the settings of execution beside the others."""
-    values = run_config().model_dump(mode="json")
-    before = {**values, **values.pop("execution"), "format_version": 1}
-    del before["execution"]
-    assert RunConfig.model_validate(before) == run_config()
-
-
 def test_a_recipes_execution_is_what_the_trainer_is_told():
     settings = ["execution.parallel.tp=2", "execution.cluster.processes=2", "execution.log_interval=3"]
     execution = load_recipe(overrides=[*settings, "execution.profile.first_step=4"]).config.execution
