@@ -201,6 +201,6 @@ def test_what_a_cluster_does_to_a_job_changes_no_number(cluster, flow_root, tmp_
     assert max(int(found.name[-6:]) for found in (scratch / CHECKPOINTS).glob("step-*")) >= saved + 3
     _assert_nothing_left(cluster, root)
 
-    directory, _ = train_on(flow_root, root)
+    directory = train_on(flow_root, root)
     assert _numbers(directory) == _numbers(_only(flow_root, "train").dir)
     _assert_nothing_left(cluster, root)
