@@ -15,11 +15,13 @@ from prefect.states import Failed, State
 
 from dataset_builders.errors import InputError
 from flows.deployments.request import Overrides, RecipeName, resolve_request, service_root
-from flows.pipeline.flow import evaluate, prepare_data, publish_results, run_steps, stage_runs, tracked, vlm_sft
+from flows.pipeline.flow import evaluate, prepare_data, publish_results, run_steps, vlm_sft
+from flows.pipeline.mlflow_run import tracked
 from flows.pipeline.plan import Plan
 from flows.pipeline.prefect_pages import publish_mlflow, publish_stages
 from flows.pipeline.recipe import DEFAULT_RECIPE, dotted_changes
 from flows.pipeline.steps import EVALUATE, PREPARE_DATA
+from flows.pipeline.tasks import stage_runs
 from flows.tracking.notes import run_name
 from stages.release.hub import check_push
 

@@ -3,10 +3,9 @@
 Each flow is a loop over its steps of the plan. The deployed flows have the same names and call the same functions.
 """
 
-import contextlib
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from prefect import flow
@@ -15,18 +14,17 @@ from prefect.runtime import flow_run
 
 from dataset_builders.errors import InputError
 from dataset_builders.storage.store import local_dir
-from flows.pipeline.mlflow_run import ends_with_failure, open_tracking
+from flows.pipeline.mlflow_run import tracked
 from flows.pipeline.one_line_errors import shorten_errors
 from flows.pipeline.plan import Plan
 from flows.pipeline.prefect_pages import publish_mlflow, publish_scores, publish_stages
 from flows.pipeline.steps import EVALUATE, PREPARE_DATA, TRAIN, Needs, Step
-from flows.pipeline.tasks import StageRun, register_task, run_of, stage_task
+from flows.pipeline.tasks import register_task, stage_runs, stage_task
 from flows.prefect_server.stored_results import refuse_stored_results
 from flows.resources.cancelling import inner_run_cancelled
 from flows.resources.dask_pool import check_cluster, on_cluster
 from flows.resources.limits import has_server
 from flows.tracking.notes import run_name
-from flows.tracking.tracker import Tracker
 from stages.answer.engine import check_engine
 from stages.contamination.stage import contaminated_keys
 from stages.encode.chat import ChatEncoder
@@ -68,11 +66,6 @@ def may_run_beside(step: Step) -> bool:
     """Whether a step gets the resources to run beside another. If a server shares out the slots of this machine, a step
     that needs a slot waits for its turn."""
     return Needs.SLOT not in step.needs or not has_server()
-
-
-def stage_runs(plan: Plan) -> list[StageRun]:
-    """Return how each step that this run has made or reused came by its artifact, in the order of the plan."""
-    return [run_of(step) for step in plan.steps if step.result is not None]
 
 
 @flow(name=PREPARE_DATA, flow_run_name="prepare data", persist_result=False)
@@ -142,16 +135,6 @@ def vlm_sft(plan: Plan) -> dict[str, Any]:
         "mlflow_url": mlflow_url,
         "compare_url": tracker.compare_with_last(),
     }
-
-
-@contextlib.contextmanager
-def tracked(plan: Plan) -> Iterator[Tracker]:
-    """Open the MLflow run of the block. It ends as finished after the block, as failed or killed if an error ends
-    it."""
-    tracker = Tracker(plan.root, open_tracking(plan))
-    with ends_with_failure(tracker):
-        yield tracker
-    tracker.finish("FINISHED")
 
 
 def publish_results(plan: Plan) -> dict[str, Any]:

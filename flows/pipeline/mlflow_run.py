@@ -19,15 +19,22 @@ from flows.tracking.tracker import Opening, Tracker, open_run
 
 
 @contextlib.contextmanager
-def ends_with_failure(tracker: Tracker) -> Iterator[None]:
-    """End the MLflow run if the block ends early: FAILED for an error, KILLED for a stop. Before its first stage, an
-    error of the input leaves no run."""
+def tracked(plan: Plan) -> Iterator[Tracker]:
+    """Open the MLflow run of the block. It ends as FINISHED after the block, as FAILED after an error and as KILLED
+    after a stop. An error of the input before the first stage leaves no run."""
+    tracker = Tracker(plan.root, open_tracking(plan))
     try:
-        yield
-    except BaseException as error:
-        status = "FAILED" if isinstance(error, Exception) else "KILLED"
-        tracker.finish("REFUSED" if isinstance(error, InputError) else status)
+        yield tracker
+    except InputError:
+        tracker.finish("REFUSED")
         raise
+    except Exception:
+        tracker.finish("FAILED")
+        raise
+    except BaseException:
+        tracker.finish("KILLED")
+        raise
+    tracker.finish("FINISHED")
 
 
 def open_tracking(plan: Plan) -> str | None:

@@ -66,14 +66,11 @@ class Step:
 
     def read(self) -> dict[str, Input]:
         """Return role -> input. Every step that this one reads has its artifact."""
-        return {role: _as_read(role, item) for role, item in self.inputs.items()}
-
-
-def _as_read(role: str, item: Step | Input) -> Input:
-    if not isinstance(item, Step):
-        return item
-    # The weights of an embedded model have no influence on the tokens, so they are not part of the tokens' identity.
-    return processor_input(hf_dir_of(item.artifact)) if role == "processor" else item.artifact
+        inputs = {role: item.artifact if isinstance(item, Step) else item for role, item in self.inputs.items()}
+        if isinstance(processor := inputs.get("processor"), Artifact):
+            # The weights of an embedded model have no influence on the tokens, so their identity leaves them out.
+            inputs["processor"] = processor_input(hf_dir_of(processor))
+        return inputs
 
 
 def make_steps(config: PipelineConfig, given: Mapping[str, Input]) -> list[Step]:

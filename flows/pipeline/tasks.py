@@ -98,12 +98,13 @@ def stage_task(plan: Plan, name: str, tracking_run: str | None, stop: threading.
     tracker.log_stage(step.artifact, name, stage.dataset)
 
 
-def run_of(step: Step) -> StageRun:
-    """Return the result of a step of this run as plain values."""
-    result = step.result
-    return StageRun(
-        stage=step.name, dir=str(result.artifact.dir), reused=result.reused, seconds=round(result.seconds, 2)
-    )
+def stage_runs(plan: Plan) -> list[StageRun]:
+    """Return how each step that this run has made or reused came by its artifact, in the order of the plan."""
+    done = [(step.name, step.result) for step in plan.steps if step.result is not None]
+    return [
+        StageRun(stage=name, dir=str(result.artifact.dir), reused=result.reused, seconds=round(result.seconds, 2))
+        for name, result in done
+    ]
 
 
 def _report(name: str, result: StageResult) -> None:

@@ -10,10 +10,11 @@ from prefect import flow
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.storage.store import StorePath
 from flows.pipeline import flow as module
-from flows.pipeline.flow import run_steps, stage_runs
+from flows.pipeline.flow import run_steps
 from flows.pipeline.plan import Plan
 from flows.pipeline.recipe import load_recipe
 from flows.pipeline.steps import PREPARE_DATA, TRAIN, Needs, Step
+from flows.pipeline.tasks import stage_runs
 from stages.artifacts.artifact import Stage, StageOutput
 from stages.artifacts.workers import StageResources
 from tests.helpers.patience import at_most
