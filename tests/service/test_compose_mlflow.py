@@ -108,7 +108,7 @@ def test_a_run_that_waited_is_sent_whole_by_sync(server, tmp_path, monkeypatch, 
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", VALUES["MLFLOW_PASSWORD"])
     capsys.readouterr()
     assert main(["sync", "--root", str(tmp_path / "guarded")]) == 0, capsys.readouterr()
-    assert "2 stages, 7 files, 12 steps, 1 score table, 1 model" in capsys.readouterr().out
+    assert "2 stages, 12 steps, 7 files, 1 score table, 1 model" in capsys.readouterr().out
     assert holdings(MlflowClient(server.url), "one") == expected
     kept = boto3.client("s3", endpoint_url=server.store).list_objects_v2(Bucket="mlflow")["Contents"]
     assert {Path(item["Key"]).name for item in kept} >= {"recipe.yaml", "manifest.json", "report.html"}

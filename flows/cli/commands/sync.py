@@ -2,7 +2,9 @@
 
 import argparse
 
+from dataset_builders.errors import InputError
 from flows.tracking.publish import Published
+from flows.tracking.record import records_dir
 from flows.tracking.tracker import publish_waiting
 from trainer.contract.names import EXIT_FAILED
 
@@ -12,7 +14,12 @@ def sync_command(args: argparse.Namespace) -> int:
 
     Returns:
         1 if something could not be sent, else 0.
+
+    Raises:
+        InputError: no run was recorded in this root.
     """
+    if not records_dir(args.root).is_dir():
+        raise InputError(f"--root {args.root} has no record of a run; give the --root of the run that is to be sent")
     published = publish_waiting(args.root)
     for one in published:
         print(_line(one))

@@ -237,6 +237,15 @@ def test_a_late_double_of_the_run_is_removed_at_its_end(tmp_path):
     assert run.info.run_id == record.learnt.run_id
 
 
+def test_sync_of_a_root_without_runs_is_refused(tmp_path, capsys):
+    from flows.cli.main import main
+
+    assert main(["sync", "--root", str(tmp_path / "typo")]) == 2
+    assert capsys.readouterr().err == (
+        f"athanor: --root {tmp_path / 'typo'} has no record of a run; give the --root of the run that is to be sent\n"
+    )
+
+
 def test_sync_sends_what_waits_in_the_order_of_its_making(tmp_path, monkeypatch, capsys):
     from flows.cli.main import main
 
