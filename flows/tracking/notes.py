@@ -102,8 +102,12 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]], number
 
 
 def score_text(value: float | None, ends: tuple[float, float] | None = None) -> str:
-    """Return a score with four decimals and the ends of its interval with two, `0.9328 (0.91 to 0.95)`; "" for None."""
-    interval = "" if ends is None else f" ({ends[0]:.2f} to {ends[1]:.2f})"
+    """Return a score with four decimals and the ends of its interval, `0.9328 (0.91 to 0.95)`; "" for None."""
+    interval = ""
+    if ends is not None:
+        # Two decimals would say "0.9979 (1.00 to 1.00)" of an interval that is narrower than they are.
+        decimals = 2 if ends[1] - ends[0] >= 0.02 else 4
+        interval = f" ({ends[0]:.{decimals}f} to {ends[1]:.{decimals}f})"
     return "" if value is None else f"{value:.4f}{interval}"
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from flows.tracking.notes import experiment_note, run_name, run_note
+from flows.tracking.notes import experiment_note, run_name, run_note, score_text
 
 
 @pytest.mark.parametrize(
@@ -57,3 +57,8 @@ def test_an_experiment_links_to_the_compare_page():
     )
     assert "2 newest](#/compare-runs?runs=%5B%22r1%22%2C%20%22r2%22%5D&experiments" in note
     assert "- a lr=1" in note
+
+
+def test_a_narrow_interval_holds_its_score():
+    assert score_text(0.9328, (0.9104, 0.9512)) == "0.9328 (0.91 to 0.95)"
+    assert score_text(0.9979, (0.9969, 0.9989)) == "0.9979 (0.9969 to 0.9989)"
