@@ -19,7 +19,7 @@ from dataset_builders.errors import InputError
 from dataset_builders.sources.registry import BUILDERS, get_builder
 from flows.pipeline.config import PipelineConfig
 from flows.pipeline.recipe import load_recipe
-from stages.inputs import hf_directory, raw_source
+from stages.inputs import model_directory, raw_source
 from tests.helpers.json_rows import read_source, write_file
 from tests.helpers.raw_rows import png
 from tests.test_architecture import MODULES, ROOT, name_of
@@ -78,7 +78,7 @@ def test_no_setting_holds_a_secret():
     assert not any(annotation is SecretStr for annotation in everything.values())
 
 
-@pytest.mark.parametrize("module", [hf_directory, raw_source])
+@pytest.mark.parametrize("module", [model_directory, raw_source])
 def test_the_hubs_token_is_read_from_the_environment(module, monkeypatch):
     """No code passes a token. huggingface_hub itself finds HF_TOKEN, or the token that `hf auth login` stored."""
     calls = [n for n in ast.walk(ast.parse(Path(module.__file__).read_text())) if isinstance(n, ast.Call)]

@@ -15,8 +15,8 @@ from flows.prefect_server.access import check_host
 from flows.prefect_server.ports import is_free
 from flows.service.programs import parse_limits
 from stages.artifacts.intact import check_written
-from stages.inputs.adapter_directory import read_adapter_dir
-from stages.inputs.hf_directory import check_hf_dir, resolve_hf_dir
+from stages.inputs.adapter_directory import open_model_to_answer
+from stages.inputs.model_directory import resolve_hf_dir
 
 
 def recipe_of(args: argparse.Namespace) -> Recipe:
@@ -67,10 +67,9 @@ def check_chat(args: argparse.Namespace) -> None:
 def _check_model_dir(model: str, adapter: Path | None) -> None:
     hf_dir = resolve_hf_dir(model)
     check_written(hf_dir)
-    check_hf_dir(hf_dir)
     if adapter is not None:
         check_written(adapter.resolve())
-        read_adapter_dir(adapter, hf_dir)
+    open_model_to_answer(hf_dir, adapter)
 
 
 def check_service(args: argparse.Namespace) -> None:

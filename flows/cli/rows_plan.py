@@ -24,9 +24,8 @@ from stages.artifacts.quarantine import MIN_LOST, check_lost, reason_words
 from stages.convert.config import SourceReading
 from stages.encode.images import load_image_config
 from stages.inputs.config import EmbeddedModelConfig
-from stages.inputs.hf_directory import hf_dir_of
+from stages.inputs.model_directory import opened_model
 from trainer.contract.run import TrainConfig
-from trainer.model.registry import read_model
 from trainer.model.shape import ModelShape
 
 _CHARS_PER_TOKEN = 2.0  # for a tokenizer that is still to be trained on these texts
@@ -87,7 +86,7 @@ def plan_rows(config: PipelineConfig, reading: SourceReading, source: StorePath,
         raise InputError(f"the files below {source} hold no rows; give a source with some")
     _check(config, trial, source)
     if model is not None:
-        check_images(trial, read_model(hf_dir_of(model))[1], config.model, config.tokenize.max_skip_fraction)
+        check_images(trial, opened_model(model).shape, config.model, config.tokenize.max_skip_fraction)
     tokens = _lengths(config, trial.samples, trial.sizes, model)
     kept = [number for number in tokens if number <= config.tokenize.max_seq_len]
     share = trial.rows / trial.tried
@@ -176,7 +175,7 @@ def _lengths(
     """Return the tokens of each sample: of its texts by the model's tokenizer, of its images by their area, and the
     tokens that the chat template adds to each message and image."""
     texts = [[m.reasoning + m.text.replace(IMAGE_SLOT, "") for m in sample.messages] for sample in samples]
-    file = None if model is None else hf_dir_of(model) / "tokenizer.json"
+    file = None if model is None else opened_model(model).path / "tokenizer.json"
     if file is not None and file.is_file():
         tokenizer = Tokenizer.from_file(str(file))
         counts = [sum(len(one.ids) for one in tokenizer.encode_batch(turns)) for turns in texts]
@@ -203,7 +202,7 @@ def _pixel_limits(config: PipelineConfig, model: object) -> tuple[int, int, int]
     if isinstance(config.model, EmbeddedModelConfig):
         merge = config.model.shape.vision.spatial_merge_size if config.model.shape.vision else 1
         return low or config.model.min_pixels, high or config.model.max_pixels, config.model.patch_size * merge
-    found = load_image_config(hf_dir_of(model), low, high)
+    found = load_image_config(opened_model(model), low, high)
     return found.min_pixels, found.max_pixels, found.factor
 
 

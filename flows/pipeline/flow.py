@@ -13,7 +13,6 @@ from prefect.futures import PrefectFuture, wait
 from prefect.runtime import flow_run
 
 from dataset_builders.errors import InputError
-from dataset_builders.storage.store import local_dir
 from flows.pipeline.mlflow_run import tracked
 from flows.pipeline.one_line_errors import shorten_errors
 from flows.pipeline.plan import Plan
@@ -27,9 +26,10 @@ from flows.resources.limits import has_server
 from flows.tracking.notes import run_name
 from stages.answer.engine import check_engine
 from stages.contamination.stage import contaminated_keys
-from stages.encode.chat import ChatEncoder
+from stages.inputs.model_directory import opened_model
 from stages.launchers.job import check_launcher
 from stages.release.hub import check_push
+from stages.tokenize.shard import encoder_of
 from trainer.contract.names import HF_EXPORT
 
 _log = logging.getLogger("athanor.pipeline")
@@ -154,8 +154,9 @@ def check_chat(plan: Plan) -> None:
         InputError: the prompts differ, or the tokenizer cannot be used.
     """
     if "processor" in plan.given:
-        tokenize = plan.config.tokenize
-        ChatEncoder(local_dir(plan.given["processor"].dir), tokenize.learn, tokenize.system_prompt)
+        processor = plan.given["processor"]
+        # The stage uses this encoder, if it runs in this process.
+        encoder_of(processor.dir, processor.digest, plan.config.tokenize, opened_model(processor))
 
 
 def check_heldout(plan: Plan) -> None:

@@ -5,7 +5,6 @@ imports neither Prefect nor torch for that: a wrong recipe is refused before the
 """
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, PlainSerializer, PrivateAttr, SkipValidation
@@ -23,14 +22,13 @@ from stages.artifacts.artifact import Artifact, Input, artifact_dir, changed_inp
 from stages.artifacts.run_stage import why_rebuild
 from stages.encode.images import load_image_config
 from stages.encode.template import check_template
-from stages.inputs.adapter_directory import adapter_input
+from stages.inputs.adapter_directory import AdapterDirectory, adapter_input
 from stages.inputs.config import EmbeddedEasyVqaConfig
 from stages.inputs.ends import end_ids
-from stages.inputs.hf_directory import (
-    check_hf_dir,
-    check_mtp_tensors,
-    hf_dir_of,
+from stages.inputs.model_directory import (
+    ModelDirectory,
     model_input,
+    opened_model,
     processor_input,
     read_json,
     resolve_hf_dir,
@@ -39,7 +37,7 @@ from stages.inputs.raw_source import open_raw
 from trainer.contract.machine.modules import check_precision, describe
 from trainer.contract.peft import check_start
 from trainer.model.family import Family
-from trainer.model.registry import get_family, read_model
+from trainer.model.registry import get_family
 from trainer.model.shape import ModelShape
 from trainer.model.targets import adapted_layers
 from trainer.model.whole_modules import check_adapter
@@ -129,17 +127,17 @@ def _open_inputs(config: PipelineConfig, root: StorePath) -> Iterator[tuple[str,
     for role, reading in config.convert_config.readings.items() if config.sources else ():
         memo = side_dir(root) / RAW_DIGESTS
         yield role, open_raw(config.sources[role], reading.subsets, reading.builder, memo)
-    if (hf_dir := check_model(config)) is not None:
-        yield "model", model_input(hf_dir)
-        yield "processor", processor_input(hf_dir)
+    if (model := check_model(config)) is not None:
+        yield "model", model_input(model)
+        yield "processor", processor_input(model)
     if config.start_adapter is not None:
         directory = resolve_hf_dir(config.start_adapter, "start_adapter")
         check_start(directory, config.train.adapter)
-        yield "adapter", adapter_input(directory)
+        yield "adapter", adapter_input(AdapterDirectory(directory))
 
 
-def check_model(config: PipelineConfig) -> Path | None:
-    """Check the model and return the directory of the user's model; None if a stage makes the model.
+def check_model(config: PipelineConfig) -> ModelDirectory | None:
+    """Check the model and return the open directory of the user's model; None if a stage makes the model.
 
     Raises:
         InputError: the model is missing, incomplete, of an unknown kind, or does not fit the training or its layout.
@@ -147,16 +145,16 @@ def check_model(config: PipelineConfig) -> Path | None:
     if not isinstance(config.model, str):
         _check_family(config, get_family(config.model.family), config.model.shape)
         return None
-    hf_dir = resolve_hf_dir(config.model)
-    check_hf_dir(hf_dir, config.execution.model_code_sha256)
-    check_template(hf_dir)
-    end_ids(hf_dir)
-    load_image_config(hf_dir, config.tokenize.min_pixels, config.tokenize.max_pixels)
-    family, shape = read_model(hf_dir, config.train)
-    _check_family(config, family, shape)
+    model = ModelDirectory(resolve_hf_dir(config.model))
+    model.check_weights(config.execution.model_code_sha256)
+    check_template(model)
+    end_ids(model.path)
+    load_image_config(model, config.tokenize.min_pixels, config.tokenize.max_pixels)
+    shape = model.shape.for_training(config.train)
+    _check_family(config, model.family, shape)
     config.check_parallel(shape)
-    check_mtp_tensors(hf_dir, shape)
-    return hf_dir
+    model.check_mtp(shape)
+    return model
 
 
 def _check_family(config: PipelineConfig, family: Family, shape: ModelShape) -> None:
@@ -206,8 +204,8 @@ def first_lines(plan: Plan) -> Iterator[str]:
         yield modules_line(plan.config)
     if "model" not in plan.given:
         return
-    hf_dir = hf_dir_of(plan.given["model"])
-    token, ends, file = read_model(hf_dir)[0].turn_tokens[-1], end_ids(hf_dir), hf_dir / "tokenizer.json"
+    model = opened_model(plan.given["model"])
+    token, ends, file = model.family.turn_tokens[-1], end_ids(model.path), model.path / "tokenizer.json"
     for added in read_json(file).get("added_tokens", []) if file.is_file() else []:
         if added["content"] == token and (number := added["id"]) not in ends:
             yield f"trained turns end with {token} ({number}), which the export adds to the model's eos_token_id {ends}"

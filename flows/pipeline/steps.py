@@ -17,7 +17,7 @@ from stages.artifacts.artifact import Artifact, Input, Stage, StageResult
 from stages.convert.config import RAW
 from stages.encode_images.config import EncodeImagesConfig, EncodingConfig
 from stages.inputs.config import EmbeddedEasyVqaConfig
-from stages.inputs.hf_directory import hf_dir_of, processor_input
+from stages.inputs.model_directory import opened_model, processor_input
 from stages.release.config import ReleaseConfig
 from trainer.contract.run import TrainConfig
 
@@ -69,7 +69,7 @@ class Step:
         inputs = {role: item.artifact if isinstance(item, Step) else item for role, item in self.inputs.items()}
         if isinstance(processor := inputs.get("processor"), Artifact):
             # The weights of an embedded model have no influence on the tokens, so their identity leaves them out.
-            inputs["processor"] = processor_input(hf_dir_of(processor))
+            inputs["processor"] = processor_input(opened_model(processor))
         return inputs
 
 

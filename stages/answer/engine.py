@@ -4,13 +4,14 @@ import importlib
 import importlib.util
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 from dataset_builders.contracts.sample import Message, SkipSample
 from dataset_builders.errors import InputError
 from stages.answer.config import EngineName
 from stages.encode.prompt import PromptFormat
+from stages.inputs.adapter_directory import AdapterDirectory
+from stages.inputs.model_directory import ModelDirectory
 
 ENGINES: dict[str, str] = {
     "transformers": "stages.answer.transformers_engine:TransformersEngine",
@@ -63,12 +64,12 @@ class Engine(Protocol):
 class EngineSettings:
     """The settings of an engine."""
 
-    hf_dir: Path  # a model directory that `check_hf_dir` has accepted
+    model: ModelDirectory  # whose weights were checked
     prompt: PromptFormat
     batch_size: int  # answers in a batch, at most
     batch_tokens: int  # their tokens together, at most
     device: int | None = None  # number of the GPU on this host; None: the first one, or the CPU if there is no GPU
-    adapter_dir: Path | None = None  # a PEFT directory with an adapter for the model; None: no adapter
+    adapter: AdapterDirectory | None = None  # an adapter of this model; None: no adapter
 
 
 def make_engine(name: EngineName, settings: EngineSettings) -> Engine:
@@ -77,11 +78,11 @@ def make_engine(name: EngineName, settings: EngineSettings) -> Engine:
     return getattr(importlib.import_module(module), attribute)(settings)
 
 
-def check_engine(name: EngineName, adapter_dir: Path | None = None) -> None:
+def check_engine(name: EngineName, adapter: AdapterDirectory | None = None) -> None:
     """Check, before work starts, that an engine's library is installed and supports the adapter, if there is one."""
-    if adapter_dir is not None and name != "transformers":
+    if adapter is not None and name != "transformers":
         raise InputError(
-            f"engine={name} cannot use the unmerged adapter {adapter_dir}; take engine=transformers, or "
+            f"engine={name} cannot use the unmerged adapter {adapter.path}; take engine=transformers, or "
             "the merged model of an export"
         )
     if importlib.util.find_spec(name) is None:

@@ -31,6 +31,8 @@ from stages.answer.engine import Engine, EngineSettings, Prepared, Request, make
 from stages.answer.plan import PLAN_JSONL, Question, cut_groups, cut_parts, read_plan
 from stages.answer.records import GeneratedAnswer, Line, SkippedSample, line_of, rows_of
 from stages.encode.prompt import PromptFormat
+from stages.inputs.adapter_directory import AdapterDirectory, open_model_to_answer
+from stages.inputs.model_directory import ModelDirectory
 
 PARTS = "parts"
 _MOST_THREADS = 8
@@ -73,12 +75,16 @@ def answer_parts(
     device: int | None = None,
     on_part: Callable[[int], None] = lambda answered: None,
     on_answer: Callable[[int], None] = lambda answered: None,
+    model: ModelDirectory | None = None,
+    adapter: AdapterDirectory | None = None,
 ) -> None:
     """Answer the plan's parts worker, worker + num_workers, ... if their file is missing.
 
     Args:
         device: number of the GPU on this host.
         on_part: called after each part, with the number of its questions.
+        model: the open and checked directory of the job's model; None: it is opened and checked here.
+        adapter: the same of its adapter.
         on_answer: called at each answer, with the number of answers in its part before it; its error ends the work.
     """
     questions, config = read_plan(job.work_dir / PLAN_JSONL), job.config
@@ -86,7 +92,9 @@ def answer_parts(
     mine = [n for n in range(worker, len(parts), num_workers) if not part_path(job.work_dir, n).is_file()]
     if not mine:
         return
-    settings = EngineSettings(job.hf_dir, job.prompt, config.batch_size, config.batch_tokens, device, job.adapter_dir)
+    if model is None:  # in a worker
+        model, adapter = open_model_to_answer(job.hf_dir, job.adapter_dir)
+    settings = EngineSettings(model, job.prompt, config.batch_size, config.batch_tokens, device, adapter)
     engine = make_engine(config.engine, settings)
     groups = {n: groups_of(parts[n], questions, config) for n in mine}
     threads = job.num_threads or min(_MOST_THREADS, os.cpu_count() or 1)

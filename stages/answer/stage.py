@@ -42,8 +42,8 @@ from stages.artifacts.artifact import Artifact, Input, Stage, StageOutput
 from stages.artifacts.workers import StageResources
 from stages.encode.chat import ChatEncoder
 from stages.encode.prompt import read_prompt_format
-from stages.inputs.adapter_directory import adapter_dir_of, read_adapter_dir
-from stages.inputs.hf_directory import check_hf_dir, hf_dir_of
+from stages.inputs.adapter_directory import AdapterDirectory, opened_adapter
+from stages.inputs.model_directory import ModelDirectory, opened_model
 from stages.launchers.config import ClusterConfig
 from stages.pages.report import Histogram, Section, Table, write_report
 
@@ -71,34 +71,34 @@ def answer(
 
 
 def _make(config: AnswerConfig, inputs: Mapping[str, Input], work: Path, resources: StageResources) -> None:
-    adapter_dir = adapter_dir_of(inputs["adapter"]).resolve() if "adapter" in inputs else None
+    adapter = opened_adapter(inputs["adapter"]) if "adapter" in inputs else None
     if resources.cluster.launcher == "torchrun":  # elsewhere the workers check it
-        check_engine(config.engine, adapter_dir)
-    hf_dir, samples, tokenized = hf_dir_of(inputs["hf"]), inputs["samples"], inputs.get("tokenized")
-    check_hf_dir(hf_dir)
-    if adapter_dir is not None:
-        read_adapter_dir(adapter_dir, hf_dir)
+        check_engine(config.engine, adapter)
+    model, samples, tokenized = opened_model(inputs["hf"]), inputs["samples"], inputs.get("tokenized")
+    model.check_weights()
+    if adapter is not None:
+        adapter.check_base(model)
     assert tokenized is None or isinstance(tokenized, Artifact)
     job = AnswerJob(
         config=config,
-        hf_dir=hf_dir.resolve(),
-        adapter_dir=adapter_dir,
-        prompt=read_prompt_format(hf_dir, None if tokenized is None else tokenized.manifest.stats),
+        hf_dir=model.path.resolve(),
+        adapter_dir=None if adapter is None else adapter.path.resolve(),
+        prompt=read_prompt_format(model, None if tokenized is None else tokenized.manifest.stats),
         samples_dir=absolute(samples.dir),
         work_dir=work.resolve(),
         num_threads=resources.cluster.num_threads,
     )
-    questions = _plan(job, samples)
-    _generate(job, questions, resources)
+    questions = _plan(job, samples, model)
+    _generate(job, questions, resources, model, adapter)
     _gather(job, questions, work)
 
 
-def _plan(job: AnswerJob, samples: Artifact) -> list[Question]:
+def _plan(job: AnswerJob, samples: Artifact, model: ModelDirectory) -> list[Question]:
     """Return the questions: from an earlier run's plan, or planned now."""
     path = job.work_dir / PLAN_JSONL
     questions = read_plan(path)
     if questions is None:
-        chat = ChatEncoder(job.hf_dir, system_prompt=job.prompt.system_prompt)
+        chat = ChatEncoder(model, system_prompt=job.prompt.system_prompt)
         questions = list(plan_questions(samples, chat, job.prompt.pixels, job.config.max_samples_per_subset))
         write_plan(path, questions)
     if not questions:
@@ -106,7 +106,13 @@ def _plan(job: AnswerJob, samples: Artifact) -> list[Question]:
     return questions
 
 
-def _generate(job: AnswerJob, questions: Sequence[Question], resources: StageResources) -> None:
+def _generate(
+    job: AnswerJob,
+    questions: Sequence[Question],
+    resources: StageResources,
+    model: ModelDirectory,
+    adapter: AdapterDirectory | None,
+) -> None:
     """Answer every missing part, in this process or in worker processes."""
     parts = cut_parts(questions, job.config.part_size)
     (job.work_dir / PARTS).mkdir(exist_ok=True)
@@ -120,7 +126,7 @@ def _generate(job: AnswerJob, questions: Sequence[Question], resources: StageRes
         return look()
     if answers_apart(resources.cluster):
         return run_workers(job, resources.cluster, resources.on_line, look)
-    return answer_parts(job, on_part=lambda _: look(), on_answer=look)
+    return answer_parts(job, on_part=lambda _: look(), on_answer=look, model=model, adapter=adapter)
 
 
 def answers_apart(cluster: ClusterConfig) -> bool:

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,13 +14,12 @@ from stages.answer.engine import Answer, EngineSettings, Prepared, Request
 from stages.answer.greedy_decoder import EncodedImages, GreedyDecoder, PoolLimits, Prompt, Row
 from stages.encode.chat import ChatEncoder
 from stages.encode.prompt import PromptFormat, read_prompt_format
-from stages.inputs.adapter_directory import read_adapter_dir
+from stages.inputs.adapter_directory import AdapterDirectory
 from stages.inputs.adapter_layers import add_adapters
 from stages.inputs.ends import end_ids
-from stages.inputs.hf_directory import check_hf_dir
+from stages.inputs.model_directory import ModelDirectory
 from stages.inputs.transformers_progress import no_progress_bar
 from trainer.model.late_import import load
-from trainer.model.registry import read_model
 
 _UNLIMITED = PoolLimits(rows=1 << 30, tokens=1 << 60)
 
@@ -31,28 +29,27 @@ class Generator:
 
     Args:
         device: number of the GPU on this host; None: the first one.
+        model: a directory whose weights were checked.
         prompt: the form of the prompts; None: the directory's own.
-        adapter_dir: a PEFT directory with an adapter for the model; None: no adapter.
+        adapter: an adapter of this model; None: no adapter.
     """
 
     def __init__(
         self,
-        hf_dir: Path,
+        model: ModelDirectory,
         device: int | None = None,
         prompt: PromptFormat | None = None,
-        adapter_dir: Path | None = None,
+        adapter: AdapterDirectory | None = None,
     ) -> None:
-        check_hf_dir(hf_dir)
-        adapter = None if adapter_dir is None else read_adapter_dir(adapter_dir, hf_dir)
-        prompt = prompt or read_prompt_format(hf_dir)
-        self._chat = ChatEncoder(hf_dir, system_prompt=prompt.system_prompt)
+        prompt = prompt or read_prompt_format(model)
+        self._chat = ChatEncoder(model, system_prompt=prompt.system_prompt)
         self._image_config = prompt.pixels
-        model = _load(hf_dir, device)
+        loaded = _load(model, device)
         if adapter is not None:
-            add_adapters(model, adapter)
+            add_adapters(loaded, adapter)
         self.decoder = GreedyDecoder(
-            model,
-            {*end_ids(hf_dir), self._chat.end_of_turn_id},  # an adapter's model ends turns as it was trained to
+            loaded,
+            {*end_ids(model.path), self._chat.end_of_turn_id},  # an adapter's model ends turns as it was trained to
             self._chat.image_token_id,
             self._image_config.patch_format,
         )
@@ -91,7 +88,7 @@ class TransformersEngine:
     """The engine that uses transformers: the decoder's pool takes new prompts as its rows end."""
 
     def __init__(self, settings: EngineSettings) -> None:
-        self._generator = Generator(settings.hf_dir, settings.device, settings.prompt, settings.adapter_dir)
+        self._generator = Generator(settings.model, settings.device, settings.prompt, settings.adapter)
         self._limits = PoolLimits(settings.batch_size, settings.batch_tokens)
 
     def prepare(self, requests: Sequence[Request]) -> Prepared:
@@ -114,16 +111,15 @@ class TransformersEngine:
             yield row.number, self._generator.answer_of(row)
 
 
-def _load(hf_dir: Path, device: int | None) -> "transformers.PreTrainedModel":
+def _load(directory: ModelDirectory, device: int | None) -> "transformers.PreTrainedModel":
     place = torch.device("cuda", device or 0) if torch.cuda.is_available() else torch.device("cpu")
     dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
-    family, _ = read_model(hf_dir)
     if place.type == "cpu":  # it recommends kernels for the delta rule that run only on GPUs
         transformers.logging.get_logger("transformers.integrations.hub_kernels").setLevel(transformers.logging.ERROR)
     with no_progress_bar():
         try:
-            model, info = load(family.reference).from_pretrained(
-                hf_dir,
+            model, info = load(directory.family.reference).from_pretrained(
+                directory.path,
                 dtype=dtype,
                 attn_implementation="sdpa",
                 local_files_only=True,
@@ -132,7 +128,11 @@ def _load(hf_dir: Path, device: int | None) -> "transformers.PreTrainedModel":
             )
         except (OSError, ValueError, RuntimeError, KeyError) as error:  # the errors for files that do not fit together
             first_line = (str(error) or type(error).__name__).splitlines()[0]
-            raise InputError(f"{hf_dir}: the model cannot be loaded ({first_line}); export or copy it again") from error
+            raise InputError(
+                f"{directory.path}: the model cannot be loaded ({first_line}); export or copy it again"
+            ) from error
     if missing := sorted(info["missing_keys"]):  # transformers draws them at random
-        raise InputError(f"{hf_dir}: {len(missing)} tensors are missing, the first is {missing[0]}; copy it again")
+        raise InputError(
+            f"{directory.path}: {len(missing)} tensors are missing, the first is {missing[0]}; copy it again"
+        )
     return model.to(place).eval()

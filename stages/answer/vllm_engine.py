@@ -23,7 +23,7 @@ from stages.answer.engine import Answer, EngineSettings, Prepared, Request, chec
 from stages.encode.chat import ChatEncoder
 from stages.encode.images import load_image_config, write_pixel_limits
 from stages.inputs.ends import end_ids
-from stages.inputs.hf_directory import check_hf_dir
+from stages.inputs.model_directory import ModelDirectory
 
 _GROUPS_TOGETHER = 16  # groups per call, so that vLLM's scheduler can choose among many sequences
 
@@ -32,15 +32,14 @@ class VllmEngine:
     """The engine that uses vLLM's `LLM`, on the GPU that this process sees."""
 
     def __init__(self, settings: EngineSettings) -> None:
-        check_engine("vllm", settings.adapter_dir)
-        check_hf_dir(settings.hf_dir)
+        check_engine("vllm", settings.adapter)
         self._vllm = importlib.import_module("vllm")
-        self._chat = ChatEncoder(settings.hf_dir, system_prompt=settings.prompt.system_prompt)
+        self._chat = ChatEncoder(settings.model, system_prompt=settings.prompt.system_prompt)
         self._image_config = settings.prompt.pixels
-        self._end_ids = frozenset({*end_ids(settings.hf_dir), self._chat.end_of_turn_id})
+        self._end_ids = frozenset({*end_ids(settings.model.path), self._chat.end_of_turn_id})
         self._encoding = threading.Lock()  # a tokenizer is not thread-safe
         self._llm = self._vllm.LLM(
-            model=str(_with_pixels(settings.hf_dir, self._image_config)),
+            model=str(_with_pixels(settings.model, self._image_config)),
             max_num_seqs=settings.batch_size,
             trust_remote_code=False,
             generation_config="vllm",  # vLLM's defaults, not the directory's sampling settings
@@ -96,13 +95,13 @@ class VllmEngine:
         return prompt
 
 
-def _with_pixels(hf_dir: Path, pixels: PixelConfig) -> Path:
+def _with_pixels(model: ModelDirectory, pixels: PixelConfig) -> Path:
     """Return the model directory if it has these limits; otherwise a directory of links with these limits."""
-    if pixels == load_image_config(hf_dir):
-        return hf_dir
+    if pixels == load_image_config(model):
+        return model.path
     directory = Path(tempfile.mkdtemp(prefix="athanor-vllm-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    for file in hf_dir.iterdir():
+    for file in model.path.iterdir():
         (directory / file.name).symlink_to(file.resolve())
     write_pixel_limits(directory, pixels.min_pixels, pixels.max_pixels)  # replaces the link by a new file
     return directory

@@ -49,12 +49,15 @@ class External:
 
     Attributes:
         states: file -> its state when it was digested, see `unchanged.state_of`; empty for raw data.
+        opened: the directory as the plan opened it, for the stages that run in the same process: a `ModelDirectory` or
+            an `AdapterDirectory`; None: nothing is open.
     """
 
     dir: StorePath
     name: str
     digest: str
     states: Mapping[Path, list[int]] = field(default_factory=dict, repr=False, compare=False)
+    opened: object = field(default=None, repr=False, compare=False)
 
     def parent(self) -> Parent:
         return Parent(name=self.name, fingerprint=self.digest, digest=self.digest)

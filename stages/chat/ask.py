@@ -11,6 +11,7 @@ from dataset_builders.pictures.images import PILLOW_PIXEL_LIMIT, ImageLimits, ch
 from stages.answer.greedy_decoder import EncodedImages
 from stages.answer.transformers_engine import Generator
 from stages.artifacts.intact import check_written
+from stages.inputs.adapter_directory import open_model_to_answer
 
 _KEY = "chat/00000000"
 _USABLE = f"a PNG, JPEG or WebP file of at most {PILLOW_PIXEL_LIMIT // 10**6} million pixels"
@@ -48,7 +49,8 @@ class ChatModel:
     def __init__(self, hf_dir: Path, adapter_dir: Path | None = None) -> None:
         for directory in filter(None, (hf_dir, adapter_dir)):
             check_written(directory.resolve())
-        self._generator = Generator(hf_dir, adapter_dir=adapter_dir)
+        model, adapter = open_model_to_answer(hf_dir, adapter_dir)
+        self._generator = Generator(model, adapter=adapter)
 
     def answer(self, messages: Sequence[Message], pictures: Sequence[Path], max_new_tokens: int) -> str:
         """Return the greedy answer to the last message, a user's, stripped; InputError if it cannot be asked.

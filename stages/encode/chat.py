@@ -26,8 +26,7 @@ from stages.encode.config import LEARN_ALL, Learn
 from stages.encode.reasoning import Conversation, ReasoningFormat, cut_conversations, read_format
 from stages.encode.template import REASONING, Messages, chat_template, read_template
 from stages.encode.trial import mismatch
-from stages.inputs.hf_directory import check_processor_files
-from trainer.model.registry import read_model
+from stages.inputs.model_directory import ModelDirectory
 
 SYSTEM_PROMPT = "system_prompt.txt"  # file of an exported directory: the system prompt that the model was trained with
 
@@ -63,19 +62,19 @@ def read_system_prompt(hf_dir: Path) -> str | None:
 
 
 class ChatEncoder:
-    """Encoder of conversations with the tokenizer and the chat template of one HF directory.
+    """Encoder of conversations with the tokenizer and the chat template of one model directory.
 
     Args:
         learn: which answers are trained on (never one with is_learnt=False), and whether with their reasoning.
         system_prompt: the first message of a conversation that has no system message of its own.
     """
 
-    def __init__(self, hf_dir: Path, learn: Learn = LEARN_ALL, system_prompt: str | None = None) -> None:
-        check_processor_files(hf_dir)
-        family, shape = read_model(hf_dir)
+    def __init__(self, model: ModelDirectory, learn: Learn = LEARN_ALL, system_prompt: str | None = None) -> None:
+        family, shape = model.family, model.shape
+        self.model = model
         self.learn, self.system_prompt = learn, system_prompt
-        self.tokenizer = load_tokenizer(hf_dir)
-        self.template = chat_template(hf_dir, self.tokenizer.chat_template, self.tokenizer.special_tokens_map)
+        self.tokenizer = load_tokenizer(model.path)
+        self.template = chat_template(model, self.tokenizer.chat_template, self.tokenizer.special_tokens_map)
         self.images = shape.images  # ids that mark the images of a prompt; None for a text-only model
         self.image_token_id = shape.images.image_token_id if shape.images else -1
         self.vocab_size = shape.language.vocab_size  # rows of the embedding
@@ -84,7 +83,7 @@ class ChatEncoder:
         added = self.tokenizer.get_added_vocab()
         for token in family.turn_tokens:
             if token not in added:
-                raise InputError(f"{hf_dir}: the tokenizer has no {token} token; only ChatML models are supported")
+                raise InputError(f"{model.path}: the tokenizer has no {token} token; only ChatML models are supported")
         start_of_turn, self._end_of_turn = family.turn_tokens
         self.end_of_turn_id = added[self._end_of_turn]
         self._forbidden = re.compile("|".join(re.escape(token) for token in sorted(added, key=len, reverse=True)))
@@ -93,7 +92,7 @@ class ChatEncoder:
         token = re.search(f"{IMAGE_SLOT}|{self._forbidden.pattern}", system_prompt or "")
         if token:
             raise InputError(f"the system prompt holds {token.group()}, a token of the chat's own; leave it out")
-        self._try_template(hf_dir)
+        self._try_template(model.path)
 
     def reasoning_of(self, message: Message) -> str:
         """Return the reasoning that the template is given before a message; empty if reasoning is not trained on."""

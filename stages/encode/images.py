@@ -14,8 +14,13 @@ from dataset_builders.contracts.fingerprint import describe_drift
 from dataset_builders.contracts.tokenized import PatchFormat, PixelConfig
 from dataset_builders.errors import InputError
 from dataset_builders.storage.files import write_json
-from stages.inputs.hf_directory import PREPROCESSOR_CONFIG, PROCESSOR_CONFIG, image_settings, read_json
-from trainer.model.registry import read_model
+from stages.inputs.model_directory import (
+    PREPROCESSOR_CONFIG,
+    PROCESSOR_CONFIG,
+    ModelDirectory,
+    read_image_settings,
+    read_json,
+)
 from trainer.model.shape import ModelShape
 
 _BICUBIC = 3  # PIL's number for bicubic, which preprocessor_config.json uses
@@ -30,14 +35,16 @@ _NO_PICTURES = PixelConfig(
 )
 
 
-def load_image_config(hf_dir: Path, min_pixels: int | None = None, max_pixels: int | None = None) -> PixelConfig:
+def load_image_config(
+    model: ModelDirectory, min_pixels: int | None = None, max_pixels: int | None = None
+) -> PixelConfig:
     """Return the resizing and patch settings of a model's image processor; the areas may be overridden."""
-    family, shape = read_model(hf_dir)
+    family = model.family
     if family.image_processor is None:
         return _NO_PICTURES
     configs = {
         file: _image_config(file, raw, family.image_processor.types, min_pixels, max_pixels)
-        for file, raw in image_settings(hf_dir).items()
+        for file, raw in model.image_settings.items()
     }
     (file, config), *others = configs.items()
     for other, theirs in others:
@@ -47,7 +54,7 @@ def load_image_config(hf_dir: Path, min_pixels: int | None = None, max_pixels: i
                 f"({describe_drift(config.model_dump(), theirs.model_dump())}), and programs read either; delete one "
                 "of them, or make them equal"
             )
-    _check_agrees(file, config.patch_format, shape)
+    _check_agrees(file, config.patch_format, model.shape)
     return config
 
 
@@ -104,7 +111,7 @@ def write_pixel_limits(hf_dir: Path, min_pixels: int | None, max_pixels: int | N
     """Write pixel limits to a directory's configs, for `load_image_config` and other programs; None: keep the limit."""
     limits = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
     limits = {name: value for name, value in limits.items() if value is not None}
-    settings = {file: _with_limits(file, raw, limits) for file, raw in image_settings(hf_dir).items()}
+    settings = {file: _with_limits(file, raw, limits) for file, raw in read_image_settings(hf_dir).items()}
     for file, changed in settings.items():
         write_json(file, {**read_json(file), "image_processor": changed} if file.name == PROCESSOR_CONFIG else changed)
     if settings and hf_dir / PREPROCESSOR_CONFIG not in settings:  # for programs that read this file alone

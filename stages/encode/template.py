@@ -20,8 +20,7 @@ from typing import Any
 
 from dataset_builders.contracts.sample import SkipSample
 from dataset_builders.errors import InputError, one_line
-from stages.inputs.hf_directory import read_json
-from trainer.model.registry import read_model
+from stages.inputs.model_directory import ModelDirectory, read_json
 
 CPU_SECONDS = 5  # per conversation; a conversation of a megabyte takes 0.02 s with Qwen's template
 MEMORY = 1 << 30  # bytes, in addition to the memory of the process at its start
@@ -148,19 +147,18 @@ class ChatTemplate:
         return process
 
 
-def chat_template(hf_dir: Path, template: str, variables: Mapping[str, Any]) -> ChatTemplate:
+def chat_template(model: ModelDirectory, template: str, variables: Mapping[str, Any]) -> ChatTemplate:
     """Return the checked template of a model directory; this process caches the last two."""
-    has_images = read_model(hf_dir)[1].images is not None
     settings = json.dumps(dict(variables), default=str, sort_keys=True)
     # By process, since a forked child must not write into the pipe of its parent.
-    return _checked(os.getpid(), str(hf_dir), template, settings, has_images)
+    return _checked(os.getpid(), str(model.path), template, settings, model.shape.images is not None)
 
 
-def check_template(hf_dir: Path) -> None:
+def check_template(model: ModelDirectory) -> None:
     """Check that the template of a model directory keeps the limits, before a tokenizer is loaded."""
-    template, tokens = read_template(hf_dir)
+    template, tokens = read_template(model.path)
     if template is not None:
-        chat_template(hf_dir, template, tokens)
+        chat_template(model, template, tokens)
 
 
 @functools.lru_cache(maxsize=2)

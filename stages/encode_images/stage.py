@@ -31,12 +31,11 @@ from stages.artifacts.workers import StageResources
 from stages.encode_images.config import EncodingConfig
 from stages.encode_images.plan import ImagePlan, plan_images
 from stages.encode_images.scan import scan_images
-from stages.inputs.hf_directory import hf_dir_of
+from stages.inputs.model_directory import opened_model
 from stages.pages.report import write_report
 from stages.train.run_trainer import run_trainer
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import EncodeRun
-from trainer.model.registry import read_model
 
 VERSION = 1
 JOB_DIR = "job"  # output directory of the trainer's run, in the work directory
@@ -47,9 +46,9 @@ def encode_images(
     config: EncodingConfig, inputs: Mapping[str, Input], work_dir: Path, resources: StageResources
 ) -> StageOutput:
     """Run the stage. Inputs: "model" (HF directory), "tokenized"."""
-    tokenized, hf_dir = inputs["tokenized"], hf_dir_of(inputs["model"])
+    tokenized, model = inputs["tokenized"], opened_model(inputs["model"])
     assert isinstance(tokenized, Artifact)
-    shape = read_model(hf_dir)[1]
+    shape = model.shape
     store = FeatureStore(dtype=config.dtype, width=shape.feature_width)
     merged = shape.vision.spatial_merge_size**2
     limit = merged * max(1, int(config.shard_size_mb * 1e6) // store.token_bytes)
@@ -57,7 +56,7 @@ def encode_images(
     plan = plan_images(tasks, work_dir, limit)
     names = [shard_name(number) for number in range(plan.num_shards)]
     if any(finished_shard(work_dir, name) is None for name in names):
-        run = _run_config(config, hf_dir, tokenized, work_dir, plan.num_shards, resources)
+        run = _run_config(config, model.path, tokenized, work_dir, plan.num_shards, resources)
         run.output_dir.mkdir(exist_ok=True)
         run_trainer(run, resources, STAGE.name)
     for directory in (JOB_DIR, SCAN_DIR):  # their paths and times would make every artifact different

@@ -19,10 +19,16 @@ from stages.artifacts.intact import file_entries
 from stages.artifacts.workers import StageResources
 from stages.encode.chat import SYSTEM_PROMPT
 from stages.encode.images import write_pixel_limits
-from stages.export.carried import count_carried
 from stages.export.config import ExportConfig
 from stages.inputs.ends import add_end
-from stages.inputs.hf_directory import count_parameters, hf_dir_of, read_json, safetensors_header, weight_files
+from stages.inputs.model_directory import (
+    ModelDirectory,
+    StoredTensor,
+    opened_model,
+    read_json,
+    safetensors_header,
+    stored_tensors,
+)
 from stages.inputs.remote_code import drop_auto_maps
 from stages.pages.report import Table, write_report
 from stages.train.run_trainer import run_trainer
@@ -31,7 +37,6 @@ from trainer.contract.adapter import AdapterConfig
 from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT, RUN_JSON
 from trainer.contract.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from trainer.contract.run import RunConfig, TrainConfig
-from trainer.model.registry import read_model
 
 VERSION = 3  # 3: the token that ends a trained turn is among eos_token_id
 JOB_DIR = "job"  # output directory of the trainer's run, in the work directory
@@ -42,7 +47,7 @@ _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 def export(config: ExportConfig, inputs: Mapping[str, Input], work_dir: Path, resources: StageResources) -> StageOutput:
     """Run the stage. Inputs: "train", "model" (the HF directory that the training started from), "tokenized"."""
-    source, hf_dir = hf_dir_of(inputs["model"]), work_dir / HF_EXPORT
+    source, hf_dir = opened_model(inputs["model"]).path, work_dir / HF_EXPORT
     job_dir = work_dir / JOB_DIR
     job_dir.mkdir(exist_ok=True)  # a cluster job that survived a killed flow may still write there
     run = _run_config(inputs, source, job_dir, resources)
@@ -58,18 +63,19 @@ def export(config: ExportConfig, inputs: Mapping[str, Input], work_dir: Path, re
     weights = [file.model_copy(update={"name": f"{HF_EXPORT}/{file.name}"}) for file in result.files]
     files = file_entries(work_dir, STAGE.digested, weights)
     trained = inputs["train"].manifest.stats
+    exported = ModelDirectory(hf_dir)
     stats = {
-        "dtype": written_dtype(hf_dir),
-        "parameters": count_parameters(hf_dir),
-        "active_parameters": read_model(hf_dir)[1].active_parameters,
-        "carried": count_carried(hf_dir, run.train),
+        "dtype": written_dtype(exported.tensors),
+        "parameters": exported.count_parameters(),
+        "active_parameters": exported.shape.active_parameters,
+        "carried": exported.count_carried(run.train),
         "steps": trained["steps"],
         "checkpoint": trained["checkpoint"],
     }
     if added:
         stats["added_end"] = end
     if run.train.mtp_loss_scaling_factor:
-        stats["mtp"] = sum(count_carried(hf_dir).values()) - sum(stats["carried"].values())
+        stats["mtp"] = sum(exported.count_carried().values()) - sum(stats["carried"].values())
     if run.train.adapter:
         stats["adapter"] = _adapter_facts(work_dir / ADAPTER_EXPORT, run.train.adapter)
     _write_report(work_dir, stats)
@@ -132,7 +138,8 @@ def copy_processor_files(source: Path, hf_dir: Path, tokenized: Mapping[str, Any
             shutil.copyfile(file, hf_dir / file.name)
     drop_auto_maps(hf_dir)
     write_pixel_limits(hf_dir, tokenized.get("min_pixels"), tokenized.get("max_pixels"))
-    write_json(hf_dir / "config.json", _with_dtype(read_json(hf_dir / "config.json"), written_dtype(hf_dir)))
+    dtype = written_dtype(stored_tensors(hf_dir))
+    write_json(hf_dir / "config.json", _with_dtype(read_json(hf_dir / "config.json"), dtype))
     (hf_dir / SYSTEM_PROMPT).unlink(missing_ok=True)
     if tokenized.get("system_prompt"):
         write_text(hf_dir / SYSTEM_PROMPT, tokenized["system_prompt"])
@@ -146,12 +153,11 @@ def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
     return fixed
 
 
-def written_dtype(hf_dir: Path) -> str:
-    """Return the dtype of most numbers in a directory's safetensors, in torch's spelling; a few tensors may differ."""
+def written_dtype(tensors: Mapping[str, StoredTensor]) -> str:
+    """Return the dtype of most numbers of a model, in torch's spelling; a few tensors may differ."""
     numbers: Counter[str] = Counter()
-    for file in weight_files(hf_dir):
-        for entry in safetensors_header(hf_dir / file).values():
-            numbers[entry["dtype"]] += math.prod(entry["shape"])
+    for tensor in tensors.values():
+        numbers[tensor.dtype] += math.prod(tensor.shape)
     ((dtype, _),) = numbers.most_common(1)
     return _DTYPES.get(dtype, dtype)
 

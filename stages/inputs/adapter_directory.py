@@ -6,7 +6,6 @@ adapter_config.json  adapter_model.safetensors
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from dataset_builders.storage.store import local_dir
 from stages.artifacts.artifact import Artifact, External, Input
 from stages.artifacts.intact import check_written
 from stages.artifacts.unchanged import digest_once, state_of
-from stages.inputs.hf_directory import safetensors_header, weight_files
+from stages.inputs.model_directory import ModelDirectory, safetensors_header
 from trainer.contract.names import ADAPTER_EXPORT
 from trainer.contract.peft import (
     ADAPTER_CONFIG,
@@ -30,53 +29,84 @@ from trainer.contract.peft import (
     adapts,
     read_peft_config,
 )
-from trainer.model.registry import read_model
 
 _FINITE = {"F32": ("<u4", 0x7F800000), "BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00)}  # bits, exponent mask
 
 
-@dataclass(frozen=True, slots=True)
 class AdapterDirectory:
-    """An adapter that matches its model."""
+    """A PEFT directory that is open: its settings were read and its tensors checked, once, without a base model.
 
-    path: Path
-    scaling: float  # the factor applied to the product B A
-    modules: tuple[str, ...]  # names of the adapted linear layers, as in transformers
-    whole: tuple[str, ...]  # names of parameters that replace the model's parameters
+    Attributes:
+        path: the directory, on this machine.
+        config: the content of adapter_config.json.
+        tensors: name, without PEFT's prefix -> shape.
 
+    Raises:
+        InputError: a file is missing or damaged, or its adapter is not one that is computed here.
+    """
 
-def read_adapter_dir(path: Path, hf_dir: Path) -> AdapterDirectory:
-    """Read a PEFT directory, and check it against the model of `hf_dir`."""
-    config = read_peft_config(path, f"adapter {path}")
-    header = _read_header(path, config)
-    if stacks := config.get("target_parameters"):
-        raise InputError(
-            f"{path / ADAPTER_CONFIG}: target_parameters names {stacks[0]}, and adapters of experts do not answer "
-            "unmerged here; merge the adapter into its model with PEFT's merge_and_unload, and give that model"
-        )
-    family, model = read_model(hf_dir)
-    weights = {name for rule in family.weight_rules(model) if rule.sizes for name in rule.hf}
-    linear = {name.removesuffix(".weight") for name in weights}
-    base = {
-        name: tuple(entry["shape"])
-        for file in weight_files(hf_dir)
-        for name, entry in safetensors_header(hf_dir / file).items()
-    }
-    modules = tuple(name.removesuffix(LORA_A) for name in header if name.endswith(LORA_A))
-    whole = tuple(name for name in header if not name.endswith((LORA_A, LORA_B, MAGNITUDE)))
-    for name, shape in header.items():
-        _check_tensor(path, hf_dir, name, shape, base, config)
-    if others := sorted(set(modules) - linear - {"lm_head"}):
-        raise InputError(f"{path / ADAPTER_WEIGHTS}: {others[0]} is no linear layer, and only these have adapters here")
-    lacking = sorted(name for name in linear - set(modules) if adapts(path / ADAPTER_CONFIG, config, name))
-    if lacking:
-        raise InputError(
-            f"{path / ADAPTER_WEIGHTS} has no adapter of {lacking[0]} and {len(lacking) - 1} others that "
-            "target_modules names; save the adapter with PEFT again"
-        )
-    rank = config["r"]
-    scaling = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    return AdapterDirectory(path, scaling, modules, whole)
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = read_peft_config(path, f"adapter {path}")
+        self.tensors = _read_header(path, self.config)
+
+    @property
+    def scaling(self) -> float:
+        """The factor applied to the product B A."""
+        rank = self.config["r"]
+        return self.config["lora_alpha"] / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+
+    @property
+    def modules(self) -> list[str]:
+        """The names of the adapted linear layers, as in transformers."""
+        return [name.removesuffix(LORA_A) for name in self.tensors if name.endswith(LORA_A)]
+
+    @property
+    def whole(self) -> list[str]:
+        """The names of the parameters that replace the model's."""
+        return [name for name in self.tensors if not name.endswith((LORA_A, LORA_B, MAGNITUDE))]
+
+    def check_base(self, model: ModelDirectory) -> None:
+        """Check that the adapter is one of a model, and that it can answer there without being merged."""
+        file = self.path / ADAPTER_CONFIG
+        if stacks := self.config.get("target_parameters"):
+            raise InputError(
+                f"{file}: target_parameters names {stacks[0]}, and adapters of experts do not answer unmerged here; "
+                "merge the adapter into its model with PEFT's merge_and_unload, and give that model"
+            )
+        weights = {name for rule in model.family.weight_rules(model.shape) if rule.sizes for name in rule.hf}
+        linear = {name.removesuffix(".weight") for name in weights}
+        for name, shape in self.tensors.items():
+            self._check_tensor(model, name, shape)
+        if others := sorted(set(self.modules) - linear - {"lm_head"}):
+            raise InputError(
+                f"{self.path / ADAPTER_WEIGHTS}: {others[0]} is no linear layer, and only these have adapters here"
+            )
+        lacking = sorted(name for name in linear - set(self.modules) if adapts(file, self.config, name))
+        if lacking:
+            raise InputError(
+                f"{self.path / ADAPTER_WEIGHTS} has no adapter of {lacking[0]} and {len(lacking) - 1} others that "
+                "target_modules names; save the adapter with PEFT again"
+            )
+
+    def _check_tensor(self, model: ModelDirectory, name: str, shape: tuple[int, ...]) -> None:
+        """Check that a tensor of the adapter fits the model's weight that it belongs to."""
+        kind = next((kind for kind in (LORA_A, LORA_B, MAGNITUDE) if name.endswith(kind)), "")
+        weight = f"{name.removesuffix(kind)}.weight" if kind else name
+        of_base = model.tensors.get(weight)
+        if of_base is None:
+            trained_on = in_ascii(self.config.get("base_model_name_or_path") or "the adapter does not name it")
+            raise InputError(
+                f"adapter {self.path} is of another model: {in_ascii(weight)} is no weight of {model.path}; give the "
+                f"model that it was trained on ({trained_on})"
+            )
+        rank, (out, *width) = self.config["r"], of_base.shape
+        wanted = {LORA_A: (rank, *width), LORA_B: (out, rank), MAGNITUDE: (out,), "": tuple(of_base.shape)}[kind]
+        if shape != wanted:
+            raise InputError(
+                f"adapter {self.path} is of another model: {in_ascii(name)} is {list(shape)}, and {in_ascii(weight)} "
+                f"of {model.path} with r={rank} asks for {list(wanted)}; give the model that it was trained on"
+            )
 
 
 def _read_header(path: Path, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -126,42 +156,33 @@ def _check_finite(file: Path) -> str:
     return "finite"
 
 
-def _check_tensor(
-    path: Path,
-    hf_dir: Path,
-    name: str,
-    shape: tuple[int, ...],
-    base: Mapping[str, tuple[int, ...]],
-    config: Mapping[str, Any],
-) -> None:
-    """Check that a tensor of the adapter fits the model's weight that it belongs to."""
-    kind = next((kind for kind in (LORA_A, LORA_B, MAGNITUDE) if name.endswith(kind)), "")
-    weight = f"{name.removesuffix(kind)}.weight" if kind else name
-    of_base = base.get(weight)
-    if of_base is None:
-        raise InputError(
-            f"adapter {path} is of another model: {in_ascii(weight)} is no weight of {hf_dir}; give the model that it "
-            f"was trained on ({in_ascii(config.get('base_model_name_or_path') or 'the adapter does not name it')})"
-        )
-    rank, (out, *width) = config["r"], of_base
-    wanted = {LORA_A: (rank, *width), LORA_B: (out, rank), MAGNITUDE: (out,), "": of_base}[kind]
-    if shape != wanted:
-        raise InputError(
-            f"adapter {path} is of another model: {in_ascii(name)} is {list(shape)}, and {in_ascii(weight)} of {hf_dir}"
-            f" with r={rank} asks for {list(wanted)}; give the model that it was trained on"
-        )
-
-
-def adapter_input(path: Path) -> External:
+def adapter_input(adapter: AdapterDirectory) -> External:
     """Return the user's adapter as an input, identified by the digests of its two files."""
-    config = read_peft_config(path, f"adapter {path}")
+    path = adapter.path
     check_written(path)
-    _read_header(path, config)
     states = {path / name: state_of(path / name) for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)}
     digests = {name: digest_once(path / name) for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)}
-    return External(dir=path, name="adapter", digest=fingerprint(digests), states=states)
+    return External(dir=path, name="adapter", digest=fingerprint(digests), states=states, opened=adapter)
 
 
-def adapter_dir_of(adapter: Input) -> Path:
-    """Return the local PEFT directory of an adapter: an external directory itself, or `adapter/` of an export."""
-    return local_dir(adapter.dir / ADAPTER_EXPORT if isinstance(adapter, Artifact) else adapter.dir)
+def opened_adapter(adapter: Input) -> AdapterDirectory:
+    """Return the open directory of an adapter input: an external one, or `adapter/` of an export."""
+    found = adapter.opened if isinstance(adapter, External) else None
+    if isinstance(found, AdapterDirectory):
+        return found
+    return AdapterDirectory(local_dir(adapter.dir / ADAPTER_EXPORT if isinstance(adapter, Artifact) else adapter.dir))
+
+
+def open_model_to_answer(hf_dir: Path, adapter_dir: Path | None) -> tuple[ModelDirectory, AdapterDirectory | None]:
+    """Open a model, and the adapter that it answers with, and check that they can be loaded.
+
+    Raises:
+        InputError: the model cannot answer, or the adapter is of another model.
+    """
+    model = ModelDirectory(hf_dir)
+    model.check_weights()
+    if adapter_dir is None:
+        return model, None
+    adapter = AdapterDirectory(adapter_dir)
+    adapter.check_base(model)
+    return model, adapter

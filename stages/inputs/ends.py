@@ -5,7 +5,7 @@ from typing import Any
 
 from dataset_builders.errors import InputError
 from dataset_builders.storage.files import write_json
-from stages.inputs.hf_directory import read_json
+from stages.inputs.model_directory import read_json
 
 _GENERATION = "generation_config.json"
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -14,8 +14,9 @@ from pathlib import Path
 from markupsafe import Markup
 
 from dataset_builders.errors import InputError
-from dataset_builders.storage.store import is_local, local_dir
+from dataset_builders.storage.store import is_local
 from stages.artifacts.artifact import Artifact, Input
+from stages.inputs.model_directory import ModelDirectory, opened_model
 from stages.pages.page import artifact_page, plain_page
 from stages.preview.bins import bins_html
 from stages.preview.samples import choose_samples, find_sample, samples_html, samples_of_shard
@@ -35,14 +36,14 @@ class PreviewOptions:
         num_samples: maximal number of samples or bins.
         num_shards: maximal number of shards to search for samples; None: a number that opens quickly.
         key: key of the only sample to show; None: some samples of every subset.
-        hf_dir: model directory with the tokenizer that decodes the tokens; None: search the artifact's root for one.
+        model: a model with the tokenizer that decodes the tokens; None: search the artifact's root for one.
         link_from: folder of the page, for links to parents; None: no links.
     """
 
     num_samples: int = 24
     num_shards: int | None = None
     key: str | None = None
-    hf_dir: Path | None = None
+    model: ModelDirectory | None = None
     link_from: Path | None = None
 
 
@@ -63,8 +64,8 @@ def render_preview(target: Target, options: PreviewOptions) -> str:
 def stage_contents(artifact: Artifact, inputs: Mapping[str, Input]) -> Markup:
     """Return the contents on the page that a stage leaves in its artifact. They do not depend on the artifact's path.
     The processor that the stage used decodes the tokens."""
-    hf_dir = local_dir(inputs["processor"].dir) if "processor" in inputs else None
-    options = PreviewOptions(num_samples=_STAGE_SAMPLES, num_shards=_OPENED_SHARDS, hf_dir=hf_dir)
+    model = opened_model(inputs["processor"]) if "processor" in inputs else None
+    options = PreviewOptions(num_samples=_STAGE_SAMPLES, num_shards=_OPENED_SHARDS, model=model)
     return _contents(artifact, Target(artifact), options)
 
 
@@ -81,7 +82,7 @@ def _contents(artifact: Artifact, target: Target, options: PreviewOptions) -> Ma
         return samples_html(choose_samples(artifact.dir, shards, options.num_samples, num_shards))
     if stage == "tokenize":
         name = str(target.shard) if target.shard else None
-        return tokens_html(artifact, options.num_samples, options.key, name, options.hf_dir)
+        return tokens_html(artifact, options.num_samples, options.key, name, options.model)
     if stage == "plan_bins":
         return bins_html(artifact, options.num_samples, options.key)
     if options.key:

@@ -1,5 +1,6 @@
 """Tokenized samples on a page: every token, whether it is trained on, and each image with its patches."""
 
+import contextlib
 import functools
 import json
 import tempfile
@@ -28,7 +29,7 @@ from dataset_builders.storage.store import StorePath, is_local, local_copy, loca
 from stages.artifacts.artifact import Artifact
 from stages.encode.chat import ChatEncoder
 from stages.encode.images import patches_png
-from stages.inputs.hf_directory import processor_input
+from stages.inputs.model_directory import ModelDirectory, processor_input
 from stages.pages.page import counted, render_part
 from stages.preview.samples import TINY_SIDE, evenly, in_turn, small_picture
 from trainer.contract.names import HF_EXPORT, RUN_JSON
@@ -66,17 +67,20 @@ class Speller:
     note: str
 
 
-def find_speller(tokenized: Artifact, hf_dir: Path | None) -> Speller:
-    """Return the speller of a tokenized artifact: from `hf_dir`, or from the root's tokenizer with the same digest."""
+def find_speller(tokenized: Artifact, model: ModelDirectory | None) -> Speller:
+    """Return the speller of a tokenized artifact: the model's, or from the root's tokenizer with the same digest."""
     parent = tokenized.manifest.parents.get("processor")
     digest = parent.fingerprint if parent else ""
-    if hf_dir is not None:
-        is_same = processor_input(hf_dir).digest == digest
+    if model is not None:
+        is_same = processor_input(model).digest == digest
         note = "" if is_same else "The tokenizer given is not the one that wrote these tokens; the text may be wrong."
-        return Speller(ChatEncoder(hf_dir).decode, note)
+        return Speller(ChatEncoder(model).decode, note)
     for candidate in _hf_dirs(tokenized.dir.parent.parent):
-        if (candidate / "config.json").is_file() and processor_input(candidate).digest == digest:
-            return Speller(_load_encoder(candidate).decode, "")
+        if (candidate / "config.json").is_file():
+            with _small_files(candidate) as folder:
+                model = ModelDirectory(folder)
+                if processor_input(model).digest == digest:
+                    return Speller(ChatEncoder(model).decode, "")
     return Speller(
         None, "No tokenizer with the digest of this artifact lies in its root: give --model to see text, not token ids."
     )
@@ -93,15 +97,17 @@ def _hf_dirs(artifacts: StorePath) -> Iterator[StorePath]:
                 yield location(json.loads((artifact / RUN_JSON).read_text(encoding="utf-8"))["hf_dir"])
 
 
-def _load_encoder(hf_dir: StorePath) -> ChatEncoder:
-    """Return the encoder of a directory; from a store, only the small files are downloaded, not the weights."""
+@contextlib.contextmanager
+def _small_files(hf_dir: StorePath) -> Iterator[Path]:
+    """Yield a local directory with all files of a model directory; from a store, without the weights."""
     if is_local(hf_dir):
-        return ChatEncoder(hf_dir)
+        yield hf_dir
+        return
     with tempfile.TemporaryDirectory() as folder:
         for file in hf_dir.iterdir():
             if file.suffix in (".json", ".jinja", ".txt"):
                 Path(folder, file.name).write_bytes(local_copy(file).read_bytes())
-        return ChatEncoder(Path(folder))
+        yield Path(folder)
 
 
 def choose_rows(directory: StorePath, count: int, key: str | None, shard: str | None) -> list[dict[str, Any]]:
@@ -138,12 +144,16 @@ def _gather(table: pa.Table, count: int, groups: dict[str, list[dict[str, Any]]]
 
 
 def tokens_html(
-    tokenized: Artifact, count: int, key: str | None = None, shard: str | None = None, hf_dir: Path | None = None
+    tokenized: Artifact,
+    count: int,
+    key: str | None = None,
+    shard: str | None = None,
+    model: ModelDirectory | None = None,
 ) -> Markup:
     """Return cards of tokenized samples, with a navigation bar. Raises InputError as `choose_rows`."""
     stats = tokenized.manifest.stats
     pixels = read_pixel_store(tokenized.dir, stats)
-    speller = find_speller(tokenized, hf_dir)
+    speller = find_speller(tokenized, model)
     cards = []
     for row in choose_rows(tokenized.dir, count, key, shard):
         record = read_record(tokenized.dir / row["shard"], row["offset"], row["size"], checksum=row["checksum"])

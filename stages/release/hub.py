@@ -6,7 +6,7 @@ import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 
 from dataset_builders.errors import InputError, one_line
-from stages.inputs.hf_directory import check_hf_dir, model_input
+from stages.inputs.model_directory import ModelDirectory, model_input
 from stages.release.model_card import HUB_NAME, MODEL_CARD
 
 
@@ -34,8 +34,9 @@ def push_to_hub(hf_dir: Path, repo_id: str, private: bool = True, api: huggingfa
     """
     if not HUB_NAME.fullmatch(repo_id):
         raise InputError(f"repo_id={repo_id!r} is not a hub name; give owner/name")
-    check_hf_dir(hf_dir)
-    model_input(hf_dir)  # compares every file with the manifest
+    model = ModelDirectory(hf_dir)
+    model.check_weights()
+    model_input(model)  # compares every file with the manifest
     if not (hf_dir / MODEL_CARD).is_file():
         raise InputError(f"{hf_dir} has no {MODEL_CARD}, the model card; write it before the model is pushed")
     api = api or huggingface_hub.HfApi()

@@ -12,14 +12,14 @@ from typing import Any
 
 from stages.encode.chat import SYSTEM_PROMPT
 from stages.inputs.ends import end_ids
-from stages.inputs.hf_directory import (
+from stages.inputs.model_directory import (
     WEIGHTS_INDEX,
+    ModelDirectory,
+    StoredTensor,
     read_json,
-    safetensors_header,
+    stored_tensors,
     tensor_digests,
-    weight_files,
 )
-from trainer.model.registry import read_model
 
 _COMPARED = ("*.json", "*.jinja", "*.txt")
 _NOT_COMPARED = (WEIGHTS_INDEX, SYSTEM_PROMPT)  # depend on the files and on the training
@@ -28,12 +28,16 @@ _PIXEL_LIMITS = {"size", "min_pixels", "max_pixels"}  # the training's limits
 _OUTPUT = "lm_head.weight"
 
 
-def differences(hf_dir: Path, source: Path, carried: Collection[str] = ()) -> list[str]:
-    """Return one line per difference that an export must not have; [] if there is none. `source` is the HF directory
+def differences(hf_dir: Path, source: ModelDirectory, carried: Collection[str] = ()) -> list[str]:
+    """Return one line per difference that an export must not have; [] if there is none. `source` is the model
     that the training started from; `carried` are prefixes of the names of tensors that the export copies from it."""
-    is_tied = read_model(source)[1].language.tie_word_embeddings
-    ours, theirs = _headers(hf_dir), _headers(source)
-    return [*_of_files(hf_dir, source), *_of_weights(ours, theirs, is_tied), *_of_bytes(ours, theirs, tuple(carried))]
+    is_tied = source.shape.language.tie_word_embeddings
+    ours, theirs = stored_tensors(hf_dir), source.tensors
+    return [
+        *_of_files(hf_dir, source.path),
+        *_of_weights(ours, theirs, is_tied),
+        *_of_bytes(ours, theirs, tuple(carried)),
+    ]
 
 
 def _of_files(hf_dir: Path, source: Path) -> Iterator[str]:
@@ -56,7 +60,7 @@ def _of_files(hf_dir: Path, source: Path) -> Iterator[str]:
                 yield f"{file.name}: {name} is {values[0]}, in the source {values[1]}"
 
 
-def _of_weights(ours: Mapping[str, Any], source: Mapping[str, Any], is_tied: bool) -> Iterator[str]:
+def _of_weights(ours: Mapping[str, StoredTensor], source: Mapping[str, StoredTensor], is_tied: bool) -> Iterator[str]:
     needed = {name for name in source if not (is_tied and name == _OUTPUT)}
     if missing := sorted(needed - ours.keys()):
         yield f"{len(missing)} tensors are missing, the first is {missing[0]}"
@@ -65,26 +69,22 @@ def _of_weights(ours: Mapping[str, Any], source: Mapping[str, Any], is_tied: boo
     if extra := sorted(ours.keys() - source.keys() - {_OUTPUT}):
         yield f"{len(extra)} tensors are not the source's, the first is {extra[0]}"
     for field in ("dtype", "shape"):
-        changed = [name for name in sorted(ours.keys() & source) if ours[name][field] != source[name][field]]
+        changed = [
+            name for name in sorted(ours.keys() & source) if getattr(ours[name], field) != getattr(source[name], field)
+        ]
         if changed:
-            values = f"{ours[changed[0]][field]}, in the source {source[changed[0]][field]}"
-            yield f"{len(changed)} tensors have another {field}: {changed[0]} is {values}"
+            values = f"{getattr(ours[changed[0]], field)}, in the source {getattr(source[changed[0]], field)}"
+            yield f"{len(changed)} tensors have another {field}: {changed[0][0]} is {values}"
 
 
-def _of_bytes(ours: Mapping[str, Any], source: Mapping[str, Any], prefixes: tuple[str, ...]) -> Iterator[str]:
-    alike = [n for n in ours.keys() & source if all(ours[n][f] == source[n][f] for f in ("dtype", "shape"))]
+def _of_bytes(
+    ours: Mapping[str, StoredTensor], source: Mapping[str, StoredTensor], prefixes: tuple[str, ...]
+) -> Iterator[str]:
+    alike = [name for name in ours.keys() & source if ours[name][1:] == source[name][1:]]  # dtype and shape
     names = sorted(name for name in alike if name.startswith(prefixes))
-    digests = [tensor_digests({name: side[name]["path"] for name in names}) for side in (ours, source)]
+    digests = [tensor_digests({name: side[name].file for name in names}) for side in (ours, source)]
     if changed := [name for name in names if digests[0][name] != digests[1][name]]:
         yield f"{len(changed)} carried tensors have other bytes than the source's, the first is {changed[0]}"
-
-
-def _headers(directory: Path) -> dict[str, Any]:
-    return {
-        name: {**entry, "path": directory / file}
-        for file in weight_files(directory)
-        for name, entry in safetensors_header(directory / file).items()
-    }
 
 
 def _flat(value: Any, free: set[str], prefix: str = "") -> dict[str, Any]:

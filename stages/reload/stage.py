@@ -28,7 +28,7 @@ from stages.artifacts.workers import StageResources
 from stages.encode.chat import ChatEncoder
 from stages.encode.prompt import read_prompt_format
 from stages.inputs.ends import end_ids
-from stages.inputs.hf_directory import hf_dir_of
+from stages.inputs.model_directory import ModelDirectory, opened_model
 from stages.launchers.job import Job, make_launcher, run_job
 from stages.pages.report import Section, Table, write_report
 from stages.release.directory import write_directory
@@ -39,7 +39,6 @@ from stages.reload.questions import END, QUESTIONS, write_questions
 from stages.reload.verdict import counted, first_of, judge, share
 from stages.scoring.names import SAME_ANSWERS
 from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT
-from trainer.model.registry import read_model
 
 VERSION = 2  # 2: bytes of carried tensors
 JOB_DIR, ROWS = "job", "loaders.json"
@@ -51,7 +50,7 @@ def reload(
 ) -> StageOutput:
     """Run the stage. Inputs: "export", "answers" (of the export), "samples", and "model" (the HF directory that the
     training started from)."""
-    exported, source = inputs["export"], hf_dir_of(inputs["model"])
+    exported, source = inputs["export"], opened_model(inputs["model"])
     facts = exported.manifest.stats
     carried = () if "mtp" in facts else facts.get("carried", ())  # a trained draft layer has the prefix of a copied one
     write_directory(work, exported, inputs["samples"], None, config.max_new_tokens)
@@ -61,14 +60,15 @@ def reload(
     ]
     faults, questions, loaders, results = differences(hf_dir, source, carried), [], {}, {}
     try:
-        prompt = read_prompt_format(hf_dir)
-        chat = ChatEncoder(hf_dir, system_prompt=prompt.system_prompt)
+        model = ModelDirectory(hf_dir)
+        prompt = read_prompt_format(model)
+        chat = ChatEncoder(model, system_prompt=prompt.system_prompt)
     except InputError as error:
         faults.append(str(error))
     else:
         questions = write_questions(work, config, inputs["samples"], answers, chat, prompt)
-        results = _ask(work, source, exported, resources or StageResources()) if questions else {}
-        loaders = _judged(results, questions, read_model(source)[1].language.num_layers, chat)
+        results = _ask(work, source.path, exported, resources or StageResources()) if questions else {}
+        loaders = _judged(results, questions, source.shape.language.num_layers, chat)
     write_json(work / ROWS, {name: {**about, "rows": results[name]["rows"]} for name, about in loaders.items()})
     for name in (HF_EXPORT, QUESTIONS, JOB_DIR):
         shutil.rmtree(work / name, ignore_errors=True)

@@ -10,7 +10,6 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,9 +20,8 @@ from dataset_builders.pictures.images import open_rgb
 from dataset_builders.pictures.pixels import encode_rgb, pixel_values
 from stages.encode.chat import ChatEncoder, learnt_answers
 from stages.encode.template import REASONING, Messages
-from stages.inputs.hf_directory import image_settings
+from stages.inputs.model_directory import ModelDirectory
 from trainer.model.late_import import load
-from trainer.model.registry import read_model
 
 WITHOUT_TORCHVISION = (
     "Pillow's decoding; with transformers' image processor too where torchvision imports: "
@@ -38,10 +36,10 @@ _PROCESSOR_FIELDS = (
 class ProcessorCheck:
     """Comparison of stored samples with transformers' output for the same samples."""
 
-    def __init__(self, hf_dir: Path, config: PixelConfig, chat: ChatEncoder) -> None:
+    def __init__(self, config: PixelConfig, chat: ChatEncoder) -> None:
         self._config, self._chat = config, chat
-        self._has_pictures = read_model(hf_dir)[0].image_processor is not None
-        self._processor = _image_processor(hf_dir, config.min_pixels, config.max_pixels)
+        self._has_pictures = chat.model.family.image_processor is not None
+        self._processor = _image_processor(chat.model, config.min_pixels, config.max_pixels)
 
     @property
     def pixels_against(self) -> str:
@@ -141,14 +139,13 @@ def _content(message: Message) -> str | list[dict[str, str]]:
 
 
 @functools.lru_cache(maxsize=1)
-def _image_processor(hf_dir: Path, min_pixels: int, max_pixels: int) -> Any | None:
+def _image_processor(model: ModelDirectory, min_pixels: int, max_pixels: int) -> Any | None:
     """Return transformers' torchvision-backed processor of a directory; None without torchvision or without images."""
     if torchvision_version() is None:
         return None
-    family, _ = read_model(hf_dir)
-    if family.image_processor is None:
+    if model.family.image_processor is None:
         return None
-    raw, *_ = image_settings(hf_dir).values()
+    raw, *_ = model.image_settings.values()
     fields = {name: raw[name] for name in _PROCESSOR_FIELDS if name in raw}
     fields["size"] = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
-    return load(family.image_processor.reference)(**fields)
+    return load(model.family.image_processor.reference)(**fields)

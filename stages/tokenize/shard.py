@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-import functools
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,8 +24,8 @@ from dataset_builders.storage.files import read_sealed, write_sealed
 from dataset_builders.storage.store import StorePath, local_dir
 from stages.artifacts.quarantine import LeftOut, count_reasons
 from stages.encode.chat import ChatEncoder, TokenizedText, learnt_answers, split_turns
-from stages.encode.config import Learn
 from stages.encode.reasoning import Conversation
+from stages.inputs.model_directory import ModelDirectory
 from stages.tokenize.config import TokenizeConfig
 from stages.tokenize.drop_turns import drop_turns, with_first
 from stages.tokenize.second_opinion import ProcessorCheck
@@ -75,8 +75,8 @@ def tokenize_shard(task: ShardTask) -> None:
     if finished_shard(task.directory, task.shard.name) is not None and read_sealed(notes_file) is not None:
         return
     config = task.config
-    chat = _encoder(task.hf_dir, task.processor_digest, config.learn, config.system_prompt)
-    reference = ProcessorCheck(local_dir(task.hf_dir), task.pixels.config, chat)
+    chat = encoder_of(task.hf_dir, task.processor_digest, config)
+    reference = ProcessorCheck(task.pixels.config, chat)
     rows: list[dict[str, object]] = []
     left_out: list[LeftOut] = []
     shortened: list[Shortened] = []
@@ -252,6 +252,20 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@functools.lru_cache(maxsize=1)
-def _encoder(hf_dir: StorePath, processor_digest: str, learn: Learn, system_prompt: str | None) -> ChatEncoder:
-    return ChatEncoder(local_dir(hf_dir), learn, system_prompt)
+_encoders: dict[tuple, ChatEncoder] = {}  # at most one
+
+
+def encoder_of(
+    hf_dir: StorePath, digest: str, config: TokenizeConfig, model: ModelDirectory | None = None
+) -> ChatEncoder:
+    """Return the encoder of a processor with this digest, which is made once in each process.
+
+    Args:
+        model: the directory, if it is open; None: it is opened where this process has no encoder yet.
+    """
+    # By process, since a forked child must not write into the pipe of its parent's template.
+    key = (os.getpid(), f"{hf_dir} {digest}", repr(config.learn), config.system_prompt)
+    if key not in _encoders:
+        _encoders.clear()
+        _encoders[key] = ChatEncoder(model or ModelDirectory(local_dir(hf_dir)), config.learn, config.system_prompt)
+    return _encoders[key]

@@ -23,15 +23,16 @@ from dataset_builders.contracts.sample import SPLITS
 from dataset_builders.contracts.shard_io import finished_shard
 from dataset_builders.contracts.tokenized import INDEX, INDEX_SCHEMA, SIZES, IndexWriter, PixelStore, iter_index
 from dataset_builders.storage.files import atomic_path
-from dataset_builders.storage.store import StorePath, local_dir
+from dataset_builders.storage.store import StorePath
 from stages.artifacts.artifact import Artifact, External, Input, Stage, StageOutput
 from stages.artifacts.quarantine import QUARANTINE, LeftOut, check_lost, count_reasons, write_quarantine
 from stages.artifacts.workers import StageResources, run_tasks
 from stages.encode.chat import ChatEncoder
 from stages.encode.images import load_image_config
+from stages.inputs.model_directory import opened_model
 from stages.tokenize.config import TokenizeConfig
 from stages.tokenize.report import write_tokenize_report
-from stages.tokenize.shard import ShardTask, notes_path, read_notes, tokenize_shard
+from stages.tokenize.shard import ShardTask, encoder_of, notes_path, read_notes, tokenize_shard
 
 VERSION = 3  # 2: partitioned index with checksums, codecs; 3: transparent values of PNGs of 2, 4 and 16 bits
 SHORTENED = "shortened.jsonl"
@@ -43,9 +44,9 @@ def _run(
 ) -> StageOutput:
     samples, processor = inputs["samples"], inputs["processor"]
     assert isinstance(samples, Artifact) and isinstance(processor, External)
-    hf_dir = local_dir(processor.dir)
-    chat = ChatEncoder(hf_dir, config.learn, config.system_prompt)  # reports errors before a worker starts
-    pixels = PixelStore(codec=config.codec, config=load_image_config(hf_dir, config.min_pixels, config.max_pixels))
+    model = opened_model(processor)
+    chat = encoder_of(processor.dir, processor.digest, config, model)  # reports errors before a worker starts
+    pixels = PixelStore(codec=config.codec, config=load_image_config(model, config.min_pixels, config.max_pixels))
     tasks = (
         ShardTask(
             samples=samples.dir,

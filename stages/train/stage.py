@@ -18,13 +18,14 @@ from dataset_builders.errors import InputError
 from dataset_builders.storage.store import absolute, local_dir
 from stages.artifacts.artifact import Artifact, Input, Stage, StageOutput, stage_identity
 from stages.artifacts.workers import StageResources
-from stages.inputs.hf_directory import hf_dir_of
+from stages.inputs.model_directory import opened_model
 from stages.train.report import write_train_report
 from stages.train.run_trainer import run_trainer
 from trainer.contract.answer import check_checkpoint, read_metrics
 from trainer.contract.names import HELDOUT_BASE_JSONL, HELDOUT_JSONL
 from trainer.contract.run import RunConfig, TrainConfig
-from trainer.model.registry import read_model
+from trainer.model.family import Family
+from trainer.model.shape import ModelShape
 from trainer.model.targets import adapter_sizes
 from trainer.plan.checks import check_run
 from trainer.plan.pieces import mean_work
@@ -39,7 +40,7 @@ def make_run_config(
     return RunConfig(
         task="train",
         fingerprint=fingerprint(stage_identity(STAGE, config, inputs)),
-        hf_dir=hf_dir_of(inputs["model"]).resolve(),
+        hf_dir=opened_model(inputs["model"]).path.resolve(),
         tokenized_dir=absolute(inputs["tokenized"].dir),
         bins_dir=absolute(inputs["bins"].dir),
         features_dir=absolute(inputs["features"].dir) if "features" in inputs else None,
@@ -64,7 +65,9 @@ def train(config: TrainConfig, inputs: Mapping[str, Input], work_dir: Path, reso
     were encoded before, and "adapter" if the training continues one."""
     _check_encoder(inputs)
     run = make_run_config(config, inputs, work_dir, resources)
-    check_run(run, resources.cluster.processes)
+    model = opened_model(inputs["model"])
+    family, shape = model.family, model.shape.for_training(run.train)
+    check_run(run, resources.cluster.processes, family, shape)
     result = run_trainer(run, resources, STAGE.name)
     rows = read_metrics(work_dir)
     stats = {
@@ -76,14 +79,13 @@ def train(config: TrainConfig, inputs: Mapping[str, Input], work_dir: Path, reso
         "loss_tokens": rows[-1].loss_tokens if rows else None,
         "epochs": rows[-1].epoch if rows else None,
     }
-    write_train_report(work_dir, rows, stats, predict(run, resources.cluster.processes))
+    write_train_report(work_dir, rows, stats, predict(run, resources.cluster.processes, family, shape))
     return StageOutput(stats=stats)
 
 
-def predict(run: RunConfig, processes: int) -> Placement | None:
+def predict(run: RunConfig, processes: int, family: Family, shape: ModelShape) -> Placement | None:
     """Predict the costs of a step; None if no images are encoded, or in float32, for which no rate is known."""
     plan = load_manifest(run.bins_dir)
-    family, shape = read_model(run.hf_dir, run.train)
     job = PlacementJob(
         shape=shape,
         parallel=run.execution.parallel,

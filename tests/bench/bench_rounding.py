@@ -17,6 +17,7 @@ import transformers
 from dataset_builders.contracts.sample import Message
 from stages.answer.greedy_decoder import Row
 from stages.answer.transformers_engine import Generator
+from stages.inputs.model_directory import ModelDirectory
 from stages.reload import verdict
 from tests.helpers.evaluation import picture, talkative_hf_dir
 from tests.helpers.tiny_experts_model import experts_hf_dir
@@ -38,7 +39,7 @@ TINY = {
 @torch.inference_mode()
 def moved(hf_dir: Path) -> torch.Tensor:
     """Return by how much the lead of each prompt's best token over every other token moves, in units of the bound."""
-    generator = Generator(hf_dir)
+    generator = Generator(ModelDirectory(hf_dir))
     model, decoder = generator.decoder.model.bfloat16(), generator.decoder
     layers, shares = read_model(hf_dir)[1].language.num_layers, []
     for seed in range(PROMPTS):

@@ -31,6 +31,7 @@ from dataset_builders.pictures.images import open_rgb, read_rgb
 from dataset_builders.pictures.pixel_codecs import decode_sample, encode_sample
 from dataset_builders.pictures.pixels import encode_image, encode_rgb, pixel_values
 from stages.encode.chat import ChatEncoder
+from stages.inputs.model_directory import ModelDirectory
 from stages.tokenize import shard as tokenize_shard
 from stages.tokenize.config import TokenizeConfig
 from tests.helpers.samples import make_samples_artifact, turns
@@ -137,7 +138,7 @@ class Recorder:
 
 def compare_end_to_end(samples: Sequence[Sample], root: Path, rounds: int) -> list[tuple[str, str]]:
     """Compare athanor with transformers, in rotation, with one thread each."""
-    chat = ChatEncoder(tiny_hf_dir())
+    chat = ChatEncoder(ModelDirectory(tiny_hf_dir()))
     recorder, processor = Recorder(root / "end_to_end", "u8", chat, _SHARD), image_processor(CONFIG)
 
     def theirs(sample: Sample) -> None:
@@ -175,7 +176,7 @@ def measure_parts(samples: Sequence[Sample], rounds: int) -> list[tuple[str, str
     """Measure the steps of the way one by one."""
     files = [sample.images[0] for sample in samples]
     decoded = [read_rgb(data) for data in files]
-    chat = ChatEncoder(tiny_hf_dir())
+    chat = ChatEncoder(ModelDirectory(tiny_hf_dir()))
     conversations = [sample.messages for sample in samples]
     parts = {
         "decode by Pillow": each(lambda data: np.asarray(open_rgb(data)), files),
@@ -189,7 +190,7 @@ def measure_parts(samples: Sequence[Sample], rounds: int) -> list[tuple[str, str
 
 def measure_codec(codec: str, samples: Sequence[Sample], root: Path, rounds: int) -> list[tuple[str, str]]:
     """Return bytes, write rate and read rates of one codec."""
-    recorder = Recorder(root / codec, codec, ChatEncoder(tiny_hf_dir()))
+    recorder = Recorder(root / codec, codec, ChatEncoder(ModelDirectory(tiny_hf_dir())))
     started = time.perf_counter()
     with recorder.writer:
         for sample in samples:

@@ -20,6 +20,7 @@ from dataset_builders.contracts.sample import IMAGE_SLOT
 from dataset_builders.pictures.pixels import encode_image, pixel_values
 from flows.tracking.store import connect
 from stages.encode.images import load_image_config
+from stages.inputs.model_directory import ModelDirectory
 from stages.scoring.metrics.exact_match import normalize
 from tests.helpers.patience import at_most
 
@@ -134,7 +135,7 @@ def test_transformers_scores_the_exported_directory_the_same(root):
 
 
 def answer_by_hand(model, tokenizer, hf_dir: Path, row: dict) -> str:
-    config = load_image_config(hf_dir)
+    config = load_image_config(ModelDirectory(hf_dir))
     patches, grid = encode_image(row["image"], config)
     pixels = pixel_values(patches, config.patch_format)
     content = [{"type": "image"}, {"type": "text", "text": row["question"].replace(IMAGE_SLOT, "")}]

@@ -17,7 +17,7 @@ from stages.artifacts.run_stage import run_stage
 from stages.convert.stage import STAGE as CONVERT
 from stages.inputs.digits import STAGE as EMBEDDED_DATA
 from stages.inputs.digits import EmbeddedDataConfig
-from stages.inputs.hf_directory import processor_input
+from stages.inputs.model_directory import ModelDirectory, processor_input
 from stages.inputs.tiny_model import STAGE as EMBEDDED_MODEL
 from stages.plan_bins.stage import STAGE as PLAN_BINS
 from stages.tokenize.stage import STAGE as TOKENIZE
@@ -66,7 +66,7 @@ def make_locally(raw: Path, root: Path) -> None:
     config, source = load_recipe().config, {"raw": External(raw, "raw", "0" * 16)}
     samples = run_stage(CONVERT, config.convert, source, root).artifact
     hf_dir = run_stage(EMBEDDED_MODEL, config.model, {"samples": samples}, root).artifact.dir / "hf"
-    inputs = {"samples": samples, "processor": processor_input(hf_dir)}
+    inputs = {"samples": samples, "processor": processor_input(ModelDirectory(hf_dir))}
     tokenized = run_stage(TOKENIZE, config.tokenize, inputs, root).artifact
     run_stage(PLAN_BINS, config.plan_bins, {"tokenized": tokenized}, root)
 

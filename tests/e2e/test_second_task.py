@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from dataset_builders.contracts.manifest import load_manifest
-from stages.inputs.adapter_directory import read_adapter_dir
+from stages.inputs.adapter_directory import AdapterDirectory
+from stages.inputs.model_directory import ModelDirectory
 from tests.helpers.patience import at_most
 
 pytestmark = pytest.mark.promise(
@@ -44,7 +45,7 @@ def test_adapters_learn_a_second_task_and_the_base_stays_as_it_is(tmp_path):
     assert before["digits_words"] == 0 and before["digits_single"] >= 0.85
     assert after["digits_words"] >= 0.85 and after["digits_single"] >= before["digits_single"] - 0.06
     export = artifacts(tmp_path, "export")[-1]
-    adapter = read_adapter_dir(export / "adapter", base / "hf")
+    adapter = AdapterDirectory(export / "adapter").check_base(ModelDirectory(base / "hf"))
     assert len(adapter.modules) == 3 * 7 + 3 * 2  # the language model's layers and three mergers
     (compared,) = artifacts(tmp_path, "compare")
     assert "digits_single" in json.dumps(load_manifest(compared).stats)

@@ -9,6 +9,7 @@ import numpy as np
 
 from dataset_builders.contracts.sample import Message, Sample, SkipSample
 from stages.encode.chat import ChatEncoder
+from stages.inputs.model_directory import ModelDirectory
 from tests.fuzz.hostile import SNIPPETS, long_text, text
 from tests.fuzz.sources import IMAGES
 from tests.fuzz.watch import run
@@ -16,7 +17,7 @@ from tests.helpers.tiny_model import tiny_hf_dir
 
 
 def chat_inputs(kind: str, rng: random.Random, count: int, directory: Path) -> Iterator[str]:
-    encoder = ChatEncoder(tiny_hf_dir())
+    encoder = ChatEncoder(ModelDirectory(tiny_hf_dir()))
     long = [long_text(snippet) for snippet in ("x", " \u200b", "\U0001f600", "\u0301")]
     for i in range(count):
         texts = [rng.choice((text(rng), "seven", rng.choice(SNIPPETS))) for _ in range(rng.randrange(1, 6))]
@@ -38,5 +39,7 @@ def chat_inputs(kind: str, rng: random.Random, count: int, directory: Path) -> I
 
 
 if __name__ == "__main__":
-    ChatEncoder(tiny_hf_dir())  # imports, a model and the template's process, before the watch measures time
+    ChatEncoder(
+        ModelDirectory(tiny_hf_dir())
+    )  # imports, a model and the template's process, before the watch measures time
     run(chat_inputs, *sys.argv[1:])

@@ -11,7 +11,12 @@ from pathlib import Path
 from safetensors import safe_open
 
 from dataset_builders.errors import InputError
-from stages.inputs.hf_directory import WEIGHTS, WEIGHTS_INDEX, check_hf_dir, count_parameters, model_input, weight_files
+from stages.inputs.model_directory import (
+    WEIGHTS,
+    WEIGHTS_INDEX,
+    ModelDirectory,
+    model_input,
+)
 from tests.fuzz.hostile import changed, spoilt, value
 from tests.fuzz.watch import run
 from tests.helpers.tiny_model import tiny_hf_dir
@@ -83,15 +88,16 @@ def shard(hf_dir: Path) -> None:
 def outcome(hf_dir: Path) -> str:
     """Return the outcome of a directory. A directory that is accepted must be completely readable."""
     try:
-        check_hf_dir(hf_dir)
+        model = ModelDirectory(hf_dir)
+        model.check_weights()
     except InputError as error:
         line = str(error)
         assert "\n" not in line and str(hf_dir) in line and len(line) < 1500, line[:3000]
         return "refused"
-    assert len(model_input(hf_dir).digest) == 16
-    assert sum(count_parameters(hf_dir).values()) > 0
-    for name in weight_files(hf_dir):
-        with safe_open(hf_dir / name, "np") as file:
+    assert len(model_input(model).digest) == 16
+    assert sum(model.count_parameters().values()) > 0
+    for path in {tensor.file for tensor in model.tensors.values()}:
+        with safe_open(path, "np") as file:
             names = file.keys()
             assert all(file.get_tensor(tensor).size >= 0 for tensor in names)
     return "taken"

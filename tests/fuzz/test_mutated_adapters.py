@@ -22,8 +22,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 from dataset_builders.errors import InputError
-from stages.inputs.adapter_directory import read_adapter_dir
+from stages.inputs.adapter_directory import AdapterDirectory
 from stages.inputs.adapter_layers import add_adapters
+from stages.inputs.model_directory import ModelDirectory
 from tests.fuzz.hostile import value
 from tests.fuzz.run_models import spoil_header
 from tests.helpers.adapter_files import write_adapter
@@ -138,7 +139,7 @@ def outcome(directory: Path) -> str:
         AssertionError: it was read and PEFT's numbers differ, or the refusal does not name the directory.
     """
     try:
-        adapter = read_adapter_dir(directory, talkative_hf_dir())
+        adapter = AdapterDirectory(directory).check_base(ModelDirectory(talkative_hf_dir()))
     except InputError as error:
         line = str(error)
         assert str(directory) in line and "\n" not in line and len(line) < 1501, line

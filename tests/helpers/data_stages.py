@@ -7,7 +7,7 @@ from stages.artifacts.artifact import Artifact, External
 from stages.artifacts.run_stage import run_stage
 from stages.artifacts.workers import StageResources
 from stages.convert.stage import STAGE as CONVERT
-from stages.inputs.hf_directory import processor_input
+from stages.inputs.model_directory import ModelDirectory, processor_input
 from stages.plan_bins.stage import STAGE as PLAN_BINS
 from stages.tokenize.stage import STAGE as TOKENIZE
 from tests.helpers.raw_rows import mixed_rows, plain_rows, row, write_source
@@ -38,7 +38,7 @@ def run_convert(source: Path, root: Path, resources: StageResources | None = Non
 
 def run_tokenize(samples: Path, hf_dir: Path, root: Path, resources: StageResources | None = None) -> Path:
     """Return the directory of tokenize's artifact."""
-    inputs = {"samples": Artifact.load(samples), "processor": processor_input(hf_dir)}
+    inputs = {"samples": Artifact.load(samples), "processor": processor_input(ModelDirectory(hf_dir))}
     return run_stage(TOKENIZE, load_recipe(overrides=SETTINGS).config.tokenize, inputs, root, resources).artifact.dir
 
 

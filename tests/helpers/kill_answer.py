@@ -11,6 +11,7 @@ from stages.answer.records import ANSWERS_JSONL
 from stages.answer.stage import AnswerConfig
 from stages.artifacts.workers import StageResources
 from stages.encode.prompt import read_prompt_format
+from stages.inputs.model_directory import ModelDirectory
 from stages.launchers.config import ClusterConfig
 from tests.helpers.evaluation import answered, hf_artifact, mixed_samples, samples_artifact, talkative_hf_dir
 from tests.helpers.kill import kill_and_rerun, print_result
@@ -24,7 +25,8 @@ def main(directory: Path) -> None:
     }
     stages.answer.transformers_engine.Generator = functools.cache(stages.answer.transformers_engine.Generator)
     hf_dir = inputs["hf"].dir / "hf"
-    stages.answer.transformers_engine.Generator(hf_dir, None, read_prompt_format(hf_dir))  # loaded once for all forks
+    model = ModelDirectory(hf_dir)
+    stages.answer.transformers_engine.Generator(model, None, read_prompt_format(model))  # loaded once for all forks
     # Small prompts and one thread, so that this stage is killed and not a thread pool of torch.
     config = AnswerConfig(max_new_tokens=4, part_size=3, batch_size=2)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from stages.artifacts.run_stage import run_stage
-from stages.inputs.hf_directory import processor_input
+from stages.inputs.model_directory import ModelDirectory, processor_input
 from stages.plan_bins.stage import STAGE as PLAN_BINS
 from stages.plan_bins.stage import PlanBinsConfig
 from stages.tokenize.stage import STAGE as TOKENIZE
@@ -22,7 +22,7 @@ def main(directory: Path, every: int) -> None:
     shards["heldout/shard-00000.tar"] = [make_sample(100 + j) for j in range(3)]
     inputs = {
         "samples": make_samples_artifact(directory / "samples", shards),
-        "processor": processor_input(tiny_hf_dir()),
+        "processor": processor_input(ModelDirectory(tiny_hf_dir())),
     }
     tokenize = TokenizeConfig(max_seq_len=80, max_pixels=None, max_skip_fraction=1.0)
 

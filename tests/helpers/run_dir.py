@@ -26,6 +26,7 @@ from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import CheckpointConfig, OptimConfig, RunConfig, TrainConfig, TrainerExecution
 from trainer.data.geometry import geometry_of
 from trainer.model.registry import read_model
+from trainer.plan.checks import check_run
 
 SEQ_LEN = 128
 BIN_KINDS: list[list[Kind]] = [MIXED, [TEXT_ONLY] * 4, MIXED[::-1], MIXED[:3], [TEXT_ONLY, MIXED[0]], MIXED[1:]]
@@ -52,6 +53,11 @@ def model_dir(shape: str) -> Path:
     if shape.startswith("hybrid-"):
         return hybrid_hf_dir(shape.removeprefix("hybrid-"))
     return text_hf_dir(shape.removeprefix("text-")) if shape.startswith("text-") else random_hf_dir(shape)
+
+
+def check_job(run: RunConfig, world_size: int) -> None:
+    """Check a job on disk as the train stage does."""
+    check_run(run, world_size, *read_model(run.hf_dir, run.train))
 
 
 def make_bins(shape: str = "first", kinds: list[list[Kind]] | None = None) -> list[list[TokenizedSample]]:

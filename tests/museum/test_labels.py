@@ -14,6 +14,7 @@ from tokenizers.processors import TemplateProcessing
 from dataset_builders.contracts.sample import IMAGE_SLOT, Message, SkipSample
 from dataset_builders.contracts.tokenized import TokenizedSample
 from stages.encode.chat import ChatEncoder
+from stages.inputs.model_directory import ModelDirectory
 from tests.helpers.samples import turns
 from tests.helpers.think_templates import think_hf_dir
 from tests.helpers.tiny_model import tiny_hf_dir
@@ -33,7 +34,7 @@ NO_GRIDS = np.zeros((0, 3), np.int32)
 
 @pytest.fixture(scope="module")
 def chat() -> ChatEncoder:
-    return ChatEncoder(tiny_hf_dir())
+    return ChatEncoder(ModelDirectory(tiny_hf_dir()))
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +236,7 @@ def test_no_token_begins_a_conversation_twice(chat):
 
     https://github.com/OpenRLHF/OpenRLHF/issues/393 https://github.com/baidu-baige/LoongForge/pull/170
     """
-    chat = ChatEncoder(tiny_hf_dir())
+    chat = ChatEncoder(ModelDirectory(tiny_hf_dir()))
     first = "<|im_start|>"
     begins = [(first, chat.tokenizer.convert_tokens_to_ids(first))]
     chat.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{first} $A", special_tokens=begins)
@@ -252,7 +253,7 @@ def test_no_token_begins_a_conversation_twice(chat):
 @pytest.fixture(scope="module")
 def thinking(tmp_path_factory) -> ChatEncoder:
     """Return a model whose prompt ends with an empty think block if it shall not think."""
-    return ChatEncoder(think_hf_dir("qwen3_5", tmp_path_factory.mktemp("think")))
+    return ChatEncoder(ModelDirectory(think_hf_dir("qwen3_5", tmp_path_factory.mktemp("think"))))
 
 
 def check_prompt(chat: ChatEncoder, ids: np.ndarray, mask: np.ndarray, question: str = "Say yes.") -> None:
@@ -293,9 +294,9 @@ def test_the_image_token_is_the_models_own(tmp_path):
     known = json.loads((tiny_hf_dir() / "config.json").read_text())["image_token_id"]
 
     def check(image_token_id: int) -> None:
-        ids, _ = ChatEncoder(hf_dir).encode(turns(f"{IMAGE_SLOT}Which digit?", "7"), GRIDS)
+        ids, _ = ChatEncoder(ModelDirectory(hf_dir)).encode(turns(f"{IMAGE_SLOT}Which digit?", "7"), GRIDS)
         assert (ids == image_token_id).sum() == GRIDS.prod() // 4
 
-    check(ChatEncoder(hf_dir).image_token_id)
+    check(ChatEncoder(ModelDirectory(hf_dir)).image_token_id)
     with fault_seen():
         check(known)

@@ -20,6 +20,7 @@ from dataset_builders.pictures.pixels import encode_image
 from stages.encode.chat import ChatEncoder
 from stages.encode.images import load_image_config
 from stages.encode.prompt import read_prompt_format
+from stages.inputs.model_directory import ModelDirectory
 from stages.tokenize.config import TokenizeConfig
 from stages.tokenize.shard import tokenize_sample
 from tests.helpers.bins import MIXED, TEXT_ONLY, Kind, make_samples
@@ -174,7 +175,7 @@ def test_pictures_are_scaled_to_the_models_own_patches():
 
     https://github.com/EvolvingLMMs-Lab/lmms-engine/pull/132
     """
-    data, config = make_image(100, 100), load_image_config(tiny_hf_dir())
+    data, config = make_image(100, 100), load_image_config(ModelDirectory(tiny_hf_dir()))
     processor = AutoImageProcessor.from_pretrained(tiny_hf_dir())
     expected = processor(images=[open_rgb(data)], return_tensors="pt")["image_grid_thw"][0].tolist()
 
@@ -193,13 +194,13 @@ def test_pictures_are_scaled_to_the_models_own_patches():
 
 @pytest.fixture(scope="module")
 def chat() -> ChatEncoder:
-    return ChatEncoder(tiny_hf_dir())
+    return ChatEncoder(ModelDirectory(tiny_hf_dir()))
 
 
 def tokenized(chat: ChatEncoder, max_seq_len: int, is_cut: bool) -> TokenizedSample | None:
     """Return a sample with an image under a limit of tokens: athanor's, or one cut at the limit; None if it is left
     out."""
-    config = load_image_config(tiny_hf_dir())
+    config = load_image_config(ModelDirectory(tiny_hf_dir()))
     sample = Sample(key="a/0", messages=QUESTION, images=(make_image(160, 128),))
     limits = {"max_pixels": None, "max_skip_fraction": 1.0}
     settings = TokenizeConfig(max_seq_len=10_000 if is_cut else max_seq_len, **limits)
@@ -283,7 +284,7 @@ def test_pictures_are_scaled_in_training_as_in_asking(tmp_path):
     https://github.com/QwenLM/Qwen3-VL/issues/1409
     """
     data, limits = make_image(400, 300), {"min_pixels": 64 * 64, "max_pixels": 128 * 128}
-    trained_on = encode_image(data, load_image_config(tiny_hf_dir(), **limits))[1].tolist()
+    trained_on = encode_image(data, load_image_config(ModelDirectory(tiny_hf_dir()), **limits))[1].tolist()
 
     def check(prompt_format) -> None:
         assert encode_image(data, prompt_format(tiny_hf_dir()).pixels)[1].tolist() == trained_on

@@ -7,6 +7,7 @@ import numpy as np
 
 from dataset_builders.contracts.tokenized import TokenizedSample
 from dataset_builders.pictures.pixels import encode_image, pixel_values
+from stages.inputs.model_directory import ModelDirectory
 from tests.helpers.pixels import image_config, pixel_cases
 from tests.helpers.samples import make_image, make_sample
 from tests.helpers.torchvision_reference import reference_pixels, torchvision_version
@@ -33,8 +34,8 @@ def compare_pictures() -> int:
 
 def compare_samples() -> int:
     """Assert that the check of what tokenize writes asks the reference too, and sees one bit; return the samples."""
-    config, chat = load_image_config(tiny_hf_dir()), ChatEncoder(tiny_hf_dir())
-    check = ProcessorCheck(tiny_hf_dir(), config, chat)
+    config, chat = load_image_config(ModelDirectory(tiny_hf_dir())), ChatEncoder(ModelDirectory(tiny_hf_dir()))
+    check = ProcessorCheck(config, chat)
     assert check.pixels_against == f"Pillow's decoding and transformers' image processor, torchvision {_VERSION}"
     refused = 0
     for number in range(8):

@@ -4,7 +4,7 @@ import pytest
 
 from flows.pipeline.recipe import load_recipe
 from stages.inputs.config import EmbeddedModelConfig
-from stages.inputs.hf_directory import count_parameters
+from stages.inputs.model_directory import ModelDirectory
 from tests.helpers.shapes import QWEN_2B
 from tests.helpers.tiny_hybrid_model import hybrid_config
 from tests.helpers.tiny_model import FIRST, SECOND, tiny_hf_dir
@@ -55,7 +55,7 @@ def memory(
 @pytest.mark.parametrize(("name", "config"), [("first", FIRST), ("second", SECOND)])
 def test_counts_are_exact(name, config):
     hf_dir = tiny_hf_dir(name)
-    counted = count_parameters(hf_dir)
+    counted = ModelDirectory(hf_dir).count_parameters()
     assert config.shape.parameters == read_model(hf_dir)[1].parameters == counted
 
 

@@ -24,12 +24,14 @@ from trainer.checkpoint.hf_read import load_hf_weights
 from trainer.contract.answer import TrainResult
 from trainer.contract.run import EncodeRun
 from trainer.data.balance import spread_images
-from trainer.data.geometry import geometry_of
+from trainer.data.geometry import Geometry, geometry_of
 from trainer.data.micro_batch import MicroBatch, make_micro_batch
 from trainer.data.reader import PREFETCH_DEPTH, prefetch
 from trainer.layers.modules.choice import choose_modules
+from trainer.model.family import Family
 from trainer.model.late_import import load
 from trainer.model.registry import read_model
+from trainer.model.shape import ModelShape
 from trainer.parallel.mesh import Mesh
 
 BATCH_PATCHES = 16_384  # patches that are encoded at once; a larger image is a batch of its own
@@ -44,11 +46,12 @@ def encode(run: EncodeRun, mesh: Mesh) -> TrainResult:
     tables = [run.features_dir / images_name(number) for number in left]
     patches = [sum(pq.read_table(table, columns=["patches"])["patches"].to_pylist()) for table in tables]
     mine = [left[place] for place in spread_images(patches, mesh.world_size)[mesh.rank]]
-    encoder = _encoder(run, mesh)
+    family, shape = read_model(run.hf_dir)
+    encoder, geometry = _encoder(run, mesh, family, shape), geometry_of(shape)
     log.info("%d of %d shards of features are left to make", len(left), run.num_shards)
     for done, number in enumerate(mine, start=1):
         images = pq.read_table(run.features_dir / images_name(number)).to_pylist()
-        _write_shard(run, number, images, encoder, mesh.device)
+        _write_shard(run, geometry, number, images, encoder, mesh.device)
         log.info("%s: %d of %d", shard_name(number), done, len(mine))
     mesh.any(True)  # no rank ends while another one works
     return TrainResult(status="finished", step=0)
@@ -67,8 +70,7 @@ class ImageEncoder(torch.nn.Module):
         return self.vision(batch)
 
 
-def _encoder(run: EncodeRun, mesh: Mesh) -> ImageEncoder:
-    family, shape = read_model(run.hf_dir)
+def _encoder(run: EncodeRun, mesh: Mesh, family: Family, shape: ModelShape) -> ImageEncoder:
     modules = choose_modules(run.execution.modules, mesh.device)
     dtype = getattr(torch, run.precision)
     vision = load(family.encoder)(shape.vision, run.execution.parallel, dtype, modules, mesh)
@@ -83,8 +85,8 @@ def _encoder(run: EncodeRun, mesh: Mesh) -> ImageEncoder:
 class ImageReader:
     """A reader of the images of one shard of features, batch by batch. Safe to use from several threads."""
 
-    def __init__(self, run: EncodeRun, images: Sequence[dict]) -> None:
-        self._geometry = geometry_of(read_model(run.hf_dir)[1])
+    def __init__(self, run: EncodeRun, geometry: Geometry, images: Sequence[dict]) -> None:
+        self._geometry = geometry
         self._dir, self._images = run.tokenized_dir, images
         self._pixels = read_pixel_store(run.tokenized_dir, load_manifest(run.tokenized_dir).stats)
         self.batches = list(_batches([image["patches"] for image in images]))
@@ -127,10 +129,15 @@ def _batches(patches: Sequence[int]) -> Iterator[range]:
 
 
 def _write_shard(
-    run: EncodeRun, number: int, images: Sequence[dict], encoder: torch.nn.Module, device: torch.device
+    run: EncodeRun,
+    geometry: Geometry,
+    number: int,
+    images: Sequence[dict],
+    encoder: torch.nn.Module,
+    device: torch.device,
 ) -> None:
     """Write a shard's records and its index, and last the entry that marks the shard as finished."""
-    reader = ImageReader(run, images)
+    reader = ImageReader(run, geometry, images)
     columns: dict[str, list] = {name: [] for name in FEATURE_INDEX.names}
     pin = device.type == "cuda"
     batches = prefetch(reader, iter(range(len(reader.batches))), PREFETCH_DEPTH, pin, run.execution.loader_workers)

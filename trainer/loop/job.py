@@ -30,6 +30,7 @@ from trainer.loop.export import export  # noqa: E402
 from trainer.loop.interval import NotFinite  # noqa: E402
 from trainer.loop.set_up import set_up_vision_rank  # noqa: E402
 from trainer.loop.train import train  # noqa: E402
+from trainer.model.registry import read_model  # noqa: E402
 from trainer.parallel.mesh import place_in_world, rank_mesh, set_threads  # noqa: E402
 from trainer.parallel.runtime import prepare_runtime  # noqa: E402
 
@@ -42,7 +43,7 @@ def run_job(run: RunConfig | EncodeRun) -> TrainResult:
 
     def work() -> TrainResult:
         if run.task == "train":
-            check_run(run, world)
+            check_run(run, world, *read_model(run.hf_dir, run.train))
         seed = 0 if run.task == "encode" else run.train.seed
         with rank_mesh(run.execution.parallel, seed, lambda line: write_result(run, _lost(line))) as mesh:
             if mesh.is_vision:

@@ -5,7 +5,6 @@ value is "module:name" of the `Family`: see README.md.
 """
 
 from collections.abc import Mapping
-from functools import lru_cache
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -71,18 +70,20 @@ def read_model(hf_dir: Path, train: TrainConfig | None = None) -> tuple[Family, 
     Args:
         train: the training whose shape is returned, see `ModelShape.for_training`; None: the model alone.
     """
-    path = hf_dir / "config.json"
-    if not path.is_file():
-        raise InputError(f"{path} does not exist; give the HF directory of a model")
-    # A process reads a file once until it changes.
-    state = path.stat()
-    family, shape = _read_config(path, (state.st_ino, state.st_size, state.st_mtime_ns))
+    family, shape = model_of(read_config(hf_dir), hf_dir)
     return family, shape if train is None else shape.for_training(train)
 
 
-@lru_cache(maxsize=8)
-def _read_config(path: Path, _: tuple[int, ...]) -> tuple[Family, ModelShape]:
-    """Return the family and the sizes of a config.json. The second argument changes when the file does."""
-    config = read_object(path, "copy the model's own file again")
+def read_config(hf_dir: Path) -> dict[str, Any]:
+    """Return the content of config.json of an HF directory."""
+    path = hf_dir / "config.json"
+    if not path.is_file():
+        raise InputError(f"{path} does not exist; give the HF directory of a model")
+    return read_object(path, "copy the model's own file again")
+
+
+def model_of(config: Mapping[str, Any], hf_dir: Path) -> tuple[Family, ModelShape]:
+    """Return the family and the sizes that the content of a directory's config.json describes."""
+    path = hf_dir / "config.json"
     family = get_family(config.get("model_type"), path)
     return family, family.read_shape(config, path)

@@ -10,7 +10,6 @@ from trainer.contract.parallel import ParallelConfig
 from trainer.contract.peft import check_start
 from trainer.contract.run import PartConfig, RunConfig, TrainConfig
 from trainer.model.family import Family
-from trainer.model.registry import read_model
 from trainer.model.shape import ModelShape
 from trainer.model.whole_modules import check_adapter
 from trainer.plan.layout import check_layout
@@ -19,12 +18,15 @@ from trainer.plan.pieces import mean_work, pipeline_pieces
 ENCODING_PARTS = ("vision", "merger")  # the parts that turn pixels into image tokens
 
 
-def check_run(run: RunConfig, world_size: int) -> None:
-    """Check the layout, the settings and the adapter of a job whose inputs are on disk."""
+def check_run(run: RunConfig, world_size: int, family: Family, shape: ModelShape) -> None:
+    """Check the layout, the settings and the adapter of a job whose inputs are on disk.
+
+    Args:
+        shape: the sizes of the model in this training.
+    """
     plan = load_manifest(run.bins_dir).config
     if "pad_multiple" not in plan:
         raise InputError(f"bins_dir={run.bins_dir} is not an artifact of plan_bins: its manifest has no pad_multiple")
-    family, shape = read_model(run.hf_dir, run.train)
     if run.features_dir is not None:
         check_cached(run.train.frozen, run.execution.parallel, family)
         _check_features(run.features_dir, run.tokenized_dir)

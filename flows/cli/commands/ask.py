@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from stages.chat.ask import ask
-from stages.inputs.hf_directory import resolve_hf_dir
+from stages.inputs.model_directory import resolve_hf_dir
 
 
 def ask_command(args: argparse.Namespace) -> int:

@@ -24,15 +24,14 @@ from stages.answer.stage import answers_apart
 from stages.artifacts.artifact import Artifact, Input, stage_identity
 from stages.artifacts.run_stage import scratch_dir
 from stages.encode_images.stage import JOB_DIR as ENCODE_JOB_DIR
-from stages.export.carried import count_carried
 from stages.export.stage import JOB_DIR
-from stages.inputs.hf_directory import hf_dir_of
+from stages.inputs.model_directory import opened_model
 from stages.launchers.job import Job, make_launcher
 from stages.train.run_trainer import trainer_job
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import TrainConfig
 from trainer.model.family import Family
-from trainer.model.registry import get_family, read_model
+from trainer.model.registry import get_family
 from trainer.model.shape import ModelShape
 from trainer.model.targets import adapter_sizes, list_matches
 from trainer.plan.estimate import estimate_saved
@@ -165,7 +164,7 @@ def size_rows(plan: Plan) -> list[tuple[str, str]]:
 
 def _carried(model: Input | None, train: TrainConfig) -> list[tuple[str, str]]:
     """Return a row if the model has tensors that are exported without being trained."""
-    carried = {} if model is None else count_carried(hf_dir_of(model), train)
+    carried = {} if model is None else opened_model(model).count_carried(train)
     names = ", ".join(f"{number} tensors {prefix}*" for prefix, number in carried.items())
     return [("carried", f"{names}: exported as they are, not trained")] if carried else []
 
@@ -213,7 +212,8 @@ def _train(config: PipelineConfig, bins: Artifact | None) -> TrainConfig:
 def _model(plan: Plan) -> tuple[Family, ModelShape]:
     config = plan.config
     if isinstance(config.model, str):
-        return read_model(plan.given["model"].dir, config.train)
+        model = opened_model(plan.given["model"])
+        return model.family, model.shape.for_training(config.train)
     return get_family(config.model.family), config.model.shape
 
 

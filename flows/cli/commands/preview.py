@@ -5,7 +5,7 @@ import argparse
 from dataset_builders.errors import InputError
 from dataset_builders.storage.files import write_text
 from dataset_builders.storage.store import side_dir
-from stages.inputs.hf_directory import resolve_hf_dir
+from stages.inputs.model_directory import ModelDirectory, resolve_hf_dir
 from stages.preview.render import PreviewOptions, render_preview
 from stages.preview.target import find_target
 
@@ -20,8 +20,8 @@ def preview_command(args: argparse.Namespace) -> int:
         out.parent.mkdir(parents=True, exist_ok=True)
     if not out.parent.is_dir():
         raise InputError(f"--out {out}: {out.parent} is not a directory; make it or choose another")
-    hf_dir = resolve_hf_dir(args.model) if args.model else None
-    options = PreviewOptions(num_samples=args.samples, key=args.key, hf_dir=hf_dir, link_from=out.parent)
+    model = ModelDirectory(resolve_hf_dir(args.model)) if args.model else None
+    options = PreviewOptions(num_samples=args.samples, key=args.key, model=model, link_from=out.parent)
     write_text(out, render_preview(target, options))
     print(out)
     return 0

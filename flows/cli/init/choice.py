@@ -11,9 +11,9 @@ from dataset_builders.errors import InputError
 from dataset_builders.recognise.trial import Trial
 from flows.cli.init.fit import ROOMY, Fit, bin_sizes, check_memory, fit_model, smallest
 from stages.inputs.config import EmbeddedModelConfig
-from stages.inputs.hf_directory import resolve_hf_dir
+from stages.inputs.model_directory import ModelDirectory, resolve_hf_dir
 from trainer.model.family import Family
-from trainer.model.registry import get_family, get_variant, read_model
+from trainer.model.registry import get_family, get_variant
 from trainer.model.shape import ModelShape
 
 # Published models whose sizes are known without a download: hub name -> `model.variant` of the same sizes.
@@ -166,8 +166,8 @@ def _model(name: str | None, is_roomy: Callable[[Family, ModelShape], bool]) -> 
         return next((found for found in sizes if is_roomy(*found[1:])), sizes[-1])
     if name in _HUB and not Path(name).exists():
         return name, *_variant(_HUB[name])
-    directory = resolve_hf_dir(name, "--model")
-    return str(directory) if Path(name).expanduser().is_dir() else name, *read_model(directory)
+    model = ModelDirectory(resolve_hf_dir(name, "--model"))
+    return str(model.path) if Path(name).expanduser().is_dir() else name, model.family, model.shape
 
 
 def _variant(name: str) -> tuple[Family, ModelShape]:

@@ -38,6 +38,7 @@ from dataset_builders.storage.files import atomic_path, write_text
 from stages.encode.chat import read_system_prompt
 from stages.encode.images import load_image_config, patches_png
 from stages.evaluate.lmms_eval import functions as lmms_eval_functions
+from stages.inputs.model_directory import ModelDirectory
 
 LMMS_EVAL = "0.7.3"  # the version that this was tested with
 # qwen3_vl imports decord, which lmms-eval does not require; it patches filelock._api, which filelock 4.3 lacks.
@@ -118,7 +119,9 @@ def write_lmms_eval_task(directory: Path, hf_dir: Path, samples: Iterable[Sample
     subsets, questions, small = set(), 0, 0
     with atomic_path(directory / HELDOUT) as tmp, pq.ParquetWriter(tmp, TASK_SCHEMA) as writer:
         rows: list[dict[str, object]] = []
-        for row, is_small in _rows(samples, task, read_system_prompt(hf_dir), load_image_config(hf_dir)):
+        for row, is_small in _rows(
+            samples, task, read_system_prompt(hf_dir), load_image_config(ModelDirectory(hf_dir))
+        ):
             rows.append(row)
             questions += 1
             small += is_small

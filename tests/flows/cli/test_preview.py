@@ -9,7 +9,7 @@ from dataset_builders.storage.store import location
 from flows.cli.main import main, make_parser
 from stages.artifacts.artifact import Artifact
 from stages.artifacts.run_stage import run_stage
-from stages.inputs.hf_directory import processor_input
+from stages.inputs.model_directory import ModelDirectory, processor_input
 from stages.tokenize.stage import STAGE, TokenizeConfig
 from tests.helpers.object_store import BUCKET, moto_server
 from tests.helpers.pages import assert_self_contained
@@ -25,7 +25,7 @@ def root(tmp_path_factory) -> Path:
     directory = made.dir.rename(made.dir.with_name(made.manifest.fingerprint))
     hf_dir = root / "artifacts" / "embedded_model" / ("e" * 16) / "hf"
     shutil.copytree(tiny_hf_dir(), hf_dir)
-    inputs = {"samples": Artifact.load(directory), "processor": processor_input(hf_dir)}
+    inputs = {"samples": Artifact.load(directory), "processor": processor_input(ModelDirectory(hf_dir))}
     run_stage(STAGE, TokenizeConfig(max_seq_len=512, max_pixels=None, max_skip_fraction=1.0), inputs, root)
     return root
 

@@ -14,8 +14,8 @@ from stages.answer.config import AnswerConfig
 from stages.answer.records import ANSWERS_JSONL
 from stages.answer.transformers_engine import Generator
 from stages.chat.ask import ask
-from stages.inputs.adapter_directory import adapter_input, read_adapter_dir
-from stages.inputs.hf_directory import model_input
+from stages.inputs.adapter_directory import AdapterDirectory, adapter_input
+from stages.inputs.model_directory import ModelDirectory, model_input
 from tests.helpers.adapter_files import merge_adapter, write_adapter
 from tests.helpers.evaluation import answered, mixed_samples, picture, samples_artifact, talkative_hf_dir
 from tests.helpers.tiers import full
@@ -45,7 +45,11 @@ def test_answers_are_the_merged_models_token_by_token(family, kind, tmp_path):
     base = MODELS[family]()
     adapter = write_adapter(tmp_path / "adapter", base, kind=kind, rslora=kind == "dora")
     merged = merge_adapter(tmp_path / "merged", base, adapter)
-    beside, whole, before = Generator(base, adapter_dir=adapter), Generator(merged), Generator(base)
+    beside, whole, before = (
+        Generator(ModelDirectory(base), adapter=AdapterDirectory(adapter)),
+        Generator(ModelDirectory(merged)),
+        Generator(ModelDirectory(base)),
+    )
 
     def answers(generator: Generator) -> list:
         prompts = [generator.encode_prompt(s.messages[:1], generator.encode_images(s.images)) for s in mixed_samples(8)]
@@ -63,14 +67,18 @@ def test_the_stage_takes_an_adapter_beside_the_model_it_belongs_to(tmp_path):
     adapter = write_adapter(tmp_path / "adapter", base)
     samples = samples_artifact(tmp_path / "samples", mixed_samples(8))
     config, root = AnswerConfig(max_new_tokens=NEW_TOKENS), tmp_path / "root"
-    beside = {"hf": model_input(base), "adapter": adapter_input(adapter), "samples": samples}
-    merged = {"hf": model_input(merge_adapter(tmp_path / "merged", base, adapter)), "samples": samples}
-    before = {"hf": model_input(base), "samples": samples}
+    beside = {
+        "hf": model_input(ModelDirectory(base)),
+        "adapter": adapter_input(AdapterDirectory(adapter)),
+        "samples": samples,
+    }
+    merged = {"hf": model_input(ModelDirectory(merge_adapter(tmp_path / "merged", base, adapter))), "samples": samples}
+    before = {"hf": model_input(ModelDirectory(base)), "samples": samples}
     lines = [(answered(config, inputs, root).dir / ANSWERS_JSONL).read_text() for inputs in (beside, merged, before)]
     assert lines[0] == lines[1] != lines[2]
     with pytest.raises(InputError, match=r"engine=vllm cannot use the unmerged adapter .*; take engine=transformers"):
         answered(config.model_copy(update={"engine": "vllm"}), beside, root)
-    other = {**beside, "hf": model_input(tiny_hf_dir("second"))}
+    other = {**beside, "hf": model_input(ModelDirectory(tiny_hf_dir("second")))}
     with pytest.raises(InputError, match="is of another model"):
         answered(config, other, root)
 
@@ -93,7 +101,9 @@ def test_a_module_that_was_trained_whole_stands_in_the_place_of_the_models(tmp_p
     tensors, name = load_file(adapter / "adapter_model.safetensors"), "model.visual.merger.norm.weight"
     changed = load_file(base / "model.safetensors")[name] * 2
     save_file(tensors | {f"base_model.model.{name}": changed}, adapter / "adapter_model.safetensors")
-    assert torch.equal(Generator(base, adapter_dir=adapter).decoder.model.get_parameter(name), changed)
+    assert torch.equal(
+        Generator(ModelDirectory(base), adapter=AdapterDirectory(adapter)).decoder.model.get_parameter(name), changed
+    )
 
 
 @pytest.mark.parametrize(
@@ -122,7 +132,7 @@ def test_a_module_that_was_trained_whole_stands_in_the_place_of_the_models(tmp_p
 def test_what_is_not_computed_is_refused_in_one_line(config, words, tmp_path):
     adapter = write_adapter(tmp_path / "adapter", tiny_hf_dir(), **config)
     with pytest.raises(InputError, match=words) as caught:
-        read_adapter_dir(adapter, tiny_hf_dir())
+        AdapterDirectory(adapter).check_base(ModelDirectory(tiny_hf_dir()))
     assert "\n" not in str(caught.value)
 
 
@@ -150,11 +160,14 @@ NAME = "base_model.model.model.language_model.layers.0.self_attn.q_proj"
 def test_tensors_that_are_no_adapter_are_refused_in_one_line(change, words, tmp_path):
     """The line names the file and the tensor, both for a model that answers and for a training that starts from it."""
     adapter = write_adapter(tmp_path / "adapter", tiny_hf_dir())
-    adapter_input(adapter)
+    adapter_input(AdapterDirectory(adapter))
     tensors = load_file(adapter / "adapter_model.safetensors")
     change(tensors)
     save_file(tensors, adapter / "adapter_model.safetensors", metadata={"format": "pt"})
-    for read in (lambda: read_adapter_dir(adapter, tiny_hf_dir()), lambda: adapter_input(adapter)):
+    for read in (
+        lambda: AdapterDirectory(adapter).check_base(ModelDirectory(tiny_hf_dir())),
+        lambda: adapter_input(AdapterDirectory(adapter)),
+    ):
         with pytest.raises(InputError, match=words) as caught:
             read()
         assert "\n" not in str(caught.value) and f"{adapter / 'adapter_model.safetensors'}" in str(caught.value)
@@ -165,20 +178,23 @@ def test_an_adapter_of_another_model_is_refused_by_names_and_by_sizes(tmp_path):
     with pytest.raises(
         InputError, match=r"up_proj.lora_A.weight is \[4, 64\], and .* asks for \[4, 48\]; give the model"
     ):
-        read_adapter_dir(adapter, tiny_hf_dir("second"))
+        AdapterDirectory(adapter).check_base(ModelDirectory(tiny_hf_dir("second")))
     with pytest.raises(InputError, match=r"is no weight of .*; give the model that it was trained on \(Qwen/Other\)"):
-        read_adapter_dir(adapter, talkative_hybrid_dir())
+        AdapterDirectory(adapter).check_base(ModelDirectory(talkative_hybrid_dir()))
     (adapter / "adapter_model.safetensors").unlink()
-    for read in (lambda: read_adapter_dir(adapter, tiny_hf_dir()), lambda: adapter_input(adapter)):
+    for read in (
+        lambda: AdapterDirectory(adapter).check_base(ModelDirectory(tiny_hf_dir())),
+        lambda: adapter_input(AdapterDirectory(adapter)),
+    ):
         with pytest.raises(InputError, match=r"has no adapter_model\.safetensors; give a directory"):
             read()
 
 
 def test_an_adapters_digest_is_of_its_two_files(tmp_path):
     adapter = write_adapter(tmp_path / "adapter", tiny_hf_dir())
-    before = adapter_input(adapter).digest
+    before = adapter_input(AdapterDirectory(adapter)).digest
     (adapter / "README.md").write_text("a card")
-    assert adapter_input(adapter).digest == before
+    assert adapter_input(AdapterDirectory(adapter)).digest == before
     path = adapter / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_alpha": 7}))
-    assert adapter_input(adapter).digest != before
+    assert adapter_input(AdapterDirectory(adapter)).digest != before

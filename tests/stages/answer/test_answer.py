@@ -31,7 +31,7 @@ from stages.artifacts.workers import StageResources
 from stages.encode.chat import ChatEncoder
 from stages.encode.images import load_image_config
 from stages.encode.prompt import read_prompt_format
-from stages.inputs.hf_directory import model_input
+from stages.inputs.model_directory import ModelDirectory, model_input
 from stages.launchers.config import ClusterConfig
 from stages.launchers.job import Handle, JobFailed
 from tests.helpers.evaluation import (
@@ -79,7 +79,7 @@ def test_a_line_a_turn_in_the_order_of_the_samples(made):
 
 
 def test_answers_are_those_of_each_prompt_alone(made):
-    generator = Generator(talkative_hf_dir())
+    generator = Generator(ModelDirectory(talkative_hf_dir()))
     said = {(line.key, line.turn): line for line in read_answers(made[1].dir / ANSWERS_JSONL)}
     for sample in mixed_samples(14):
         images = generator.encode_images(sample.images)
@@ -113,7 +113,7 @@ def test_how_it_is_cut_changes_no_answer_in_float32(made, tmp_path, change):
 
 
 def test_a_model_directory_of_the_users_is_answered_too(made, tmp_path):
-    inputs = {"hf": model_input(talkative_hf_dir()), "samples": made[0]["samples"]}
+    inputs = {"hf": model_input(ModelDirectory(talkative_hf_dir())), "samples": made[0]["samples"]}
     assert _bytes(answered(CONFIG, inputs, tmp_path)) == _bytes(made[1])
 
 
@@ -149,8 +149,10 @@ def test_any_characters_come_back_from_a_line(tmp_path):
 
 def test_the_plan_knows_every_length_and_record(made):
     hf_dir, samples = talkative_hf_dir(), made[0]["samples"]
-    generator = Generator(hf_dir)
-    planned = list(plan_questions(samples, ChatEncoder(hf_dir), load_image_config(hf_dir), None))
+    generator = Generator(ModelDirectory(hf_dir))
+    planned = list(
+        plan_questions(samples, ChatEncoder(ModelDirectory(hf_dir)), load_image_config(ModelDirectory(hf_dir)), None)
+    )
     by_key = {sample.key: sample for sample in mixed_samples(14)}
     for question in planned:
         sample = by_key[question.key]
@@ -213,7 +215,7 @@ def test_two_workers_give_the_bytes_of_one(made, tmp_path):
 def _worker_job(directory, hf_dir, **config):
     """Write the job.json of a worker whose plan holds one question."""
     directory.mkdir()
-    config, prompt = CONFIG.model_copy(update=config), read_prompt_format(talkative_hf_dir())
+    config, prompt = CONFIG.model_copy(update=config), read_prompt_format(ModelDirectory(talkative_hf_dir()))
     job = AnswerJob(config=config, hf_dir=hf_dir, prompt=prompt, samples_dir=directory, work_dir=directory)
     write_plan(directory / PLAN_JSONL, _questions([5]))
     (directory / "job.json").write_text(job.model_dump_json())
@@ -240,7 +242,7 @@ def test_the_stage_says_what_a_worker_refused(tmp_path, monkeypatch, refused):
     monkeypatch.setattr(answer_job, "run_job", run_job)
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / answer_worker.REFUSED).write_text("of an earlier try")
-    prompt = read_prompt_format(talkative_hf_dir())
+    prompt = read_prompt_format(ModelDirectory(talkative_hf_dir()))
     job = AnswerJob(config=CONFIG, hf_dir=tmp_path, prompt=prompt, samples_dir=tmp_path, work_dir=tmp_path)
     with pytest.raises(InputError if refused else JobFailed, match=refused or "exit status 2"):
         answer_job.run_workers(job, ClusterConfig(processes=2), lambda line: None, lambda: None)

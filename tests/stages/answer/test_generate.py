@@ -23,7 +23,7 @@ from flows.pipeline.plan import check_model
 from flows.pipeline.recipe import load_recipe
 from stages.answer.transformers_engine import Generator
 from stages.inputs.ends import add_end, end_ids
-from stages.inputs.hf_directory import read_json
+from stages.inputs.model_directory import ModelDirectory, read_json
 from tests.helpers.evaluation import conversation, mixed_samples, picture, talkative_hf_dir
 from tests.helpers.tiers import full
 from tests.helpers.tiny_hybrid_model import hybrid_hf_dir
@@ -37,7 +37,7 @@ NEW_TOKENS = 12
 
 @pytest.fixture(scope="module")
 def generator():
-    return Generator(talkative_hf_dir())
+    return Generator(ModelDirectory(talkative_hf_dir()))
 
 
 def _prompt(generator, sample):
@@ -123,7 +123,7 @@ def test_an_answer_stops_at_any_end_token_and_its_text_is_what_came_before(gener
     prompt = _prompt(generator, mixed_samples(2)[1])
     said = _first_tokens(generator, prompt)
     place = next(i for i in range(3, len(said)) if said[i] not in said[:i])
-    ending = Generator(_with_end_ids(tmp_path, [said[place], 3]))
+    ending = Generator(ModelDirectory(_with_end_ids(tmp_path, [said[place], 3])))
     (answer,) = ending.generate([prompt], NEW_TOKENS)
     assert (answer.stopped, answer.num_tokens) == (True, place)
     assert answer.text == generator._chat.tokenizer.decode(said[:place], skip_special_tokens=True)
@@ -135,7 +135,7 @@ def test_an_answer_stops_at_any_end_token_and_its_text_is_what_came_before(gener
 
 def test_an_answer_that_ends_at_once_is_empty(generator, tmp_path):
     prompt = _prompt(generator, mixed_samples(2)[1])
-    ending = Generator(_with_end_ids(tmp_path, _first_tokens(generator, prompt)[0]))
+    ending = Generator(ModelDirectory(_with_end_ids(tmp_path, _first_tokens(generator, prompt)[0])))
     (answer,) = ending.generate([prompt], NEW_TOKENS)
     assert (answer.text, answer.stopped, answer.num_tokens) == ("", True, 0)
 
@@ -146,7 +146,9 @@ def test_sampling_settings_of_the_directory_are_not_used(generator, tmp_path):
     sampling = {"do_sample": True, "temperature": 5.0, "top_k": 400, "repetition_penalty": 3.0}
     write_json(directory / "generation_config.json", config | sampling)
     prompt = _prompt(generator, mixed_samples(2)[1])
-    assert Generator(directory).generate([prompt], NEW_TOKENS) == generator.generate([prompt], NEW_TOKENS)
+    assert Generator(ModelDirectory(directory)).generate([prompt], NEW_TOKENS) == generator.generate(
+        [prompt], NEW_TOKENS
+    )
 
 
 _FILE, _CONFIG, _TEXT = "generation_config.json", "config.json", "text_config"
@@ -198,7 +200,7 @@ def check_model_of(directory: Path) -> None:
 
 def test_an_answer_ends_with_its_turn_whatever_the_directory_says(tmp_path):
     for number, eos in enumerate((None, 3, [4, 5])):
-        ending = Generator(_with_end_ids(tmp_path / str(number), eos))
+        ending = Generator(ModelDirectory(_with_end_ids(tmp_path / str(number), eos)))
         end = ending._chat.end_of_turn_id
         assert ending.decoder.end_ids == {*(eos if isinstance(eos, list) else filter(None, [eos])), end}
 
@@ -209,7 +211,7 @@ def test_weights_that_do_not_fit_the_config_are_refused_in_one_line(tmp_path):
     config["text_config"]["intermediate_size"] *= 2
     write_json(directory / "config.json", config)
     with pytest.raises(InputError, match=r"its weights are .* numbers, and the sizes in config.json make") as error:
-        Generator(directory)
+        Generator(ModelDirectory(directory))
     assert "\n" not in str(error.value)
 
 
@@ -220,7 +222,7 @@ def test_a_transposed_weight_is_refused_in_one_line(tmp_path):
     weights[name] = weights[name].T.contiguous()
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(InputError, match="cannot be loaded") as error:
-        Generator(directory)
+        Generator(ModelDirectory(directory))
     assert "\n" not in str(error.value)
 
 
@@ -231,7 +233,7 @@ def test_a_tensor_under_another_name_is_missing_and_not_drawn_at_random(tmp_path
     weights[f"{name}s"] = weights.pop(name)
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(InputError, match=f"1 tensors are missing, the first is {re.escape(name)}; copy it again"):
-        Generator(directory)
+        Generator(ModelDirectory(directory))
 
 
 def test_weights_that_are_not_finite_give_no_answer(tmp_path):
@@ -239,7 +241,7 @@ def test_weights_that_are_not_finite_give_no_answer(tmp_path):
     weights = load_file(directory / "model.safetensors")
     weights["model.language_model.norm.weight"][0] = float("nan")
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    generator = Generator(directory)
+    generator = Generator(ModelDirectory(directory))
     prompt = generator.encode_prompt([Message(role="user", text="Which?")], generator.encode_images([]))
     with pytest.raises(InputError, match=r"hf: the model's output is not finite; export or copy it again"):
         generator.generate([prompt], 2)

@@ -19,6 +19,7 @@ from stages.answer.transformers_engine import Generator
 from stages.artifacts.run_stage import run_stage
 from stages.encode.chat import ChatEncoder
 from stages.encode.prompt import read_prompt_format
+from stages.inputs.model_directory import ModelDirectory
 from tests.helpers.evaluation import (
     answered,
     conversation,
@@ -74,8 +75,8 @@ def vllm(monkeypatch):
 
 def _engine(hf_dir=None, tokenized=None):
     hf_dir = hf_dir or talkative_hf_dir()
-    prompt = read_prompt_format(hf_dir, tokenized)
-    return make_engine("vllm", EngineSettings(hf_dir, prompt, batch_size=7, batch_tokens=999))
+    prompt = read_prompt_format(ModelDirectory(hf_dir), tokenized)
+    return make_engine("vllm", EngineSettings(ModelDirectory(hf_dir), prompt, batch_size=7, batch_tokens=999))
 
 
 def _asked(number, images, max_new_tokens=9):
@@ -100,7 +101,9 @@ def test_other_limits_and_another_prompt_are_those_of_the_directory_it_gets(vllm
     tokenized = {"min_pixels": 64 * 64, "max_pixels": 96 * 96, "system_prompt": "Be brief."}
     engine = _engine(source, tokenized)
     given = Path(LLM.made[0].options["model"])
-    assert read_prompt_format(given).pixels == read_prompt_format(source, tokenized).pixels
+    assert (
+        read_prompt_format(ModelDirectory(given)).pixels == read_prompt_format(ModelDirectory(source), tokenized).pixels
+    )
     size = {"shortest_edge": 64 * 64, "longest_edge": 96 * 96}
     assert json.loads((given / "processor_config.json").read_text())["image_processor"]["size"] == size
     same = [name for name in before if name not in ("preprocessor_config.json", "processor_config.json")]
@@ -110,19 +113,19 @@ def test_other_limits_and_another_prompt_are_those_of_the_directory_it_gets(vllm
     question = _asked(1, [picture(1, 64, 32)])
     list(engine.answer([engine.prepare([question])]))
     (prompt,), _ = LLM.made[0].calls[0]
-    chat = ChatEncoder(source, system_prompt="Be brief.")
+    chat = ChatEncoder(ModelDirectory(source), system_prompt="Be brief.")
     assert prompt["prompt_token_ids"] == chat.prompt_ids(question.messages, [(1, 4, 6)]).tolist()
 
 
 def test_its_own_limits_need_no_other_directory(vllm):
-    own = read_prompt_format(talkative_hf_dir()).pixels
+    own = read_prompt_format(ModelDirectory(talkative_hf_dir())).pixels
     for tokenized in ({}, {"max_pixels": own.max_pixels, "system_prompt": "Be brief."}):
         _engine(tokenized=tokenized)
     assert {llm.options["model"] for llm in LLM.made} == {str(talkative_hf_dir())}
 
 
 def test_prompts_have_one_placeholder_an_image_and_the_pictures_in_order(vllm):
-    engine, generator = _engine(), Generator(talkative_hf_dir())
+    engine, generator = _engine(), Generator(ModelDirectory(talkative_hf_dir()))
     pair = _asked(5, [picture(1, 64, 32), picture(2, 32, 96)])
     group = engine.prepare([_asked(4, []), pair])
     list(engine.answer([group]))

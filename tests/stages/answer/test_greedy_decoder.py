@@ -8,6 +8,7 @@ from dataset_builders.pictures.pixels import encode_image, pixel_values
 from stages.answer.greedy_decoder import PoolLimits, Prompt, Row
 from stages.answer.transformers_engine import Generator
 from stages.encode.images import load_image_config
+from stages.inputs.model_directory import ModelDirectory
 from tests.helpers.evaluation import mixed_samples, picture, talkative_hf_dir
 from tests.helpers.tiny_hybrid_model import talkative_hybrid_dir
 
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.promise(
 
 @pytest.fixture(scope="module", params=["attention", "delta layers"])
 def generator(request):
-    return Generator(talkative_hf_dir() if request.param == "attention" else talkative_hybrid_dir())
+    return Generator(ModelDirectory(talkative_hf_dir() if request.param == "attention" else talkative_hybrid_dir()))
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +145,7 @@ def test_rows_that_have_ended_leave_and_take_their_columns_with_them(generator, 
 
 
 def test_pixel_values_are_those_of_the_pixel_path_to_the_bit(generator):
-    config = load_image_config(talkative_hf_dir())
+    config = load_image_config(ModelDirectory(talkative_hf_dir()))
     patches, _ = encode_image(picture(5, 96, 64), config)
     other = config.patch_format.model_copy(update={"image_mean": (0.48, 0.46, 0.41), "image_std": (0.27, 0.26, 0.28)})
     for patch_format in (config.patch_format, other):

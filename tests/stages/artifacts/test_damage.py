@@ -23,7 +23,7 @@ from stages.artifacts.run_stage import run_stage
 from stages.artifacts.unchanged import Whole
 from stages.contamination.stage import STAGE as CONTAMINATION
 from stages.contamination.stage import ContaminationConfig
-from stages.inputs.hf_directory import model_input, processor_input
+from stages.inputs.model_directory import ModelDirectory, model_input, processor_input
 from stages.plan_bins.stage import STAGE as PLAN_BINS
 from tests.helpers.data_stages import run_all, run_convert, run_plan_bins, run_tokenize
 from tests.helpers.raw_rows import plain_rows, write_source
@@ -470,7 +470,7 @@ def test_a_stages_inputs_are_read_in_each_process_whatever_was_kept(root, settle
 @pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json"])
 def test_a_model_that_is_changed_while_a_run_goes_on_is_not_used_under_the_digest_of_before(file, tmp_path):
     hf_dir = Path(shutil.copytree(tiny_hf_dir(), tmp_path / "hf"))
-    inputs = {"model": model_input(hf_dir), "processor": processor_input(hf_dir)}
+    inputs = {"model": model_input(ModelDirectory(hf_dir)), "processor": processor_input(ModelDirectory(hf_dir))}
     check_inputs(inputs)
     place = hf_dir / file
     content, times = place.read_bytes(), place.stat()

@@ -12,6 +12,7 @@ from dataset_builders.contracts.sample import IMAGE_SLOT, Message, SkipSample
 from dataset_builders.errors import InputError
 from stages.encode.chat import ChatEncoder, read_system_prompt, split_turns
 from stages.encode.config import Learn
+from stages.inputs.model_directory import ModelDirectory
 from tests.helpers.samples import turns
 from tests.helpers.tiers import full
 from tests.helpers.tiny_model import SHAPES, tiny_hf_dir
@@ -75,9 +76,9 @@ CORE = (("qwen3_vl", "first"), ("qwen3_vl", "odd"), ("reasoning", "first"))
 def chat(request, tmp_path_factory) -> ChatEncoder:
     template, shape = request.param
     if template == "qwen3_vl":
-        return ChatEncoder(tiny_hf_dir(shape))
+        return ChatEncoder(ModelDirectory(tiny_hf_dir(shape)))
     directory = tmp_path_factory.mktemp("reasoning")
-    return ChatEncoder(_edited_dir(directory, "chat_template.jinja", _REASONING_TEMPLATE, shape))
+    return ChatEncoder(ModelDirectory(_edited_dir(directory, "chat_template.jinja", _REASONING_TEMPLATE, shape)))
 
 
 def _grids(messages: tuple[Message, ...]) -> np.ndarray:
@@ -218,7 +219,10 @@ def test_a_system_message_is_given(chat):
 
 def test_a_system_prompt_goes_before_what_has_none(tmp_path):
     none = np.zeros((0, 3), np.int32)
-    plain, prompted = ChatEncoder(tiny_hf_dir()), ChatEncoder(tiny_hf_dir(), system_prompt="Be brief.")
+    plain, prompted = (
+        ChatEncoder(ModelDirectory(tiny_hf_dir())),
+        ChatEncoder(ModelDirectory(tiny_hf_dir()), system_prompt="Be brief."),
+    )
     own = [Message(role="system", text="Be long."), *turns("a", "b")]
     given = [Message(role="system", text="Be brief."), *turns("a", "b")]
     assert np.array_equal(prompted.encode(turns("a", "b"), none), plain.encode(given, none))
@@ -226,7 +230,7 @@ def test_a_system_prompt_goes_before_what_has_none(tmp_path):
     assert np.array_equal(prompted.encode_prompt(turns("a"), none), plain.encode_prompt(given[:2], none))
     for text in ("<|im_end|>", f"see {IMAGE_SLOT}"):
         with pytest.raises(InputError, match="the system prompt holds"):
-            ChatEncoder(tiny_hf_dir(), system_prompt=text)
+            ChatEncoder(ModelDirectory(tiny_hf_dir()), system_prompt=text)
     assert read_system_prompt(tmp_path) is None
     (tmp_path / "system_prompt.txt").write_text("Be brief.")
     assert read_system_prompt(tmp_path) == "Be brief."
@@ -285,7 +289,7 @@ def test_many_conversations_at_once_are_as_one_by_one(chat):
 
 def test_a_reasoning_templates_empty_think_block_is_given_and_its_history_bare(tmp_path):
     """Only the answer after the last question has the block; the block is prompt, as it is at inference."""
-    chat = ChatEncoder(_edited_dir(tmp_path, "chat_template.jinja", _REASONING_TEMPLATE))
+    chat = ChatEncoder(ModelDirectory(_edited_dir(tmp_path, "chat_template.jinja", _REASONING_TEMPLATE)))
     none = np.zeros((0, 3), np.int32)
     (first, second), header, block = (
         chat.cut([turns("a", "\n b ", "c", "d")])[0],
@@ -321,14 +325,14 @@ def test_turns_begin_with_a_question_after_an_answer():
 def test_a_template_that_changes_an_answer_is_caught(tmp_path):
     template = (tiny_hf_dir() / "chat_template.jinja").read_text()
     template = template.replace("{{- content -}}", "{{- content | replace('Left', 'left') -}}")
-    chat = ChatEncoder(_edited_dir(tmp_path, "chat_template.jinja", template))
+    chat = ChatEncoder(ModelDirectory(_edited_dir(tmp_path, "chat_template.jinja", template)))
     chat.encode(turns("a", "left"), np.zeros((0, 3), np.int32))
     with pytest.raises(SkipSample, match=r"mask_span_mismatch.*'left'.*'Left'"):
         chat.encode(turns("a", "Left"), np.zeros((0, 3), np.int32))
 
 
 def test_a_conversation_that_the_template_refuses_is_left_out():
-    chat = ChatEncoder(tiny_hf_dir())
+    chat = ChatEncoder(ModelDirectory(tiny_hf_dir()))
     messages = [*turns("a", "b"), Message(role="system", text="late")]
     with pytest.raises(SkipSample, match="must come first"):
         chat.encode(messages, np.zeros((0, 3), np.int32))
@@ -347,7 +351,7 @@ def test_a_template_of_another_structure_is_refused(tmp_path, old, new):
     assert old in template
     hf_dir = _edited_dir(tmp_path, "chat_template.jinja", template.replace(old, new))
     with pytest.raises(InputError, match=r"the chat template (does not write ChatML|writes .* before the last answer)"):
-        ChatEncoder(hf_dir)
+        ChatEncoder(ModelDirectory(hf_dir))
 
 
 def test_a_template_that_always_thinks_is_refused(tmp_path):
@@ -355,7 +359,7 @@ def test_a_template_that_always_thinks_is_refused(tmp_path):
     once."""
     template = "{%- set always_thinks = true -%}\n" + _REASONING_TEMPLATE
     with pytest.raises(InputError, match="the chat template"):
-        ChatEncoder(_edited_dir(tmp_path, "chat_template.jinja", template))
+        ChatEncoder(ModelDirectory(_edited_dir(tmp_path, "chat_template.jinja", template)))
 
 
 @pytest.mark.parametrize("key", ["image_token_id", "vision_start_token_id", "video_token_id"])
@@ -363,7 +367,7 @@ def test_a_missing_id_is_no_guess(tmp_path, key):
     config = json.loads((tiny_hf_dir() / "config.json").read_text())
     del config[key]
     with pytest.raises(InputError, match=f"config.json has no {key}"):
-        ChatEncoder(_edited_dir(tmp_path, "config.json", json.dumps(config)))
+        ChatEncoder(ModelDirectory(_edited_dir(tmp_path, "config.json", json.dumps(config))))
 
 
 def test_a_tokenizer_without_chat_tokens_is_refused(tmp_path):
@@ -372,12 +376,12 @@ def test_a_tokenizer_without_chat_tokens_is_refused(tmp_path):
     config = (hf_dir / "tokenizer_config.json").read_text().replace("<|im_end|>", "<|stop|>")
     (hf_dir / "tokenizer_config.json").write_text(config)
     with pytest.raises(InputError, match=r"no <\|im_end\|> token"):
-        ChatEncoder(hf_dir)
+        ChatEncoder(ModelDirectory(hf_dir))
 
 
 def test_a_broken_tokenizer_is_one_line(tmp_path):
     with pytest.raises(InputError, match="cannot be loaded") as caught:
-        ChatEncoder(_edited_dir(tmp_path, "tokenizer.json", "{}"))
+        ChatEncoder(ModelDirectory(_edited_dir(tmp_path, "tokenizer.json", "{}")))
     assert "\n" not in str(caught.value)
 
 
@@ -385,6 +389,6 @@ def test_a_template_in_the_older_json_file_is_found(tmp_path):
     template = (tiny_hf_dir() / "chat_template.jinja").read_text()
     hf_dir = _edited_dir(tmp_path, "chat_template.json", json.dumps({"chat_template": template}))
     (hf_dir / "chat_template.jinja").unlink()
-    expected = ChatEncoder(tiny_hf_dir()).encode(turns("a", "b"), np.zeros((0, 3), np.int32))
-    got = ChatEncoder(hf_dir).encode(turns("a", "b"), np.zeros((0, 3), np.int32))
+    expected = ChatEncoder(ModelDirectory(tiny_hf_dir())).encode(turns("a", "b"), np.zeros((0, 3), np.int32))
+    got = ChatEncoder(ModelDirectory(hf_dir)).encode(turns("a", "b"), np.zeros((0, 3), np.int32))
     assert np.array_equal(got, expected)

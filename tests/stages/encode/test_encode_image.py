@@ -18,7 +18,7 @@ from dataset_builders.errors import InputError
 from dataset_builders.pictures.images import open_rgb
 from dataset_builders.pictures.pixels import encode_image, encode_rgb, pixel_values, smart_resize
 from stages.encode.images import load_image_config, patches_png, write_pixel_limits
-from stages.inputs.hf_directory import image_settings, processor_input
+from stages.inputs.model_directory import ModelDirectory, processor_input, read_image_settings
 from tests.golden.record_pixels import PIXELS_JSON
 from tests.helpers.pixels import NUM_IMAGES, image_config, pixel_cases, reference_digest
 from tests.helpers.samples import make_image
@@ -133,9 +133,9 @@ def test_the_preview_shows_the_scaled_picture():
 
 
 def test_config_of_a_directory_and_its_overrides():
-    config = load_image_config(tiny_hf_dir())
+    config = load_image_config(ModelDirectory(tiny_hf_dir()))
     assert (config.min_pixels, config.max_pixels, config.factor) == (32 * 32, 256 * 256, 32)
-    narrow = load_image_config(tiny_hf_dir(), min_pixels=2048, max_pixels=4096)
+    narrow = load_image_config(ModelDirectory(tiny_hf_dir()), min_pixels=2048, max_pixels=4096)
     assert (narrow.min_pixels, narrow.max_pixels) == (2048, 4096)
     assert narrow.patch_format == config.patch_format
 
@@ -183,17 +183,17 @@ def test_pixel_limits_are_those_that_transformers_reads(tmp_path, where, monkeyp
         except (ValueError, TypeError):
             expected = (None, None)
         if all(expected):  # otherwise transformers refuses the first image
-            config = load_image_config(hf_dir)
+            config = load_image_config(ModelDirectory(hf_dir))
             assert (config.min_pixels, config.max_pixels) == expected, raw
             write_pixel_limits(hf_dir, None, 2 * expected[1])
-            config = load_image_config(hf_dir)
+            config = load_image_config(ModelDirectory(hf_dir))
             assert (config.min_pixels, config.max_pixels) == (expected[0], 2 * expected[1]), raw
-            (settings, *_) = image_settings(hf_dir).values()
+            (settings, *_) = read_image_settings(hf_dir).values()
             assert Qwen2VLImageProcessorPil(**settings).size.longest_edge == 2 * expected[1]
         else:
             refused += 1
             with pytest.raises(InputError, match="size has no shortest_edge and longest_edge"):
-                load_image_config(hf_dir)
+                load_image_config(ModelDirectory(hf_dir))
     assert 20 < refused < 100
 
 
@@ -203,11 +203,14 @@ def test_files_that_disagree_about_pixels_are_refused_until_one_is_deleted(tmp_p
     whole.write_text(json.dumps({"image_processor": _preprocessor(hf_dir, max_pixels=9216)}))
     line = r"processor_config\.json: image_processor differs from preproc.* \(max_pixels: 9216 -> 65536\), and programs"
     with pytest.raises(InputError, match=line):
-        load_image_config(hf_dir)
-    assert load_image_config(hf_dir, max_pixels=4096).max_pixels == 4096
-    digest = processor_input(hf_dir).digest
+        load_image_config(ModelDirectory(hf_dir))
+    assert load_image_config(ModelDirectory(hf_dir), max_pixels=4096).max_pixels == 4096
+    digest = processor_input(ModelDirectory(hf_dir)).digest
     whole.unlink()
-    assert load_image_config(hf_dir).max_pixels == 256 * 256 and processor_input(hf_dir).digest == digest
+    assert (
+        load_image_config(ModelDirectory(hf_dir)).max_pixels == 256 * 256
+        and processor_input(ModelDirectory(hf_dir)).digest == digest
+    )
 
 
 @pytest.mark.parametrize(
@@ -237,5 +240,5 @@ def test_what_this_pixel_path_cannot_do_is_refused(tmp_path, changes, words):
     raw = {**json.loads(file.read_text()), **changes}
     file.write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
     with pytest.raises(InputError) as caught:
-        load_image_config(hf_dir)
+        load_image_config(ModelDirectory(hf_dir))
     assert words in str(caught.value) and "\n" not in str(caught.value)

@@ -21,7 +21,7 @@ from stages.artifacts.workers import StageResources
 from stages.encode.chat import SYSTEM_PROMPT, read_system_prompt
 from stages.encode.prompt import read_prompt_format
 from stages.export.stage import copy_processor_files
-from stages.inputs.hf_directory import model_input
+from stages.inputs.model_directory import ModelDirectory, model_input
 from stages.launchers.config import ClusterConfig
 from stages.tokenize.config import TokenizeConfig
 from tests.helpers.evaluation import answered, hf_artifact, mixed_samples, samples_artifact, talkative_hf_dir
@@ -70,17 +70,22 @@ def _tokenized(directory: Path, stats: dict) -> Artifact:
 def test_it_is_what_the_export_says(tmp_path, stats, own_prompt):
     source = _source(tmp_path / "source", own_prompt)
     exported = _exported(tmp_path / "hf", source, stats)
-    assert read_prompt_format(source, stats) == read_prompt_format(exported)
-    own = read_prompt_format(source)
+    assert read_prompt_format(ModelDirectory(source), stats) == read_prompt_format(ModelDirectory(exported))
+    own = read_prompt_format(ModelDirectory(source))
     assert own.system_prompt == own_prompt and own.pixels.max_pixels == 256 * 256
-    assert (read_prompt_format(source, stats) == own) == (stats in ({}, {"system_prompt": ""}) and own_prompt is None)
+    assert (read_prompt_format(ModelDirectory(source), stats) == own) == (
+        stats in ({}, {"system_prompt": ""}) and own_prompt is None
+    )
 
 
 def test_the_older_spelling_of_limits_is_overridden_as_in_the_export(tmp_path):
     source = _source(tmp_path / "source", size=None, min_pixels=1, max_pixels=2)
     exported = _exported(tmp_path / "hf", source, OTHER)
-    assert read_prompt_format(source, OTHER) == read_prompt_format(exported)
-    assert (read_prompt_format(source).pixels.min_pixels, read_prompt_format(source).pixels.max_pixels) == (1, 2)
+    assert read_prompt_format(ModelDirectory(source), OTHER) == read_prompt_format(ModelDirectory(exported))
+    assert (
+        read_prompt_format(ModelDirectory(source)).pixels.min_pixels,
+        read_prompt_format(ModelDirectory(source)).pixels.max_pixels,
+    ) == (1, 2)
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +147,7 @@ def test_a_model_before_training_is_asked_as_its_export_is(
 ):
     source = _source(tmp_path / "source")
     export = {"hf": hf_artifact(tmp_path / "e", _exported(tmp_path / "hf", source, stats)), "samples": samples}
-    base = {"hf": model_input(source), "samples": samples}
+    base = {"hf": model_input(ModelDirectory(source)), "samples": samples}
     told = base | {"tokenized": _tokenized(tmp_path / "t", stats)}
     after, plain = _run(asked, export, tmp_path / "a"), _run(asked, base, tmp_path / "b")
     before = _run(asked, told, tmp_path / "c", processes)
@@ -156,7 +161,7 @@ def test_a_model_before_training_is_asked_as_its_export_is(
 
 
 def test_tokenized_samples_that_say_nothing_change_nothing_but_the_identity(samples, asked, tmp_path):
-    base = {"hf": model_input(talkative_hf_dir()), "samples": samples}
+    base = {"hf": model_input(ModelDirectory(talkative_hf_dir())), "samples": samples}
     plain = _run(asked, base, tmp_path / "a")
     told = _run(asked, base | {"tokenized": _tokenized(tmp_path / "t", {})}, tmp_path / "b")
     assert told[:2] == plain[:2] and len(plain[1]) == 20
@@ -166,7 +171,7 @@ def test_tokenized_samples_that_say_nothing_change_nothing_but_the_identity(samp
 
 @pytest.mark.parametrize("stats", [None, *OTHERS])
 def test_a_job_comes_back_from_its_json(tmp_path, stats):
-    prompt = read_prompt_format(talkative_hf_dir(), stats)
+    prompt = read_prompt_format(ModelDirectory(talkative_hf_dir()), stats)
     job = AnswerJob(config=CONFIG, hf_dir=tmp_path, prompt=prompt, samples_dir=tmp_path, work_dir=tmp_path)
     assert AnswerJob.model_validate_json(job.model_dump_json(indent=1)) == job
 

@@ -19,6 +19,7 @@ from dataset_builders.contracts.sample import IMAGE_SLOT, Message
 from stages.encode.chat import ChatEncoder
 from stages.encode.config import Learn
 from stages.encode.template import check_template
+from stages.inputs.model_directory import ModelDirectory
 from tests.helpers.samples import turns
 from tests.helpers.tiny_model import tiny_hf_dir
 from tests.helpers.tiny_text_model import text_config
@@ -99,8 +100,8 @@ def _raw(messages: tuple[Message, ...], has_reasoning: bool) -> list[dict[str, s
 
 @pytest.mark.parametrize("has_reasoning", [True, False])
 def test_ids_and_masks_are_those_of_transformers(model_dir, has_reasoning):
-    check_template(model_dir)
-    chat = ChatEncoder(model_dir, Learn(reasoning=has_reasoning))
+    check_template(ModelDirectory(model_dir))
+    chat = ChatEncoder(ModelDirectory(model_dir), Learn(reasoning=has_reasoning))
     of_images = {
         name: [dataclasses.replace(m, text=m.text.replace(IMAGE_SLOT, "")) for m in CASES[name]] for name in CASES
     }
@@ -136,8 +137,8 @@ def test_images_are_where_transformers_puts_them(hf_dir, templates, tmp_path, na
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(hf_dir / file, tmp_path)
     shutil.copy(templates / f"{name}.jinja", tmp_path / "chat_template.jinja")
-    check_template(tmp_path)
-    chat = ChatEncoder(tmp_path, Learn(reasoning=False))
+    check_template(ModelDirectory(tmp_path))
+    chat = ChatEncoder(ModelDirectory(tmp_path), Learn(reasoning=False))
     messages = turns(f"{IMAGE_SLOT}Which is older, this\n{IMAGE_SLOT} or this?", "The second.")
     picture, grids = {"type": "image"}, np.asarray([[1, 4, 4], [1, 2, 6]], np.int32)
     texts = [{"type": "text", "text": text} for text in ("Which is older, this\n", " or this?")]

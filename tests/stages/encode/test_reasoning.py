@@ -16,6 +16,7 @@ import pytest
 from dataset_builders.contracts.sample import IMAGE_SLOT, Message, SkipSample
 from stages.encode.chat import ChatEncoder
 from stages.encode.config import Learn
+from stages.inputs.model_directory import ModelDirectory
 from tests.helpers.samples import turns
 from tests.helpers.think_templates import EFFORT, GENERATIONS, think_hf_dir, think_template
 from tests.helpers.tiny_model import tiny_hf_dir
@@ -65,7 +66,7 @@ def generation(request) -> str:
 
 @pytest.fixture(scope="module")
 def chat(generation, tmp_path_factory) -> ChatEncoder:
-    return ChatEncoder(think_hf_dir(generation, tmp_path_factory.mktemp("hf")))
+    return ChatEncoder(ModelDirectory(think_hf_dir(generation, tmp_path_factory.mktemp("hf"))))
 
 
 def prompt_ids(chat: ChatEncoder, messages: tuple[Message, ...], grids: np.ndarray, thinks: bool) -> list[int]:
@@ -121,7 +122,7 @@ def test_what_is_learnt_follows_what_inference_sees(chat, generation, case):
 @pytest.mark.parametrize("case", CASES)
 def test_without_reasoning_answers_are_those_of_a_model_that_does_not_think(chat, generation, monkeypatch, case):
     hf_dir = Path(chat.tokenizer.name_or_path)
-    plain = ChatEncoder(hf_dir, Learn(reasoning=False))
+    plain = ChatEncoder(ModelDirectory(hf_dir), Learn(reasoning=False))
     parts = check_exact(plain, generation, CASES[case])
     assert len(parts) == (1 if generation == "qwen3_8" and case != "the last is given" else len(parts))
     for part in parts:
@@ -178,13 +179,13 @@ def test_a_template_whose_flag_keeps_thinking_needs_no_cut(tmp_path):
     hf_dir = think_hf_dir("qwen3_6", tmp_path)
     template = "{%- set preserve_thinking = true -%}\n" + think_template("qwen3_6")
     (hf_dir / "chat_template.jinja").write_text(template)
-    chat = ChatEncoder(hf_dir)
+    chat = ChatEncoder(ModelDirectory(hf_dir))
     for case in ("plain", "reasoned", "last reasoned"):
         assert len(check_exact(chat, "qwen3_6", CASES[case])) == 1
 
 
 def test_a_template_that_writes_no_reasoning_learns_answers_alone():
-    chat = ChatEncoder(tiny_hf_dir())
+    chat = ChatEncoder(ModelDirectory(tiny_hf_dir()))
     assert chat.format.opened is None and chat.format.is_fixed
     messages = thinking(turns("a", "b", "c", "d"), "why", "so")
     (parts,) = chat.cut([messages])
@@ -215,7 +216,7 @@ def test_a_prompt_that_cannot_think_leaves_reasoning_out(tmp_path):
     template = "{%- if enable_thinking -%}{{- raise_exception('never') -}}{%- endif -%}" + think_template("qwen3_5")
     hf_dir = think_hf_dir("qwen3_5", tmp_path)
     (hf_dir / "chat_template.jinja").write_text(template)
-    chat = ChatEncoder(hf_dir)
+    chat = ChatEncoder(ModelDirectory(hf_dir))
     assert shown(chat, thinking(turns("a", "b"), "why")) == [f"{A_B}{EMPTY}[b<|im_end|>]\n"]
 
 
@@ -223,7 +224,7 @@ def test_a_refused_turn_costs_that_turn_alone(tmp_path):
     template = "{%- if messages[-1].content == 'no' -%}{{- raise_exception('no') -}}{%- endif -%}"
     hf_dir = think_hf_dir("qwen3_5", tmp_path)
     (hf_dir / "chat_template.jinja").write_text(template + think_template("qwen3_5"))
-    chat = ChatEncoder(hf_dir)
+    chat = ChatEncoder(ModelDirectory(hf_dir))
     (parts,) = chat.cut([turns("a", "b", "c", "no", "e", "f")])
     assert [isinstance(text, SkipSample) for text in chat.tokenize(parts)] == [False, True, False]
 

@@ -16,6 +16,7 @@ from dataset_builders.errors import InputError
 from stages.encode import template
 from stages.encode.chat import ChatEncoder
 from stages.encode.template import ChatTemplate, check_template, read_template
+from stages.inputs.model_directory import ModelDirectory
 from tests.helpers.patience import at_most
 from tests.helpers.samples import turns
 from tests.helpers.tiers import tiered
@@ -84,7 +85,7 @@ def test_a_hostile_template_is_one_line_before_any_tokenizer(text, tmp_path, req
     hf_dir = model_with(tmp_path, text)
     said = _HOSTILE[text].replace("question (U", r"question \(U")
     with pytest.raises(InputError, match=f"{hf_dir}: the chat template .*{said}") as caught:
-        check_template(hf_dir)
+        check_template(ModelDirectory(hf_dir))
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
     assert "copy the chat_template.jinja of the model's makers" in str(caught.value)
 
@@ -107,7 +108,7 @@ _UNLIKE_THE_PROMPT = {
 def test_a_template_whose_text_is_not_its_prompt_is_refused_by_its_files_alone(added, tmp_path):
     hf_dir = model_with(tmp_path, added + (tiny_hf_dir() / "chat_template.jinja").read_text())
     with pytest.raises(InputError, match=f"{hf_dir}: {_UNLIKE_THE_PROMPT[added]} chat template writes ") as caught:
-        check_template(hf_dir)
+        check_template(ModelDirectory(hf_dir))
     assert "before the last answer where its prompt at inference has " in str(caught.value)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
 
@@ -127,11 +128,11 @@ REWRITING = (
 
 def test_a_template_that_rewrites_questions_after_a_system_message_is_refused_by_the_ids(tmp_path):
     hf_dir = model_with(tmp_path, REWRITING)
-    check_template(hf_dir)
+    check_template(ModelDirectory(hf_dir))
     with pytest.raises(InputError, match=r"with 2 turns and a system message the ids before message 2 are not those"):
-        ChatEncoder(hf_dir)
+        ChatEncoder(ModelDirectory(hf_dir))
     (hf_dir / "chat_template.jinja").write_text(REWRITING.replace("(old) ", ""))
-    ChatEncoder(hf_dir)
+    ChatEncoder(ModelDirectory(hf_dir))
 
 
 # Each takes only texts, as the templates of text models do, and none a list of parts.
@@ -148,10 +149,10 @@ def test_a_text_models_template_is_not_tried_with_an_image(name, tmp_path):
     text += "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
     hf_dir = Path(shutil.copytree(text_hf_dir(), tmp_path / "text"))
     (hf_dir / "chat_template.jinja").write_text(text)
-    check_template(hf_dir)
-    ChatEncoder(hf_dir)
+    check_template(ModelDirectory(hf_dir))
+    ChatEncoder(ModelDirectory(hf_dir))
     with pytest.raises(InputError, match=r"chat template (fails with TypeError|does not write .* image)"):
-        ChatEncoder(model_with(tmp_path, text))
+        ChatEncoder(ModelDirectory(model_with(tmp_path, text)))
 
 
 def test_a_template_that_refuses_system_messages_or_a_second_turn_passes(tmp_path):
@@ -160,13 +161,13 @@ def test_a_template_that_refuses_system_messages_or_a_second_turn_passes(tmp_pat
     for condition in ("messages[0].role == 'system'", "messages|length > 2"):
         refusing = f"{{%- if {condition} %}}{{{{ raise_exception('no') }}}}{{% endif -%}}\n{sound}"
         hf_dir = model_with(tmp_path / condition[:11], refusing)
-        check_template(hf_dir)
-        ChatEncoder(hf_dir)
+        check_template(ModelDirectory(hf_dir))
+        ChatEncoder(ModelDirectory(hf_dir))
 
 
 def test_an_encoder_of_a_hostile_template_says_the_same(tmp_path):
     with pytest.raises(InputError, match="the chat template fails with ZeroDivisionError"):
-        ChatEncoder(model_with(tmp_path, "{{ 1 // 0 }}"))
+        ChatEncoder(ModelDirectory(model_with(tmp_path, "{{ 1 // 0 }}")))
 
 
 def test_a_sound_template_is_checked_by_its_files_alone(tmp_path):
@@ -194,7 +195,7 @@ def test_the_template_is_found_where_transformers_finds_it(tmp_path):
 
 
 def test_text_is_transformers_own():
-    chat = ChatEncoder(tiny_hf_dir())
+    chat = ChatEncoder(ModelDirectory(tiny_hf_dir()))
     conversations = [turns("a", "b"), turns('\ud800 \u2028 \u00e9\n"', "\\n\t"), turns("c", "d", "e", "f")]
     given = [chat._turns(messages) for messages in conversations]
     expected = [chat.tokenizer.apply_chat_template(one, tokenize=False, enable_thinking=False) for one in given]
@@ -229,7 +230,9 @@ def test_an_input_may_be_large():
 def test_errors_of_an_input_leave_its_sample_out(tmp_path):
     text = (tiny_hf_dir() / "chat_template.jinja").read_text()
     chat = ChatEncoder(
-        model_with(tmp_path, "{%- if 'zero' in messages[-1].content -%}{{ 1 // 0 }}{%- endif -%}" + text)
+        ModelDirectory(
+            model_with(tmp_path, "{%- if 'zero' in messages[-1].content -%}{{ 1 // 0 }}{%- endif -%}" + text)
+        )
     )
     good, bad = chat.tokenize([turns("a", "b"), turns("a", "zero")])
     assert chat.decode(good.ids).endswith("b<|im_end|>\n")

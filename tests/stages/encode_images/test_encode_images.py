@@ -16,7 +16,7 @@ from stages.artifacts.run_stage import run_stage
 from stages.artifacts.workers import StageResources
 from stages.encode_images import stage
 from stages.encode_images.config import EncodingConfig
-from stages.inputs.hf_directory import model_input, processor_input
+from stages.inputs.model_directory import ModelDirectory, model_input, processor_input
 from stages.launchers.config import ClusterConfig
 from stages.tokenize.stage import STAGE as TOKENIZE
 from tests.helpers.bins import TEXT_ONLY
@@ -128,10 +128,10 @@ def test_every_codec_of_pixels_and_two_ranks_give_the_same_features(tmp_path):
     features = []
     for codec, processes in (("u8", 1), ("original", 2)):
         config = load_recipe(overrides=[*SETTINGS, f"tokenize.codec={codec}"]).config.tokenize
-        inputs = {"samples": Artifact.load(samples), "processor": processor_input(tiny_hf_dir())}
+        inputs = {"samples": Artifact.load(samples), "processor": processor_input(ModelDirectory(tiny_hf_dir()))}
         tokenized = run_stage(TOKENIZE, config, inputs, tmp_path).artifact
         resources = StageResources(cluster=ClusterConfig(processes=processes, num_threads=1))
-        of_codec = {"model": model_input(tiny_hf_dir()), "tokenized": tokenized}
+        of_codec = {"model": model_input(ModelDirectory(tiny_hf_dir())), "tokenized": tokenized}
         made = run_stage(stage.STAGE, FLOAT32, of_codec, tmp_path, resources).artifact
         assert {shard.split for shard in made.manifest.shards} == {"train", "heldout"}
         features.append({name: value for name, value in tree_digest(made.dir).items() if name.startswith("features")})

@@ -21,6 +21,7 @@ from stages.evaluate.config import EvaluateConfig
 from stages.evaluate.health import HEALTH
 from stages.evaluate.predictions import PREDICTIONS_SCHEMA, counted, heldout_fingerprint, read_predictions
 from stages.evaluate.stage import STAGE
+from stages.inputs.model_directory import ModelDirectory
 from tests.helpers.evaluation import (
     conversation,
     evaluated,
@@ -63,7 +64,7 @@ def test_every_assistant_turn_of_the_heldout_samples_is_answered(made):
 
 
 def test_answers_are_those_of_each_prompt_alone(made):
-    generator = Generator(talkative_hf_dir())
+    generator = Generator(ModelDirectory(talkative_hf_dir()))
     rows = {(r["key"], r["turn"]): r for r in read_predictions(made[1].dir).to_pylist()}
     for sample in mixed_samples(14):
         images = generator.encode_images(sample.images)

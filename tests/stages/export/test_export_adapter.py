@@ -16,8 +16,8 @@ from stages.artifacts.run_stage import run_stage
 from stages.artifacts.workers import StageResources
 from stages.export import stage as export
 from stages.export.config import ExportConfig
-from stages.inputs.adapter_directory import adapter_input
-from stages.inputs.hf_directory import model_input
+from stages.inputs.adapter_directory import AdapterDirectory, adapter_input
+from stages.inputs.model_directory import ModelDirectory, model_input
 from stages.launchers.job import LAUNCHERS
 from stages.train import stage as train
 from stages.train.stage import digest_of_base
@@ -60,7 +60,7 @@ def inputs(tmp_path) -> dict:
 
     model = shutil.copytree(tiny_hf_dir(), tmp_path / "model")
     return {
-        "model": model_input(model),
+        "model": model_input(ModelDirectory(model)),
         "tokenized": artifact("tokenize", {}, {"min_pixels": 2048, "max_pixels": 9216}),
         "bins": artifact("plan_bins", {"seq_len": 512, "pad_multiple": 4}, {"num_bins": {"train": 4, "heldout": 1}}),
     }
@@ -126,10 +126,10 @@ def test_the_base_has_another_digest_by_one_bit_of_its_weights_or_one_key_of_its
     data = bytearray((model / "model.safetensors").read_bytes())
     data[-1] ^= 1
     (model / "model.safetensors").write_bytes(data)
-    bit = digest_of_base(model_input(model))
+    bit = digest_of_base(model_input(ModelDirectory(model)))
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "comment": 1}))
-    assert len({before, bit, digest_of_base(model_input(model))}) == 3
+    assert len({before, bit, digest_of_base(model_input(ModelDirectory(model)))}) == 3
 
 
 def test_an_export_says_which_base_it_has(inputs, tmp_path, monkeypatch):
@@ -141,13 +141,19 @@ def test_an_export_says_which_base_it_has(inputs, tmp_path, monkeypatch):
 
 
 def test_an_adapter_to_go_on_from_is_known_by_its_content(inputs, start, tmp_path):
-    made = trained({**inputs, "adapter": adapter_input(start)}, tmp_path)
+    made = trained({**inputs, "adapter": adapter_input(AdapterDirectory(start))}, tmp_path)
     assert run_of(made).adapter_dir == start and run_of(trained(inputs, tmp_path)).adapter_dir is None
     elsewhere = shutil.copytree(start, tmp_path / "elsewhere")
-    again = run_stage(train.STAGE, CONFIG, {**inputs, "adapter": adapter_input(elsewhere)}, tmp_path, StageResources())
+    again = run_stage(
+        train.STAGE,
+        CONFIG,
+        {**inputs, "adapter": adapter_input(AdapterDirectory(elsewhere))},
+        tmp_path,
+        StageResources(),
+    )
     assert again.reused and again.artifact.dir == made.dir
     write_tensors(elsewhere, 2.0)
-    assert trained({**inputs, "adapter": adapter_input(elsewhere)}, tmp_path).dir != made.dir
+    assert trained({**inputs, "adapter": adapter_input(AdapterDirectory(elsewhere))}, tmp_path).dir != made.dir
 
 
 def test_another_adapter_is_refused_before_anything_is_started(inputs, start, tmp_path):
@@ -155,5 +161,5 @@ def test_another_adapter_is_refused_before_anything_is_started(inputs, start, tm
         json.dumps(peft_config(ADAPTER.model_copy(update={"rank": 8}), ["lm_head"], []))
     )
     with pytest.raises(InputError, match=r"r is 8, and train\.adapter says 4"):
-        trained({**inputs, "adapter": adapter_input(start)}, tmp_path)
+        trained({**inputs, "adapter": adapter_input(AdapterDirectory(start))}, tmp_path)
     assert not list(tmp_path.glob("scratch/*/run.json"))

@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Sample
 from stages.artifacts.artifact import Artifact
 from stages.artifacts.run_stage import run_stage
-from stages.inputs.hf_directory import check_hf_dir
+from stages.inputs.model_directory import ModelDirectory
 from stages.inputs.tiny_model import STAGE, _texts, make_tiny_hf_dir
 from tests.helpers.samples import make_samples_artifact, turns
 from tests.helpers.tiny_model import FIRST, SHAPES, TEXTS, tiny_hf_dir
@@ -61,7 +61,7 @@ def test_another_seed_gives_other_weights_and_nothing_else(tmp_path):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_transformers_loads_and_runs_it(shape):
     path = tiny_hf_dir(shape)
-    check_hf_dir(path)
+    ModelDirectory(path).check_weights()
     model = AutoModelForImageTextToText.from_pretrained(path, local_files_only=True)
     tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     config = model.config
@@ -134,7 +134,7 @@ def test_the_stage_trains_its_tokenizer_on_the_texts_of_the_train_split(tmp_path
     samples = _samples(tmp_path / "samples")
     result = run_stage(STAGE, FIRST, {"samples": samples}, tmp_path / "root")
     path = result.artifact.dir / HF_EXPORT
-    check_hf_dir(path)
+    ModelDirectory(path).check_weights()
     assert len(AutoTokenizer.from_pretrained(path)("digit")["input_ids"]) < len("digit")
     numbered = [text for i, question in enumerate(TEXTS) for text in (question, str(i))]
     assert list(_texts(samples)) == [*numbered, "q", "a", "because"]

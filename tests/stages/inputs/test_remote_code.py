@@ -14,7 +14,7 @@ from flows.pipeline.recipe import load_recipe
 from stages.answer.transformers_engine import Generator
 from stages.encode.chat import ChatEncoder
 from stages.export.stage import copy_processor_files
-from stages.inputs.hf_directory import check_hf_dir
+from stages.inputs.model_directory import ModelDirectory
 from stages.inputs.remote_code import check_remote_code, drop_auto_maps
 from tests.helpers.tiny_model import tiny_hf_dir
 
@@ -56,7 +56,7 @@ def bring_code(hf_dir: Path) -> Path:
 
 def refusal(path: Path, allowed: str | None = None) -> str:
     with pytest.raises(InputError) as caught:
-        check_hf_dir(path, allowed)
+        ModelDirectory(path).check_weights(allowed)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -76,7 +76,7 @@ def test_an_auto_map_is_refused_with_its_file(hf_dir, name):
     add(hf_dir / name, auto_map=AUTO_MAPS[name])
     line = refusal(hf_dir)
     assert line.startswith(f"{hf_dir / name} names code to be run (auto_map); athanor needs none: copy the directory")
-    check_hf_dir(hf_dir, code_sha256(hf_dir))
+    ModelDirectory(hf_dir).check_weights(code_sha256(hf_dir))
 
 
 def test_an_inner_auto_map_is_found(hf_dir):
@@ -98,7 +98,7 @@ def test_an_auto_map_that_is_there_twice_is_refused(hf_dir):
     (hf_dir / "tokenizer_config.json").write_text(f'{text}, {code}, "auto_map": {{}}}}')
     assert "tokenizer_config.json names code to be run" in refusal(hf_dir)
     drop_auto_maps(hf_dir)
-    check_hf_dir(hf_dir)
+    ModelDirectory(hf_dir).check_weights()
 
 
 @pytest.mark.parametrize("name", ["code.py", "custom_generate/generate.py", "deep/er/fast.so", "code.PY"])
@@ -111,7 +111,7 @@ def test_a_file_of_code_is_refused(hf_dir, name):
 def test_the_hash_allows_this_code_and_no_other(hf_dir):
     bring_code(hf_dir)
     allowed = code_sha256(hf_dir)
-    check_hf_dir(hf_dir, allowed)
+    ModelDirectory(hf_dir).check_weights(allowed)
     (hf_dir / "code.py").write_text("# changed")
     line = refusal(hf_dir, allowed)
     assert f"and not the code of execution.model_code_sha256={allowed}" in line and code_sha256(hf_dir) in line
@@ -124,11 +124,10 @@ def test_the_hash_allows_this_code_and_no_other(hf_dir):
 
 @pytest.mark.parametrize("load", [ChatEncoder, Generator])
 def test_allowed_code_is_not_run_either(hf_dir, load, monkeypatch):
-    """The test calls every function that reads a directory with transformers, past the check."""
+    """The test calls every function that reads a directory with transformers, without `check_weights`."""
     touched = bring_code(hf_dir)
-    monkeypatch.setattr("stages.answer.transformers_engine.check_hf_dir", lambda path: {})
     monkeypatch.setattr("builtins.input", lambda _text: "y")  # transformers would ask if it had no class of its own
-    load(hf_dir)
+    load(ModelDirectory(hf_dir))
     assert not touched.exists()
 
 
@@ -153,7 +152,7 @@ def test_an_export_names_no_code(hf_dir, tmp_path):
     out.mkdir()
     shutil.copyfile(hf_dir / "model.safetensors", out / "model.safetensors")
     copy_processor_files(hf_dir, out, {})
-    check_hf_dir(out)
+    ModelDirectory(out).check_weights()
     before = {file: file.read_bytes() for file in out.iterdir()}
     drop_auto_maps(out)
     assert {file: file.read_bytes() for file in out.iterdir()} == before
@@ -166,4 +165,4 @@ def test_weights_that_are_pickles_are_not_taken(hf_dir, name):
         hf_dir
     )
     with pytest.raises(InputError, match="has no weights"):
-        Generator(hf_dir)
+        Generator(ModelDirectory(hf_dir))

@@ -22,7 +22,7 @@ from dataset_builders.pictures.pixel_codecs import decode_sample
 from stages.artifacts.artifact import Artifact
 from stages.artifacts.run_stage import run_stage
 from stages.encode.chat import ChatEncoder
-from stages.inputs.hf_directory import processor_input
+from stages.inputs.model_directory import ModelDirectory, processor_input
 from stages.pages.page import REPORT_HTML, counted
 from stages.pages.report import Drawing, Table, write_report
 from stages.plan_bins.stage import STAGE as PLAN_BINS
@@ -90,7 +90,7 @@ def made(tmp_path_factory) -> Made:
     hf_dir = root / "artifacts" / "embedded_model" / ("e" * 16) / "hf"
     shutil.copytree(tiny_hf_dir(), hf_dir)
     shutil.copytree(tiny_hf_dir("second"), hf_dir.parents[1] / ("d" * 16) / "hf")  # another model, sorted before it
-    inputs = {"samples": samples, "processor": processor_input(hf_dir)}
+    inputs = {"samples": samples, "processor": processor_input(ModelDirectory(hf_dir))}
     config = TokenizeConfig(max_seq_len=1024, max_pixels=640 * 640, max_skip_fraction=1.0)
     tokenized = run_stage(TOKENIZE, config, inputs, root).artifact
     bins_config = PlanBinsConfig(seq_len=640, max_patches=2000, max_images=8, pad_multiple=1)
@@ -185,7 +185,10 @@ def test_hostile_tokens_stay_text(made, monkeypatch):
 
 
 def test_tokens_are_coloured_as_they_are_learnt_and_know_their_ids(made):
-    chat, pixels = ChatEncoder(tiny_hf_dir()), read_pixel_store(made.tokenized.dir, made.tokenized.manifest.stats)
+    chat, pixels = (
+        ChatEncoder(ModelDirectory(tiny_hf_dir())),
+        read_pixel_store(made.tokenized.dir, made.tokenized.manifest.stats),
+    )
     cards = _cards(_page(made.tokenized))
     rows = read_index(made.tokenized.dir).to_pylist()
     assert cards.keys() == {row["key"] for row in rows}
@@ -224,10 +227,10 @@ def test_patches_are_drawn_over_what_the_model_sees(made):
 
 @pytest.mark.parametrize("codec", ["u8_zstd", "original"])
 def test_every_codec_gives_the_same_pictures(made, tmp_path, codec):
-    inputs = {"samples": made.samples, "processor": processor_input(tiny_hf_dir())}
+    inputs = {"samples": made.samples, "processor": processor_input(ModelDirectory(tiny_hf_dir()))}
     config = TokenizeConfig.model_validate({**made.tokenized.manifest.config, "codec": codec})
     other = run_stage(TOKENIZE, config, inputs, tmp_path).artifact
-    pages = [_cards(_page(artifact, hf_dir=tiny_hf_dir())) for artifact in (other, made.tokenized)]
+    pages = [_cards(_page(artifact, model=ModelDirectory(tiny_hf_dir()))) for artifact in (other, made.tokenized)]
     shown = [[image.attributes["src"] for card in cards.values() for image in card.find("img")] for cards in pages]
     assert shown[0] == shown[1] and len(shown[0]) > 20
 
@@ -239,8 +242,10 @@ def test_without_the_tokenizer_ids_are_shown_and_the_way_out(made, tmp_path):
     assert "give --model to see text" in page
     tokens = _cards(page)["odd/00000002"].find("i")
     assert all(e.text.strip() == e.attributes["data-t"].partition(" ")[0] for e in tokens)
-    assert "give --model" not in _page(Artifact.load(alone), hf_dir=tiny_hf_dir())
-    assert "not the one that wrote these tokens" in _page(Artifact.load(alone), hf_dir=tiny_hf_dir("second"))
+    assert "give --model" not in _page(Artifact.load(alone), model=ModelDirectory(tiny_hf_dir()))
+    assert "not the one that wrote these tokens" in _page(
+        Artifact.load(alone), model=ModelDirectory(tiny_hf_dir("second"))
+    )
     (tmp_path / "artifacts" / "train" / "t").mkdir(parents=True)
     run_json = tmp_path / "artifacts" / "train" / "t" / "run.json"
     run_json.write_text(f'{{"hf_dir": "{tiny_hf_dir()}"}}')  # a training in the same root knows the directory

@@ -26,6 +26,7 @@ from dataset_builders.pictures.images import open_rgb
 from dataset_builders.pictures.pixels import encode_image, pixel_values
 from stages.answer.transformers_engine import Generator
 from stages.encode.images import load_image_config
+from stages.inputs.model_directory import ModelDirectory
 from stages.release.flavor import mlmodel
 from stages.release.flavor.mlmodel import installed_versions, write_flavor
 from tests.helpers.evaluation import picture, talkative_hf_dir
@@ -78,7 +79,7 @@ def rows() -> list[dict]:
 
 
 def our_answers(hf_dir: Path) -> list[str]:
-    generator, answers = Generator(hf_dir), []
+    generator, answers = Generator(ModelDirectory(hf_dir)), []
     for row in rows():
         images = generator.encode_images([base64.b64decode(text) for text in row["images"]])
         slots = "" if "<image>" in row["question"] else "<image>" * len(row["images"])
@@ -125,7 +126,7 @@ def test_pixels_are_bit_equal_to_those_of_training(code, tmp_path, changes):
     hf_dir = Path(shutil.copytree(tiny_hf_dir(), tmp_path / "model"))
     settings = json.loads((hf_dir / "preprocessor_config.json").read_text()) | changes
     (hf_dir / "preprocessor_config.json").write_text(json.dumps(settings))
-    config = load_image_config(hf_dir)
+    config = load_image_config(ModelDirectory(hf_dir))
     for seed, size in enumerate([(64, 64), (8, 9), (500, 400), (333, 47), (31, 90), (700, 200)]):
         data = picture(seed, *size)
         patches, grid = encode_image(data, config)

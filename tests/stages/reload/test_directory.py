@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from stages.inputs.model_directory import ModelDirectory
 from stages.reload.directory import differences
 from tests.helpers.tiny_hybrid_model import hybrid_hf_dir
 from tests.helpers.tiny_model import tiny_hf_dir
@@ -77,7 +78,7 @@ def test_a_difference_is_named(change, tmp_path):
     export = shutil.copytree(hybrid_hf_dir(), tmp_path / "export")
     make, line = CHANGES[change]
     make(export)
-    (found,) = differences(export, hybrid_hf_dir(), ["mtp."])
+    (found,) = differences(export, ModelDirectory(hybrid_hf_dir()), ["mtp."])
     assert line in found
 
 
@@ -89,10 +90,10 @@ def test_what_a_training_changes_is_no_difference(tmp_path):
     export = shutil.copytree(tiny_hf_dir(), tmp_path / "export")
     edit(export / "preprocessor_config.json", size={"shortest_edge": 1024, "longest_edge": 2048})
     (export / "system_prompt.txt").write_text("Be brief.")
-    assert differences(export, source) == []
+    assert differences(export, ModelDirectory(source)) == []
 
 
 def test_a_trained_tensor_is_no_difference(tmp_path):
     export = shutil.copytree(hybrid_hf_dir(), tmp_path / "export")
     change_tensors(export, lambda tensors: {n: t if n.startswith("mtp.") else t * 2 for n, t in tensors.items()})
-    assert differences(export, hybrid_hf_dir(), ["mtp."]) == []
+    assert differences(export, ModelDirectory(hybrid_hf_dir()), ["mtp."]) == []

@@ -18,7 +18,7 @@ from stages.artifacts.run_stage import run_stage
 from stages.encode.chat import ChatEncoder
 from stages.encode.config import Learn
 from stages.encode.reasoning import ReasoningFormat
-from stages.inputs.hf_directory import processor_input
+from stages.inputs.model_directory import ModelDirectory, processor_input
 from stages.tokenize import shard as tokenize_shard
 from stages.tokenize.shard import ShardNotes
 from stages.tokenize.stage import STAGE, TokenizeConfig
@@ -61,7 +61,7 @@ def hf_dirs(tmp_path_factory) -> dict[str, Path]:
 
 def tokenize(samples, hf_dir: Path, root: Path, **changes) -> Artifact:
     artifact = make_samples_artifact(root / "samples", {"train/shard-00000.tar": samples})
-    inputs = {"samples": artifact, "processor": processor_input(hf_dir)}
+    inputs = {"samples": artifact, "processor": processor_input(ModelDirectory(hf_dir))}
     return run_stage(STAGE, CONFIG.model_copy(update=changes), inputs, root).artifact
 
 
@@ -77,7 +77,7 @@ def stored(tokenized: Artifact) -> dict[str, TokenizedSample]:
 def test_a_conversation_becomes_a_sample_per_text_that_is_exact(hf_dirs, tmp_path, monkeypatch):
     monkeypatch.setattr(tokenize_shard, "_CHECK_EVERY", 1)  # every sample: the ids before each answer equal its prompt
     tokenized = tokenize(SAMPLES, hf_dirs["qwen3_5"], tmp_path)
-    chat, records = ChatEncoder(hf_dirs["qwen3_5"]), stored(tokenized)
+    chat, records = ChatEncoder(ModelDirectory(hf_dirs["qwen3_5"])), stored(tokenized)
     of_each = {number: [f"multi/{number:08d}-t{turn}" for turn in range(4)] for number in (0, 1, 3)}
     assert list(records) == [*of_each[0], *of_each[1], "multi/00000002", *of_each[3]]
     learnt = [chat.decode(r.input_ids[r.loss_mask == 1]) for r in records.values()]
@@ -106,7 +106,7 @@ def test_history_that_is_kept_is_cut_only_where_kinds_mix(hf_dirs, tmp_path, mon
 
 def test_reasoning_that_is_not_to_be_learnt_is_left_out_and_said(hf_dirs, tmp_path):
     tokenized = tokenize(SAMPLES, hf_dirs["qwen3_5"], tmp_path, learn=Learn(reasoning=False))
-    chat = ChatEncoder(hf_dirs["qwen3_5"])
+    chat = ChatEncoder(ModelDirectory(hf_dirs["qwen3_5"]))
     texts = [chat.decode(record.input_ids) for record in stored(tokenized).values()]
     assert not any(word in text for text in texts for word in ("Curves.", "Lines.", "Both.", "I looked."))
     assert tokenized.manifest.stats["reasoning"] == {"answers": 5, "is_learnt": False}
@@ -139,7 +139,7 @@ def test_turns_are_dropped_to_a_text_that_is_exact(hf_dirs, tmp_path, monkeypatc
     long = dataclasses.replace(long, messages=tuple(messages))
     tokenized = tokenize([long], hf_dirs["qwen3_8"], tmp_path, max_seq_len=180, over_length="drop_turns")
     (record,) = stored(tokenized).values()
-    chat = ChatEncoder(hf_dirs["qwen3_8"])
+    chat = ChatEncoder(ModelDirectory(hf_dirs["qwen3_8"]))
     assert chat.decode(record.input_ids[record.loss_mask == 1]) == "Curves.\n</think>\n\nthree<|im_end|>"
     assert "four" not in chat.decode(record.input_ids)
     (line,) = (tokenized.dir / "shortened.jsonl").read_text().splitlines()

@@ -27,7 +27,7 @@ from stages.artifacts.workers import StageResources
 from stages.encode.chat import ChatEncoder
 from stages.encode.config import Learn
 from stages.encode.images import load_image_config
-from stages.inputs.hf_directory import processor_input
+from stages.inputs.model_directory import ModelDirectory, processor_input
 from stages.preview.tokens import token_runs
 from stages.tokenize import shard as tokenize_shard
 from stages.tokenize import stage as tokenize_samples
@@ -53,7 +53,7 @@ def _shards() -> dict[str, Sequence[Sample]]:
 def _tokenize(
     samples: Artifact, root: Path, config: TokenizeConfig = CONFIG, shape: str = "first", num_workers: int = 1
 ) -> Artifact:
-    inputs = {"samples": samples, "processor": processor_input(tiny_hf_dir(shape))}
+    inputs = {"samples": samples, "processor": processor_input(ModelDirectory(tiny_hf_dir(shape)))}
     return run_stage(STAGE, config, inputs, root, StageResources(num_workers=num_workers)).artifact
 
 
@@ -88,7 +88,7 @@ def test_every_sample_is_there_once_in_its_own_split_and_shard(tokenized):
 
 
 def test_what_is_stored_is_what_the_encoders_give(tokenized):
-    chat, images = ChatEncoder(tiny_hf_dir()), load_image_config(tiny_hf_dir())
+    chat, images = ChatEncoder(ModelDirectory(tiny_hf_dir())), load_image_config(ModelDirectory(tiny_hf_dir()))
     originals = {sample.key: sample for samples in _shards().values() for sample in samples}
     for row in read_index(tokenized.dir).to_pylist():
         sample, stored = originals[row["key"]], _read(tokenized, row)
@@ -148,7 +148,7 @@ def test_few_samples_are_not_worth_a_process(samples):
 
 def test_progress_reaches_the_end(samples, tmp_path):
     seen: list[tuple[int, int]] = []
-    inputs = {"samples": samples, "processor": processor_input(tiny_hf_dir())}
+    inputs = {"samples": samples, "processor": processor_input(ModelDirectory(tiny_hf_dir()))}
     run_stage(STAGE, CONFIG, inputs, tmp_path, StageResources(on_progress=lambda *args: seen.append(args)))
     assert seen == [(8, 20), (16, 20), (20, 20)]
 
@@ -251,7 +251,7 @@ def test_what_drops_turns_can_leave_nothing_to_learn(tmp_path):
     messages = list(_long_sample(0, 4).messages)
     messages[1] = Message(role="assistant", text=messages[1].text, is_learnt=False)
     sample = Sample(key="long/00000000", messages=tuple(messages), images=_long_sample(0, 4).images)
-    first = ChatEncoder(tiny_hf_dir()).count_tokens(messages[:2])
+    first = ChatEncoder(ModelDirectory(tiny_hf_dir())).count_tokens(messages[:2])
     artifact = make_samples_artifact(tmp_path / "samples", {"train/shard-00000.tar": [sample, make_sample(3)]})
     config = CONFIG.model_copy(update={"max_seq_len": first + 30, "over_length": "drop_turns"})
     tokenized = _tokenize(artifact, tmp_path / "root", config)
@@ -292,7 +292,7 @@ def test_the_checksum_is_of_the_records_bytes(tokenized):
 def test_the_system_prompt_is_in_every_sample_and_in_the_stats(samples, tokenized, tmp_path):
     prompted = _tokenize(samples, tmp_path, CONFIG.model_copy(update={"system_prompt": "Be brief."}))
     assert prompted.manifest.stats["system_prompt"] == "Be brief." and tokenized.manifest.stats["system_prompt"] is None
-    chat = ChatEncoder(tiny_hf_dir())
+    chat = ChatEncoder(ModelDirectory(tiny_hf_dir()))
     for row in read_index(prompted.dir).to_pylist():
         assert chat.decode(_read(prompted, row).input_ids).startswith("<|im_start|>system\nBe brief.<|im_end|>\n")
 
@@ -359,13 +359,13 @@ def test_what_was_compared_is_said_with_and_without_torchvision(monkeypatch):
     project = Path(__file__).parents[3] / "pyproject.toml"
     assert re.search(r"^torchvision = ", project.read_text(), re.MULTILINE), "the extra is there"
     hf_dir = tiny_hf_dir()
-    check = ProcessorCheck(hf_dir, load_image_config(hf_dir), ChatEncoder(hf_dir))
+    check = ProcessorCheck(load_image_config(ModelDirectory(hf_dir)), ChatEncoder(ModelDirectory(hf_dir)))
     monkeypatch.setattr(check, "_processor", None)
     assert check.pixels_against == WITHOUT_TORCHVISION
     monkeypatch.setattr(check, "_processor", object())
     assert check.pixels_against.startswith("Pillow's decoding and transformers' image processor, torchvision")
     text_dir = text_hf_dir()
-    text = ProcessorCheck(text_dir, load_image_config(text_dir), ChatEncoder(text_dir))
+    text = ProcessorCheck(load_image_config(ModelDirectory(text_dir)), ChatEncoder(ModelDirectory(text_dir)))
     assert text.pixels_against == "nothing: the model reads no pictures"
 
 
@@ -392,13 +392,13 @@ def test_a_fault_of_the_encoder_stops_the_stage(samples, tmp_path, monkeypatch):
         return np.where(ids == self.end_of_turn_id, 0, good(self, ids, messages)).astype(np.uint8)
 
     monkeypatch.setattr(ChatEncoder, "_mask_answers", faulty)
-    tokenize_shard._encoder.cache_clear()
+    tokenize_shard._encoders.clear()
     with pytest.raises(AssertionError, match="the mask decodes to"):
         _tokenize(samples, tmp_path)
 
 
 def test_runs_hold_every_token_once(tokenized):
-    chat = ChatEncoder(tiny_hf_dir())
+    chat = ChatEncoder(ModelDirectory(tiny_hf_dir()))
     row = next(row for row in read_index(tokenized.dir).to_pylist() if row["subset"] == "compare")
     stored = _read(tokenized, row)
     runs = list(token_runs(stored, chat.image_token_id, chat.merge_size))
@@ -431,7 +431,9 @@ def test_an_incomplete_model_directory_is_one_line(samples, tmp_path, name, word
     hf_dir = Path(shutil.copytree(tiny_hf_dir(), tmp_path / "model"))
     (hf_dir / name).unlink()
     with pytest.raises(InputError, match=words) as caught:
-        run_stage(STAGE, CONFIG, {"samples": samples, "processor": processor_input(hf_dir)}, tmp_path / "root")
+        run_stage(
+            STAGE, CONFIG, {"samples": samples, "processor": processor_input(ModelDirectory(hf_dir))}, tmp_path / "root"
+        )
     assert "\n" not in str(caught.value)
 
 

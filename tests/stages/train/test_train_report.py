@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from stages.artifacts.workers import StageResources
-from stages.inputs.hf_directory import model_input
+from stages.inputs.model_directory import ModelDirectory, model_input
 from stages.pages.report import REPORT_JSON
 from stages.train.report import write_train_report
 from stages.train.stage import make_run_config, predict
@@ -16,6 +16,7 @@ from tests.helpers.tiny_model import tiny_hf_dir
 from tests.stages.train.test_train_stage import CONFIG, _artifact
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import RunConfig, TrainConfig, TrainerExecution
+from trainer.model.registry import read_model
 from trainer.plan.placement import Placement, RankSeconds
 
 HALF = CONFIG.model_copy(update={"precision": "bfloat16"})
@@ -34,7 +35,7 @@ def run_of(tmp_path: Path, config: TrainConfig, patches: int, parallel: Parallel
     sums = {**SUMS, "num_patches": patches}
     stats = {"num_bins": {"train": 4}, "epochs": [{"num_bins": 4, "num_tokens": 800, "subsets": {"all": sums}}]}
     inputs = {
-        "model": model_input(tiny_hf_dir()),
+        "model": model_input(ModelDirectory(tiny_hf_dir())),
         "tokenized": _artifact(tmp_path, "tokenize", {}, {}),
         "bins": _artifact(tmp_path, "plan_bins", {"seq_len": 512, "max_patches": 2048}, stats),
     }
@@ -77,14 +78,16 @@ def test_the_prediction_stands_beside_what_rank_0_measured(tmp_path):
     ],
 )
 def test_a_training_is_predicted_from_its_plan_of_bins(tmp_path, config, patches, parallel, name):
-    found = predict(run_of(tmp_path, config, patches, parallel), parallel.pp)
+    run = run_of(tmp_path, config, patches, parallel)
+    found = predict(run, parallel.pp, *read_model(run.hf_dir, run.train))
     assert (found and found.name) == name
     if found is not None:
         assert all(rank.vision > 0 for rank in found.ranks) and found.step > 0
 
 
 def test_rank_0_of_a_world_with_vision_ranks_encodes_nothing(tmp_path):
-    found = predict(run_of(tmp_path, HALF, 4096, ParallelConfig(vision={"ranks": 1})), 2)
+    run = run_of(tmp_path, HALF, 4096, ParallelConfig(vision={"ranks": 1}))
+    found = predict(run, 2, *read_model(run.hf_dir, run.train))
     assert found.name == "own_ranks" and found.ranks[0].vision == 0 < found.ranks[0].language
 
 

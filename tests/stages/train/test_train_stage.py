@@ -16,7 +16,7 @@ from stages.artifacts.run_stage import run_stage
 from stages.artifacts.workers import StageResources
 from stages.export import stage as export
 from stages.export.stage import ExportConfig, copy_processor_files
-from stages.inputs.hf_directory import model_input
+from stages.inputs.model_directory import ModelDirectory, hf_dir_of, model_input
 from stages.launchers.config import ClusterConfig
 from stages.launchers.job import LAUNCHERS, JobFailed
 from stages.reload.directory import differences
@@ -62,7 +62,7 @@ def _artifact(root: Path, stage: str, config: dict, stats: dict) -> Artifact:
 @pytest.fixture
 def inputs(tmp_path):
     return {
-        "model": model_input(tiny_hf_dir()),
+        "model": model_input(ModelDirectory(tiny_hf_dir())),
         "tokenized": _artifact(tmp_path / "in", "tokenize", {}, {"min_pixels": 2048, "max_pixels": 9216}),
         "bins": _artifact(tmp_path / "in", "plan_bins", {"seq_len": 512, "pad_multiple": 4}, BINS),
     }
@@ -353,12 +353,15 @@ def test_an_export_ends_where_the_trained_turns_do(inputs, tmp_path, eos, expect
     else:
         file.write_text(json.dumps({"eos_token_id": eos, "do_sample": False}))
     stats = {"min_pixels": 2048, "max_pixels": 9216, "end_of_turn_id": 2}
-    given = inputs | {"model": model_input(source), "tokenized": _artifact(tmp_path / "of", "tokenize", {}, stats)}
+    given = inputs | {
+        "model": model_input(ModelDirectory(source)),
+        "tokenized": _artifact(tmp_path / "of", "tokenize", {}, stats),
+    }
     made = run_stage(export.STAGE, ExportConfig(), _export_inputs(given, tmp_path), tmp_path, StageResources()).artifact
     written = json.loads((made.dir / "hf" / file.name).read_text())
     assert written["eos_token_id"] == expected and (eos is ... or written["do_sample"] is False)
     assert ("added_end" in made.manifest.stats) == (expected != eos)
-    assert differences(made.dir / "hf", source) == []
+    assert differences(made.dir / "hf", ModelDirectory(source)) == []
 
 
 def test_exports_are_byte_identical(inputs, tmp_path):
@@ -395,7 +398,7 @@ def test_dtype_and_old_pixel_names_are_set_right(tmp_path):
 
 
 def test_an_external_model_is_its_own_directory(tmp_path):
-    assert train.hf_dir_of(External(tmp_path, "hf_dir", "0" * 16)) == tmp_path
+    assert hf_dir_of(External(tmp_path, "hf_dir", "0" * 16)) == tmp_path
 
 
 def _features(root: Path, inputs, **parents: str) -> Artifact:

@@ -11,7 +11,8 @@ from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 
 from dataset_builders.errors import InputError
-from stages.inputs.adapter_directory import adapter_input, read_adapter_dir
+from stages.inputs.adapter_directory import AdapterDirectory, adapter_input
+from stages.inputs.model_directory import ModelDirectory
 from tests.helpers.adapters import adapted_model, in_peft
 from tests.helpers.reference import load_reference
 from tests.helpers.single_rank import single_rank
@@ -112,7 +113,7 @@ def test_directories_of_peft_and_of_ours_are_gone_on_from(written, mesh, tmp_pat
             param += 0.05 * torch.randn(param.shape, generator=generator)
     theirs.save_pretrained(tmp_path / "theirs")
     check_start(tmp_path / "theirs", written.config)
-    assert adapter_input(tmp_path / "theirs").digest != adapter_input(start).digest
+    assert adapter_input(AdapterDirectory(tmp_path / "theirs")).digest != adapter_input(AdapterDirectory(start)).digest
     _, ours = adapted_model(tmp_path, mesh, written.shape, written.config, tmp_path / "theirs")
     assert_logits_equal(ours, theirs)
     run, ours = adapted_model(tmp_path / "again", mesh, written.shape, written.config, start)
@@ -150,4 +151,4 @@ def test_nothing_but_experts_is_trained_and_saved(mesh, targets, tmp_path):
 
 def test_an_unmerged_adapter_of_experts_does_not_answer(written):
     with pytest.raises(InputError, match=r"target_parameters names .*experts.*merge_and_unload"):
-        read_adapter_dir(written.run.output_dir / ADAPTER_EXPORT, written.run.hf_dir)
+        AdapterDirectory(written.run.output_dir / ADAPTER_EXPORT).check_base(ModelDirectory(written.run.hf_dir))

@@ -12,7 +12,7 @@ from dataset_builders.contracts.features import FeatureShards, index_name, sampl
 from dataset_builders.contracts.manifest import Manifest, load_manifest
 from dataset_builders.errors import DamagedFile, InputError
 from tests.helpers.features import encoded, share_images
-from tests.helpers.run_dir import SEQ_LEN, changed, make_bins, write_job
+from tests.helpers.run_dir import SEQ_LEN, changed, check_job, make_bins, write_job
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import PartConfig, RunConfig
 from trainer.data.features import FeatureReader
@@ -20,7 +20,7 @@ from trainer.data.geometry import geometry_of
 from trainer.data.reader import BinReader
 from trainer.data.slices import WHOLE, RankSlice
 from trainer.model.registry import read_model
-from trainer.plan.checks import check_run, pieces_of
+from trainer.plan.checks import pieces_of
 
 pytestmark = pytest.mark.promise(
     "Training on features that were stored once equals computing them in eleven layouts, losses to 1e-5 and "
@@ -140,24 +140,24 @@ def test_features_of_another_width_are_refused(job):
 
 
 def test_features_of_other_samples_are_refused_before_the_training(job, features):
-    check_run(job, 1)
+    check_job(job, 1)
     manifest = load_manifest(features)
     other = manifest.parents["tokenized"].model_copy(update={"fingerprint": "e" * 16})
     manifest.model_copy(update={"parents": {**manifest.parents, "tokenized": other}}).write(features)
     with pytest.raises(InputError, match="was made of the samples eeeeeeeeeeeeeeee, and tokenized_dir="):
-        check_run(job.model_copy(update={"features_dir": features}), 1)
+        check_job(job.model_copy(update={"features_dir": features}), 1)
 
 
 def test_what_holds_no_features_is_refused(job):
     with pytest.raises(InputError, match=r"stats\.features is not of format_version 1"):
-        check_run(job.model_copy(update={"features_dir": job.tokenized_dir}), 1)
+        check_job(job.model_copy(update={"features_dir": job.tokenized_dir}), 1)
 
 
 @pytest.mark.parametrize("part", ["vision", "merger"])
 def test_a_trained_encoder_is_refused(part, job):
     train = job.train.model_copy(update={part: PartConfig()})
     with pytest.raises(InputError, match=f"train.{part}.frozen=false changes what they become"):
-        check_run(job.model_copy(update={"train": train}), 1)
+        check_job(job.model_copy(update={"train": train}), 1)
 
 
 def test_a_run_json_of_before_has_no_features(job):

@@ -11,13 +11,12 @@ from dataset_builders.contracts.fingerprint import fingerprint
 from dataset_builders.contracts.strict import EVERY_FIELD
 from dataset_builders.errors import InputError
 from tests.helpers.hardware import requires_gpus
-from tests.helpers.run_dir import OPTIM, changed, write_job
+from tests.helpers.run_dir import OPTIM, changed, check_job, write_job
 from tests.helpers.world import train_rank
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import OptimConfig, RunConfig
 from trainer.loop import optim as loop_optim
 from trainer.loop.optim import MOMENTS, PiecewiseAdam
-from trainer.plan.checks import check_run
 
 pytestmark = pytest.mark.promise(
     "With AdamW's moments in bfloat16, weights are after 20 updates less than 4% of their way off, and a "
@@ -121,7 +120,7 @@ def test_a_decay_that_bfloat16_cannot_follow_is_refused(name):
 def test_it_is_refused_with_fsdp_before_anything_starts(tmp_path):
     run = write_job(tmp_path, num_steps=4, optim=SHORT, parallel=ParallelConfig(sharding="fsdp"))
     with pytest.raises(InputError, match=re.escape("set train.optim.moments=float32")) as caught:
-        check_run(run, 2)
+        check_job(run, 2)
     assert "\n" not in str(caught.value)
 
 

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from dataset_builders.errors import InputError
 from flows.pipeline.plan import check_model
 from flows.pipeline.recipe import load_recipe
-from tests.helpers.run_dir import changed, write_job
+from tests.helpers.run_dir import changed, check_job, write_job
 from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiny_hybrid_model import hybrid_hf_dir
 from tests.helpers.tiny_model import tiny_hf_dir
@@ -20,7 +20,6 @@ from trainer.layers.lora.convert import add_adapters
 from trainer.model.registry import read_model
 from trainer.model.targets import adapted_layers, adapter_sizes, list_matches
 from trainer.model.whole_modules import check_adapter
-from trainer.plan.checks import check_run
 
 pytestmark = pytest.mark.promise(
     "Targets of adapters, by role or expression, are counted and checked before any stage."
@@ -115,7 +114,7 @@ def test_a_target_that_names_nothing_is_refused_with_the_nearest_names(targets, 
         assert words in str(before_any_work.value)
     run = write_job(tmp_path, num_steps=4, global_batch_size=4)
     with pytest.raises(InputError) as in_the_trainer:
-        check_run(changed(run, train=run.train.model_copy(update={"adapter": training(*targets).adapter})), 1)
+        check_job(changed(run, train=run.train.model_copy(update={"adapter": training(*targets).adapter})), 1)
     assert words in str(in_the_trainer.value)
 
 

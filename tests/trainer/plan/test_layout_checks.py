@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from dataset_builders.contracts.manifest import load_manifest
 from dataset_builders.errors import InputError
 from tests.helpers.run_dir import changed as changed_run
-from tests.helpers.run_dir import log_of, result_of, run_trainer, write_job
+from tests.helpers.run_dir import check_job, log_of, result_of, run_trainer, write_job
 from tests.helpers.shapes import QWEN_2B, changed, named_sizes
 from tests.helpers.tiny_model import FIRST, SECOND, tiny_hf_dir
 from trainer.contract.names import EXIT_INPUT
@@ -23,7 +23,6 @@ from trainer.contract.parallel import ParallelConfig
 from trainer.layers.decoder import decoder_config
 from trainer.model.registry import read_model
 from trainer.model.shape import ModelShape, Work
-from trainer.plan.checks import check_run
 from trainer.plan.layout import FieldNames, check_layout
 from trainer.plan.pieces import pipeline_pieces
 
@@ -424,18 +423,18 @@ def test_the_embedded_model_has_the_shape_it_is_made_with(shape, config):
 
 def test_a_run_is_checked_against_what_is_on_disk(tmp_path):
     run = write_job(tmp_path, num_steps=4, global_batch_size=6)
-    check_run(run, world_size=2)
+    check_job(run, world_size=2)
     with pytest.raises(InputError, match=r"train\.global_batch_size=6 bins is not a multiple of dp=4.*processes=4"):
-        check_run(run, world_size=4)
+        check_job(run, world_size=4)
     with pytest.raises(
         InputError, match=r"parallel\.tp=3 does not divide the model's num_heads=4; try execution\.parallel\.tp=2"
     ):
-        check_run(changed_run(run, parallel=ParallelConfig(tp=3)), world_size=3)
+        check_job(changed_run(run, parallel=ParallelConfig(tp=3)), world_size=3)
     with pytest.raises(InputError, match=r"plan_bins\.pad_multiple=16 is not a multiple of 32 \(cp=16"):
-        check_run(changed_run(run, parallel=ParallelConfig(cp=16)), world_size=16)
+        check_job(changed_run(run, parallel=ParallelConfig(cp=16)), world_size=16)
     with pytest.raises(InputError, match="is not an artifact of plan_bins"):
         load_manifest(run.bins_dir).model_copy(update={"config": {}}).write(run.bins_dir)
-        check_run(run, world_size=2)
+        check_job(run, world_size=2)
 
 
 def test_the_trainer_refuses_a_hand_written_run_before_it_loads_anything(tmp_path):

@@ -26,6 +26,7 @@ from stages.evaluate.lmms_eval import functions as lmms_eval_functions
 from stages.evaluate.lmms_eval.__main__ import main
 from stages.evaluate.lmms_eval.task import LmmsEvalTask, write_lmms_eval_task
 from stages.evaluate.predictions import PREDICTIONS_SCHEMA
+from stages.inputs.model_directory import ModelDirectory
 from stages.scoring.metrics.exact_match import normalize
 from tests.helpers.evaluation import conversation, mixed_samples, picture, samples_artifact
 from tests.helpers.raw_rows import BAD_IMAGES, encode, jpeg_with_exif, orientation_exif, png
@@ -107,7 +108,7 @@ def test_the_prompt_is_that_of_our_own_evaluation(tmp_path, system_prompt):
         (hf_dir / SYSTEM_PROMPT).write_text(system_prompt)
     samples = mixed_samples(8)
     samples.append(conversation("mid/00000009", [("Left <image> or\nright<image>?", "  left ")] * 2, [picture(1)] * 4))
-    encoder, tokenizer = ChatEncoder(hf_dir, system_prompt=system_prompt), load_tokenizer(hf_dir)
+    encoder, tokenizer = ChatEncoder(ModelDirectory(hf_dir), system_prompt=system_prompt), load_tokenizer(hf_dir)
     rows = iter(written(tmp_path / "task", samples, hf_dir))
     for sample in samples:
         for place, message in enumerate(sample.messages):
@@ -133,7 +134,7 @@ def test_pictures_have_the_pixels_of_training(tmp_path):
     odd = [jpeg_with_exif(blocks(2), orientation_exif(6)), encode(clear), encode(wide), encode(blocks(4, mode="P"))]
     sample = conversation("a/00000000", [("<image>" * 6 + "What?", "that")], [*odd, png(5, 900, 500), png(6, 64, 64)])
     (row,) = written(tmp_path / "task", [sample])
-    config = load_image_config(tiny_hf_dir())
+    config = load_image_config(ModelDirectory(tiny_hf_dir()))
     images = lmms_eval_functions.doc_to_visual(row)
     for image, data in zip(images, sample.images, strict=True):
         patches, grid = encode_image(data, config)

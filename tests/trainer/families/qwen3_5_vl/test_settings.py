@@ -8,14 +8,13 @@ import torch
 from dataset_builders.errors import InputError
 from flows.pipeline.plan import check_model
 from flows.pipeline.recipe import load_recipe
-from tests.helpers.run_dir import changed, write_job
+from tests.helpers.run_dir import changed, check_job, write_job
 from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiny_hybrid_model import DELTA, hybrid_config, hybrid_hf_dir
 from trainer.contract.parallel import ParallelConfig
 from trainer.families.qwen3_5_vl.shape import read_shape
 from trainer.layers.decoder import decoder_config
 from trainer.parts.delta.part import DeltaNet
-from trainer.plan.checks import check_run
 
 pytestmark = pytest.mark.promise(
     "A layout or setting that a model cannot train with is refused in one line before anything starts."
@@ -39,7 +38,7 @@ def test_what_is_not_there_is_refused(precision, parallel, processes, words, tmp
     run = write_job(tmp_path, num_steps=4, global_batch_size=4, shape="hybrid-first")
     train = run.train.model_copy(update={"precision": precision})
     with pytest.raises(InputError, match=words) as caught:
-        check_run(changed(run, train=train, parallel=ParallelConfig(**parallel)), processes)
+        check_job(changed(run, train=train, parallel=ParallelConfig(**parallel)), processes)
     assert "\n" not in str(caught.value)
 
 
@@ -79,7 +78,7 @@ def test_a_recipe_is_refused_before_its_first_stage(settings, words):
 def test_what_is_there_passes(precision, parallel, processes, tmp_path):
     run = write_job(tmp_path, num_steps=4, global_batch_size=4, shape="hybrid-first")
     train = run.train.model_copy(update={"precision": precision})
-    check_run(changed(run, train=train, parallel=ParallelConfig(**parallel)), processes)
+    check_job(changed(run, train=train, parallel=ParallelConfig(**parallel)), processes)
 
 
 def test_its_layers_are_captured():

@@ -18,9 +18,8 @@ from flows.pipeline.plan import check_model
 from flows.pipeline.recipe import load_recipe
 from stages.artifacts.intact import file_entries
 from stages.chat.ask import ask
-from stages.inputs.hf_directory import (
-    check_hf_dir,
-    count_parameters,
+from stages.inputs.model_directory import (
+    ModelDirectory,
     model_input,
     processor_input,
     resolve_hf_dir,
@@ -50,21 +49,25 @@ def _edit(path: Path, **values: object) -> None:
 
 def _refusal(path: Path) -> str:
     with pytest.raises(InputError) as caught:
-        check_hf_dir(path)
+        ModelDirectory(path).check_weights()
     assert "\n" not in str(caught.value) and str(path) in str(caught.value)
     return str(caught.value)
 
 
 def test_a_whole_directory_passes(hf_dir):
-    check_hf_dir(hf_dir)
+    ModelDirectory(hf_dir).check_weights()
 
 
 def test_tensors_that_are_only_carried_are_not_counted():
     path = hybrid_hf_dir()
-    check_hf_dir(path)
+    ModelDirectory(path).check_weights()
     tensors = load_file(path / "model.safetensors")
     trained = sum(tensor.numel() for name, tensor in tensors.items() if not name.startswith("mtp."))
-    assert sum(count_parameters(path).values()) == trained < sum(tensor.numel() for tensor in tensors.values())
+    assert (
+        sum(ModelDirectory(path).count_parameters().values())
+        == trained
+        < sum(tensor.numel() for tensor in tensors.values())
+    )
 
 
 def test_a_training_of_drafts_needs_their_tensors(tmp_path):
@@ -140,10 +143,10 @@ def _shard(hf_dir: Path) -> dict[str, torch.Tensor]:
 
 
 def test_sharded_weights_pass_and_what_is_missing_is_named(hf_dir):
-    whole = count_parameters(hf_dir)
+    whole = ModelDirectory(hf_dir).count_parameters()
     _shard(hf_dir)
-    check_hf_dir(hf_dir)
-    assert count_parameters(hf_dir) == whole
+    ModelDirectory(hf_dir).check_weights()
+    assert ModelDirectory(hf_dir).count_parameters() == whole
     second = hf_dir / "model-00002-of-00002.safetensors"
     tensors = load_file(second)
     name, _ = tensors.popitem()
@@ -160,7 +163,11 @@ def test_parameters_are_counted_by_part(shape):
     merger = sum(p.numel() for m in (visual.merger, visual.deepstack_merger_list) for p in m.parameters())
     vision = sum(p.numel() for p in visual.parameters()) - merger
     language = sum(p.numel() for p in model.parameters()) - vision - merger
-    assert count_parameters(tiny_hf_dir(shape)) == {"vision": vision, "merger": merger, "language": language}
+    assert ModelDirectory(tiny_hf_dir(shape)).count_parameters() == {
+        "vision": vision,
+        "merger": merger,
+        "language": language,
+    }
 
 
 TEXTS = {
@@ -224,7 +231,7 @@ def test_the_single_file_is_taken_where_there_is_an_index_too(hf_dir):
     _shard(hf_dir)
     (hf_dir / "model-00001-of-00002.safetensors").write_bytes(b"")
     (hf_dir / "model.safetensors").write_bytes(single)
-    check_hf_dir(hf_dir)
+    ModelDirectory(hf_dir).check_weights()
     source = HFTensors(hf_dir)
     assert all(source.get(name).numel() for name in source.names())
 
@@ -248,7 +255,7 @@ def test_a_tied_model_that_stores_another_output_projection_is_refused_and_the_a
 ):
     hf_dir = Path(shutil.copytree(TIED[kind](), tmp_path / "model"))
     _with_head(hf_dir, None, in_shards=in_shards)
-    check_hf_dir(hf_dir)
+    ModelDirectory(hf_dir).check_weights()
     shutil.rmtree(hf_dir)
     shutil.copytree(TIED[kind](), hf_dir)
     vocab = next(f for f in safetensors_header(hf_dir / "model.safetensors").items() if "embed_tokens" in f[0])[1]
@@ -263,7 +270,7 @@ def test_a_tied_model_that_stores_another_output_projection_is_refused_and_the_a
         if "text_config" in config:  # transformers reads only the key of the whole model
             config["text_config"]["tie_word_embeddings"] = True
         (hf_dir / "config.json").write_text(json.dumps(config))
-        check_hf_dir(hf_dir)
+        ModelDirectory(hf_dir).check_weights()
         assert torch.equal(reference_logits(load_reference(hf_dir), sample), theirs)
         ours = build_tiny(hf_dir, mesh)
         batch = make_micro_batch([sample], geometry_of(ours.shape), 128)
@@ -298,7 +305,7 @@ def test_an_adapter_beside_the_weights_is_refused_for_training_and_for_answers(h
     (hf_dir / name).unlink()
     check_model_dir(make_parser().parse_args(["ask", str(hf_dir), "-", "Which?", "--adapter", str(adapter)]))
     with pytest.raises(InputError, match="it is an adapter: give its base model, and this directory as start_adapter"):
-        check_hf_dir(adapter)
+        ModelDirectory(adapter).check_weights()
 
 
 def _with_header(hf_dir: Path, change: Callable[[dict], object]) -> None:
@@ -368,14 +375,14 @@ def released(hf_dir, tmp_path) -> Path:
 
 def test_a_model_of_an_artifact_is_what_was_written(released, tmp_path):
     """The model is .../artifacts/release/0123456789abcdef/hf: its manifest is in the parent directory."""
-    model_input(released)
+    model_input(ModelDirectory(released))
     data = bytearray((released / "model.safetensors").read_bytes())
     data[-1] ^= 1
     (released / "model.safetensors").write_bytes(data)
     with pytest.raises(InputError, match=r"safetensors is damaged: .*; delete") as error:
-        model_input(released)
+        model_input(ModelDirectory(released))
     assert str(released / "model.safetensors") in str(error.value) and f"delete {tmp_path}" in str(error.value)
-    model_input(Path(shutil.copytree(released, tmp_path / "elsewhere" / "hf")))  # a deliberate copy
+    model_input(ModelDirectory(Path(shutil.copytree(released, tmp_path / "elsewhere" / "hf"))))  # a deliberate copy
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "adapter/adapter_model.safetensors"])
@@ -397,33 +404,42 @@ def test_a_model_or_adapter_is_not_asked_if_a_file_is_damaged_or_missing(release
 
 def test_digests_follow_content_not_place(hf_dir):
     original = tiny_hf_dir()
-    assert processor_input(hf_dir).parent() == processor_input(original).parent()
-    assert model_input(hf_dir).parent() == model_input(original).parent()
-    assert len(processor_input(hf_dir).digest) == len(model_input(hf_dir).digest) == 16
-    assert (processor_input(hf_dir).name, model_input(hf_dir).name) == ("processor", "hf_dir")
+    assert processor_input(ModelDirectory(hf_dir)).parent() == processor_input(ModelDirectory(original)).parent()
+    assert model_input(ModelDirectory(hf_dir)).parent() == model_input(ModelDirectory(original)).parent()
+    assert len(processor_input(ModelDirectory(hf_dir)).digest) == len(model_input(ModelDirectory(hf_dir)).digest) == 16
+    assert (processor_input(ModelDirectory(hf_dir)).name, model_input(ModelDirectory(hf_dir)).name) == (
+        "processor",
+        "hf_dir",
+    )
 
 
 def test_weights_matter_to_the_model_and_not_to_the_processor(hf_dir):
-    processor, model = processor_input(hf_dir).digest, model_input(hf_dir).digest
+    processor, model = processor_input(ModelDirectory(hf_dir)).digest, model_input(ModelDirectory(hf_dir)).digest
     data = bytearray((hf_dir / "model.safetensors").read_bytes())
     data[-1] ^= 1
     (hf_dir / "model.safetensors").write_bytes(data)
-    assert processor_input(hf_dir).digest == processor and model_input(hf_dir).digest != model
+    assert (
+        processor_input(ModelDirectory(hf_dir)).digest == processor
+        and model_input(ModelDirectory(hf_dir)).digest != model
+    )
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja", "preprocessor_config.json"])
 def test_processor_files_matter_to_both(hf_dir, name):
-    processor, model = processor_input(hf_dir).digest, model_input(hf_dir).digest
+    processor, model = processor_input(ModelDirectory(hf_dir)).digest, model_input(ModelDirectory(hf_dir)).digest
     (hf_dir / name).write_text((hf_dir / name).read_text() + "\n")
-    assert processor_input(hf_dir).digest != processor and model_input(hf_dir).digest != model
+    assert (
+        processor_input(ModelDirectory(hf_dir)).digest != processor
+        and model_input(ModelDirectory(hf_dir)).digest != model
+    )
 
 
 def test_token_ids_of_the_config_matter_to_the_processor(hf_dir):
-    before = processor_input(hf_dir).digest
+    before = processor_input(ModelDirectory(hf_dir)).digest
     _edit(hf_dir / "config.json", torch_dtype="bfloat16")
-    assert processor_input(hf_dir).digest == before
+    assert processor_input(ModelDirectory(hf_dir)).digest == before
     _edit(hf_dir / "config.json", image_token_id=3)
-    assert processor_input(hf_dir).digest != before
+    assert processor_input(ModelDirectory(hf_dir)).digest != before
 
 
 def test_a_local_directory_is_itself(hf_dir, monkeypatch):
