@@ -105,8 +105,9 @@ def score_text(value: float | None, ends: tuple[float, float] | None = None) -> 
     """Return a score with four decimals and the ends of its interval, `0.9328 (0.91 to 0.95)`; "" for None."""
     interval = ""
     if ends is not None:
-        # Two decimals would say "0.9979 (1.00 to 1.00)" of an interval that is narrower than they are.
-        decimals = 2 if ends[1] - ends[0] >= 0.02 else 4
+        # Two decimals would say "0.9979 (1.00 to 1.00)" of a narrow interval.
+        is_within = value is None or round(ends[0], 2) <= round(value, 4) <= round(ends[1], 2)
+        decimals = 2 if is_within else 4
         interval = f" ({ends[0]:.{decimals}f} to {ends[1]:.{decimals}f})"
     return "" if value is None else f"{value:.4f}{interval}"
 

@@ -64,7 +64,7 @@ class Engine(Protocol):
 class EngineSettings:
     """The settings of an engine."""
 
-    model: ModelDirectory  # whose weights were checked
+    model: ModelDirectory
     prompt: PromptFormat
     batch_size: int  # answers in a batch, at most
     batch_tokens: int  # their tokens together, at most

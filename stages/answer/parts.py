@@ -46,6 +46,7 @@ class AnswerJob(StrictModel):
     config: AnswerConfig
     hf_dir: Path
     adapter_dir: Path | None = Field(default=None, description="PEFT directory of an unmerged adapter")
+    code_sha256: str | None = Field(default=None, description="hash of the model's code that the recipe allows")
     prompt: PromptFormat
     samples_dir: Location
     work_dir: Path
@@ -93,7 +94,7 @@ def answer_parts(
     if not mine:
         return
     if model is None:  # in a worker
-        model, adapter = open_model_to_answer(job.hf_dir, job.adapter_dir)
+        model, adapter = open_model_to_answer(job.hf_dir, job.adapter_dir, job.code_sha256)
     settings = EngineSettings(model, job.prompt, config.batch_size, config.batch_tokens, device, adapter)
     engine = make_engine(config.engine, settings)
     groups = {n: groups_of(parts[n], questions, config) for n in mine}

@@ -83,6 +83,7 @@ def _make(config: AnswerConfig, inputs: Mapping[str, Input], work: Path, resourc
         config=config,
         hf_dir=model.path.resolve(),
         adapter_dir=None if adapter is None else adapter.path.resolve(),
+        code_sha256=model.code_sha256,
         prompt=read_prompt_format(model, None if tokenized is None else tokenized.manifest.stats),
         samples_dir=absolute(samples.dir),
         work_dir=work.resolve(),

@@ -29,7 +29,6 @@ class Generator:
 
     Args:
         device: number of the GPU on this host; None: the first one.
-        model: a directory whose weights were checked.
         prompt: the form of the prompts; None: the directory's own.
         adapter: an adapter of this model; None: no adapter.
     """
@@ -41,6 +40,7 @@ class Generator:
         prompt: PromptFormat | None = None,
         adapter: AdapterDirectory | None = None,
     ) -> None:
+        model.check_weights()  # transformers would also read pickles, and draw missing weights at random
         prompt = prompt or read_prompt_format(model)
         self._chat = ChatEncoder(model, system_prompt=prompt.system_prompt)
         self._image_config = prompt.pixels

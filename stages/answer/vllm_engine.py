@@ -33,6 +33,7 @@ class VllmEngine:
 
     def __init__(self, settings: EngineSettings) -> None:
         check_engine("vllm", settings.adapter)
+        settings.model.check_weights()
         self._vllm = importlib.import_module("vllm")
         self._chat = ChatEncoder(settings.model, system_prompt=settings.prompt.system_prompt)
         self._image_config = settings.prompt.pixels

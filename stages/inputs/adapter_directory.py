@@ -173,14 +173,16 @@ def opened_adapter(adapter: Input) -> AdapterDirectory:
     return AdapterDirectory(local_dir(adapter.dir / ADAPTER_EXPORT if isinstance(adapter, Artifact) else adapter.dir))
 
 
-def open_model_to_answer(hf_dir: Path, adapter_dir: Path | None) -> tuple[ModelDirectory, AdapterDirectory | None]:
+def open_model_to_answer(
+    hf_dir: Path, adapter_dir: Path | None, code_sha256: str | None = None
+) -> tuple[ModelDirectory, AdapterDirectory | None]:
     """Open a model, and the adapter that it answers with, and check that they can be loaded.
 
     Raises:
         InputError: the model cannot answer, or the adapter is of another model.
     """
     model = ModelDirectory(hf_dir)
-    model.check_weights()
+    model.check_weights(code_sha256)
     if adapter_dir is None:
         return model, None
     adapter = AdapterDirectory(adapter_dir)

@@ -92,6 +92,7 @@ class ModelDirectory:
         shape: the sizes that config.json describes, without a training; see `ModelShape.for_training`.
         image_settings: file -> settings of the image processor in it; the file that transformers prefers comes first.
             Empty for a text-only model.
+        code_sha256: the hash of code that `check_weights` allowed.
 
     Raises:
         InputError: a file is missing, cannot be read, or describes a model that is not supported.
@@ -107,6 +108,8 @@ class ModelDirectory:
                 way_out = "it is an adapter: give its base model, and this directory as start_adapter or --adapter"
             raise InputError(f"{path} has no config.json, so it is not a Hugging Face model directory; {way_out}")
         self.path = path
+        self._is_checked = False
+        self.code_sha256: str | None = None
         self._read: dict[str, tuple[list[int], str]] = {}  # name -> state and SHA-256
         self.config = read_config(path)
         self.family, self.shape = model_of(self.config, path)
@@ -143,7 +146,9 @@ class ModelDirectory:
 
     def check_weights(self, code_sha256: str | None = None) -> None:
         """Check, without loading a weight, that all tensors exist, with a dtype that can be trained and the sizes in
-        config.json. The directory may contain code if that has the hash `code_sha256` (see remote_code.py)."""
+        config.json; once. The directory may contain code if that has the hash `code_sha256` (see remote_code.py)."""
+        if self._is_checked:
+            return
         check_remote_code(self.path, code_sha256)
         for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
             if (self.path / name).is_file():
@@ -177,6 +182,7 @@ class ModelDirectory:
                     f"{self.path / 'config.json'} makes them one matrix; set tie_word_embeddings to false there, and "
                     "both are trained and exported"
                 )
+        self._is_checked, self.code_sha256 = True, code_sha256
 
     def check_mtp(self, shape: ModelShape) -> None:
         """Check that the directory has the tensors of multi-token prediction, if the training's shape has it."""

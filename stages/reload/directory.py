@@ -69,12 +69,10 @@ def _of_weights(ours: Mapping[str, StoredTensor], source: Mapping[str, StoredTen
     if extra := sorted(ours.keys() - source.keys() - {_OUTPUT}):
         yield f"{len(extra)} tensors are not the source's, the first is {extra[0]}"
     for field in ("dtype", "shape"):
-        changed = [
-            name for name in sorted(ours.keys() & source) if getattr(ours[name], field) != getattr(source[name], field)
-        ]
-        if changed:
-            values = f"{getattr(ours[changed[0]], field)}, in the source {getattr(source[changed[0]], field)}"
-            yield f"{len(changed)} tensors have another {field}: {changed[0][0]} is {values}"
+        pairs = {name: (getattr(ours[name], field), getattr(source[name], field)) for name in ours.keys() & source}
+        if changed := sorted(name for name, (mine, theirs) in pairs.items() if mine != theirs):
+            mine, theirs = pairs[changed[0]]
+            yield f"{len(changed)} tensors have another {field}: {changed[0]} is {mine}, in the source {theirs}"
 
 
 def _of_bytes(

@@ -18,7 +18,7 @@ from dataset_builders.errors import InputError
 from dataset_builders.storage.store import absolute, local_dir
 from stages.artifacts.artifact import Artifact, Input, Stage, StageOutput, stage_identity
 from stages.artifacts.workers import StageResources
-from stages.inputs.model_directory import opened_model
+from stages.inputs.model_directory import hf_dir_of, opened_model
 from stages.train.report import write_train_report
 from stages.train.run_trainer import run_trainer
 from trainer.contract.answer import check_checkpoint, read_metrics
@@ -40,7 +40,7 @@ def make_run_config(
     return RunConfig(
         task="train",
         fingerprint=fingerprint(stage_identity(STAGE, config, inputs)),
-        hf_dir=opened_model(inputs["model"]).path.resolve(),
+        hf_dir=hf_dir_of(inputs["model"]).resolve(),
         tokenized_dir=absolute(inputs["tokenized"].dir),
         bins_dir=absolute(inputs["bins"].dir),
         features_dir=absolute(inputs["features"].dir) if "features" in inputs else None,

@@ -20,7 +20,7 @@ DATA_STAGES = ("convert", "contamination", "tokenize", "plan_bins")
 
 @pytest.fixture
 def counts(monkeypatch) -> Counter[str]:
-    """What was read: name of the function and of the file -> times."""
+    """Kind and name of a file -> how often it was read."""
     read: Counter[str] = Counter()
 
     def counted(module: object, name: str, label: str) -> None:

@@ -60,5 +60,6 @@ def test_an_experiment_links_to_the_compare_page():
 
 
 def test_a_narrow_interval_holds_its_score():
+    assert score_text(1.0, (1.0, 1.0)) == "1.0000 (1.00 to 1.00)"
     assert score_text(0.9328, (0.9104, 0.9512)) == "0.9328 (0.91 to 0.95)"
     assert score_text(0.9979, (0.9969, 0.9989)) == "0.9979 (0.9969 to 0.9989)"

@@ -189,7 +189,7 @@ def test_the_ends_of_a_directory_are_those_that_transformers_reads(tmp_path, giv
 @pytest.mark.parametrize("eos", ["5", [5, None], full(True), full({"id": 5}), full([[5]]), full(-1)])
 def test_an_end_that_is_no_token_is_refused_before_training(tmp_path, eos):
     directory = _with_end_ids(tmp_path, eos)
-    for check in (check_model_of, Generator):
+    for check in (check_model_of, lambda path: Generator(ModelDirectory(path))):
         with pytest.raises(InputError, match=r"generation_config\.json: eos_token_id is .*; give the id of a token"):
             check(directory)
 

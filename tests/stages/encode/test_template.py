@@ -173,7 +173,8 @@ def test_an_encoder_of_a_hostile_template_says_the_same(tmp_path):
 def test_a_sound_template_is_checked_by_its_files_alone(tmp_path):
     """The recipe's check imports neither torch nor transformers."""
     code = "import sys\nfrom pathlib import Path\nfrom stages.encode.template import check_template\n"
-    code += f"check_template(Path({str(tiny_hf_dir())!r}))\n"
+    code += "from stages.inputs.model_directory import ModelDirectory\n"
+    code += f"check_template(ModelDirectory(Path({str(tiny_hf_dir())!r})))\n"
     code += "print(sorted({'torch', 'transformers'} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
