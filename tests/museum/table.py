@@ -1,4 +1,4 @@
-"""The table of the museum, made from the docstrings of its tests: `python -m tests.museum.table` writes README.md.
+"""The table of the museum, made from the docstrings of its tests: `python -m tests.museum.table` prints it.
 
 An exhibit is a test function of a module `test_*.py` of this folder. Its docstring is one sentence that tells the
 published fault, an empty line, and the addresses of its reports. The test shows that athanor does not have the fault
@@ -12,15 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-TABLE = FOLDER / "README.md"
 _REPORT = re.compile(r"https://github\.com/([\w.-]+)/([\w.-]+)/(?:pull|issues)/(\d+)")
-_HEAD = """\
-# A museum of silent bugs
-
-Published faults of trainers and related programs that silently change what is trained on, scored or exported. Each has
-a test that athanor does not have the fault, and that its check fails when the fault is put in.
-`python -m tests.museum.table` makes this page from the tests.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +51,8 @@ def _read(path: Path) -> Iterator[Exhibit]:
 
 
 def render(exhibits: list[Exhibit]) -> str:
-    """Return the page."""
-    lines, theme = [_HEAD], ""
+    """Return the table, theme by theme."""
+    lines, theme = [], ""
     for exhibit in exhibits:
         if exhibit.theme != theme:
             lines += [""] if theme else []
@@ -72,5 +64,4 @@ def render(exhibits: list[Exhibit]) -> str:
 
 
 if __name__ == "__main__":
-    TABLE.write_text(render(read_exhibits()))
-    print(f"{TABLE}: {len(read_exhibits())} exhibits")
+    print(render(read_exhibits()), end="")

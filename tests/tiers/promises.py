@@ -50,18 +50,17 @@ HEAD = """\
 # Evidence
 
 `python -m tests.tiers.promises` makes this page from the tests' marks. The numbers after a promise count its tests in
-`make test`, in `make test-full` only, and on GPUs; a parametrized test counts once. `git grep` finds the tests by the
-promise's first words. Bounds hold in float32 on a CPU where nothing else is said.
+`make test`, in `make test-full` only, and on GPUs; `git grep` finds them by the promise's first words. Bounds hold in
+float32 on a CPU where nothing else is said.
 
 What is not shown:
 
 - Measured weights are random, never published ones. No CI has a GPU.
-- Video is planned. Whole models of 30B and 35B with experts were trained on a GPU with adapters only.
+- Whole models of 30B and 35B with experts were trained on a GPU with adapters only.
 - Stand-ins took the place of vLLM, the hub and Kubernetes. Real files of the_cauldron and CORD could not be reached.
 - compose.yaml never ran in Docker; only the image of `Dockerfile.data` was built, by hand.
 - On Python 3.12 only the trainer ran.
-- `athanor chat` and the check of exports were not run on a GPU.
-- Refused: float8 products in Qwen3.5; adapters and pipelines with multi-token prediction.
+- `athanor chat` was not run on a GPU, and no file has the outcome of the check of exports there.
 """
 _HEAD = re.compile(r"^Card: (.+?)\. Commit: .+\. Weights: .+\.$", re.MULTILINE)
 
