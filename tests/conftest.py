@@ -6,9 +6,13 @@ tests are finished.
 """
 
 import os
+from collections.abc import Iterator
+
+import pytest
 
 from tests.helpers.patience import measure_start
 from tests.helpers.process_dir import process_dir
+from tests.helpers.template_server import FORKING
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -18,3 +22,11 @@ os.environ["PREFECT_HOME"] = str(process_dir("prefect"))
 measure_start()
 
 pytest_plugins = ("tests.tiers.plugin",)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def templates_are_forked() -> Iterator[None]:
+    """Start the processes of chat templates by a fork, in a fiftieth of the time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stages.encode.template.subprocess", FORKING)
+        yield

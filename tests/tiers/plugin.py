@@ -17,6 +17,7 @@ from tests.tiers.processor import processor_seconds
 
 ROOT = Path(__file__).parents[2]
 DURATIONS = ROOT / "tests" / "durations.json"
+TOGETHER = ("tests/flows/", "tests/equivalence/")
 SLOWER, LEAST_SECONDS = 1.5, 10.0  # a file is reported from this many times its record and this many seconds on
 
 
@@ -28,6 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Tiers(config), "athanor-tiers")
+    gc.disable()  # until the collection ends: otherwise two fifths of its time go into looking at what it imports
 
 
 def read_durations() -> dict[str, dict[str, float]]:
@@ -48,10 +50,13 @@ def passed_in(path: Path) -> set[str]:
 
 class ByFile(LoadFileScheduling):
     """One file to a worker, but all of tests/flows/ to one: each process that runs a flow imports Prefect and MLflow
-    and starts a server of its own, which costs 30 processor seconds."""
+    and starts a server of its own, which costs 30 processor seconds. Of the core, trainings in layouts too, which share
+    a server of ranks."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "tests/flows" if nodeid.startswith("tests/flows/") else super()._split_scope(nodeid)
+        together = TOGETHER if "not full" in self.config.option.markexpr else TOGETHER[:1]
+        starts = (start for start in together if nodeid.startswith(start))
+        return next(starts, None) or super()._split_scope(nodeid)
 
 
 class Tiers:
@@ -78,6 +83,7 @@ class Tiers:
         """Exclude all objects that the imports made from later garbage collections, which would visit them again and
         again."""
         gc.freeze()
+        gc.enable()
 
     def pytest_runtest_logstart(self) -> None:
         if self.used is None:  # the seconds of imports and collection are no test's
