@@ -11,6 +11,10 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.full  # `make lint` runs them always
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("flows", "stages", "dataset_builders", "trainer")
 CONTRACTS = "dataset_builders.contracts"

@@ -13,6 +13,8 @@ import pytest
 
 from tests.helpers.document_tables import PAGES, table_names, with_tables
 
+pytestmark = pytest.mark.full  # `make lint` runs them always
+
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(
     path

@@ -1,6 +1,7 @@
 """The tiers of the suite: which tests a change takes, which files became slow, and whether the breaks still apply."""
 
 import ast
+import functools
 import json
 import subprocess
 import sys
@@ -225,15 +226,20 @@ def test_all(n): ...
 """
 
 
+promises = functools.cache(read_promises)
+
+
 def marked_texts(root: Path) -> set[str]:
     """Return the texts of all promises, wherever in a file of tests/ they stand."""
-    nodes = (node for path in (root / "tests").rglob("*.py") for node in ast.walk(ast.parse(path.read_text())))
-    calls = (node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.promise")
-    return {ast.literal_eval(call.args[0]) for call in calls}
+    texts = [text for path in (root / "tests").rglob("*.py") if "mark.promise" in (text := path.read_text())]
+    calls = [node for text in texts for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+    return {
+        ast.literal_eval(c.args[0]) for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr == "promise"
+    }
 
 
 def test_the_page_of_promises_is_that_of_the_marks():
-    shown = read_promises()
+    shown = promises()
     page = render(shown)
     assert PAGE.read_text() == page, "run `python -m tests.tiers.promises`"
     assert render([one for one in shown if one.promise != shown[0].promise]) != page != render(shown[1:])
@@ -243,7 +249,7 @@ def test_the_page_of_promises_is_that_of_the_marks():
 
 
 def test_every_promise_is_shown_by_a_test(tmp_path):
-    assert marked_texts(ROOT) == {one.promise for one in read_promises()}
+    assert marked_texts(ROOT) == {one.promise for one in promises()}
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_none.py").write_text('pytestmark = pytest.mark.promise("Nothing shows it.")')
     assert marked_texts(tmp_path) == {"Nothing shows it."} and read_promises(tmp_path) == []

@@ -244,6 +244,7 @@ def test_sigterm_to_one_rank_of_two_saves_once_and_ends_both(tmp_path, parallel)
     assert log_of(run).count("checkpoint: step-") == 1
 
 
+@pytest.mark.full
 def test_a_killed_rank_of_images_ends_the_job_with_its_name(tmp_path):
     run = make_run(tmp_path, num_steps=2000, save_interval=1000)
     language, images = start_two(rewrite(run, parallel=ParallelConfig(vision={"ranks": 1})))
@@ -264,6 +265,7 @@ def test_multiples_of_keep_every_stay_beside_the_newest(tmp_path):
     ]
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_another_shape_is_refused_in_one_line(undisturbed, tmp_path):
     run = rewrite(make_run(tmp_path), hf_dir=random_hf_dir("second"))
     take(undisturbed, run, 3)

@@ -105,7 +105,8 @@ def test_all_frozen_is_refused(tmp_path):
         job(tmp_path, frozen_parts(PARTS))
 
 
-@pytest.mark.parametrize("frozen", tiered_freezings(("language",)))
+@pytest.mark.full
+@pytest.mark.parametrize("frozen", FREEZINGS, ids=lambda frozen: "+".join(frozen) or "nothing")
 def test_bins_without_an_image(frozen, mesh, tmp_path):
     """Vision and merger get a gradient of exactly zero, whatever is frozen behind them."""
     text_only = [bin_ for bin_ in make_bins() if not any(len(sample.image_grid_thw) for sample in bin_)]
@@ -150,6 +151,7 @@ def end_after(last: int, save):
     return save_and_end
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_other_freezing_is_refused(mesh, tmp_path):
     train(job(tmp_path, {}, num_steps=3), mesh)
     run = job(tmp_path, frozen_parts(("vision",)), num_steps=3).model_copy(update={"fingerprint": "f" * 16})

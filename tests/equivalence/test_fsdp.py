@@ -189,6 +189,7 @@ def test_two_ranks_equal_two_ranks(root, two_ranks):
     assert_same_training(two_ranks, trained(root, PLAIN, 2))
 
 
+@pytest.mark.full
 def test_the_exported_weights_are_the_same(two_ranks, one_process):
     with single_rank() as mesh:
         ours, theirs = exported(two_ranks, mesh), exported(one_process, mesh)
@@ -219,6 +220,7 @@ def test_resumed_on_one_rank_and_then_on_two(two_ranks):
     assert_same_training(on_two, two_ranks, first_step=5)
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_the_other_sharding_is_refused(two_ranks, one_process):
     for run, parallel, written, ours in (
         (two_ranks, PLAIN, "fsdp", "distributed_optimizer"),

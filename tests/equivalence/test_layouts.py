@@ -218,8 +218,9 @@ LAYOUTS = {
 ELSEWHERE = [name for name, (layout, _, _) in LAYOUTS.items() if "vision" in layout]
 HERE = [name for name in LAYOUTS if name not in ELSEWHERE]
 # Every axis and every family once, as pairs; on two ranks, because processor seconds grow with the ranks. Adapters,
-# frozen parts, cached features and images elsewhere have theirs in the files of their names, on other axes.
-CORE = (*("dp2", "pp2", "text-tp2-sp", "hybrid-tp2-sp-full", "experts-ep2-tp2-sp", "mtp-cp2"),)
+# frozen parts, cached features and images elsewhere have theirs in the files of their names, on other axes. A model
+# with multi-token prediction has the layers of the hybrid family.
+CORE = (*("dp2", "pp2", "text-tp2-sp", "mtp-tp2-sp-full", "experts-ep2-tp2-sp", "mtp-cp2-untied"),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,10 +285,11 @@ def test_one_expert_has_all_tokens_in_every_step(name, outcome):
 @pytest.mark.parametrize(
     ("name", "layers"),
     [
+        ("pp2", [[0, 1], [2, 3]]),
         full("pp2-uneven", [[0, 1, 2], [3, 4]]),
         full("pp2-vpp2-uneven", [[0, 1, 4, 5], [2, 3, 6]]),
         full("hybrid-pp2-uneven", [[0, 1, 2], [3, 4]]),
-        ("hybrid-pp2-vpp2-uneven", [[0, 1, 3, 4], [2, 5, 6]]),
+        full("hybrid-pp2-vpp2-uneven", [[0, 1, 3, 4], [2, 5, 6]]),
         full("hybrid-pp3-uneven", [[0, 1], [2, 3, 4], [5, 6]]),
     ],
 )

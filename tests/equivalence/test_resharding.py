@@ -1,4 +1,7 @@
-"""A checkpoint of one layout goes on in any other, and exports to the same bytes from any."""
+"""A checkpoint of one layout goes on in any other, and exports to the same bytes from any.
+
+In the core, test_expert_ranks.py, test_unlike_ranks.py and test_adapter_checkpoints.py show this.
+"""
 
 import functools
 import shutil
@@ -8,7 +11,6 @@ import pytest
 from tests.equivalence.test_layouts import CUT_VISION, FOURFOLD, SEQ_LEN, SMOOTH, SP, kinds_of
 from tests.helpers.resuming import SAVED_AT, STEPS, assert_resumes, checkpoint_of, exported_file
 from tests.helpers.run_dir import changed, make_bins, write_job
-from tests.helpers.tiers import full, tiered
 from tests.helpers.world import World, run_world
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import CheckpointConfig, RunConfig
@@ -60,7 +62,8 @@ def saved(root) -> tuple[RunConfig, World]:
     return run, run_world(run, 2, save=True)
 
 
-@pytest.mark.parametrize("name", tiered(LAYOUTS, ("tp2",)))
+@pytest.mark.full
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_saved_on_tp2_and_resumed(name, root, saved):
     layout, processes = LAYOUTS[name]
     assert_resumes(saved, job(root, f"resumed-{name}", layout), processes, exact=name == "tp2")
@@ -186,9 +189,10 @@ def exported(root, saved):
     return export
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "names",
-    [("tp2-sp-vision", "own-1+2-pp2"), full(("tp2-pp2", "pp2", "pp2-dealt", "fourfold"))],
+    [("tp2-sp-vision", "own-1+2-pp2"), ("tp2-pp2", "pp2", "pp2-dealt", "fourfold")],
     ids="+".join,
 )
 def test_export_is_the_same_bytes_from_any_layout(names, exported, saved):

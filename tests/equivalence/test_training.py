@@ -170,6 +170,7 @@ def test_killed_and_resumed_is_bit_equal(shape, ep, undisturbed, tmp_path):
             assert getattr(ours, name) == getattr(theirs, name), (ours.step, name)
 
 
+@pytest.mark.full
 @pytest.mark.promise(
     "Saves change no bit of a training; a kill at any point of a save, or a full disk, costs that save alone; "
     "SIGTERM ends with one, and what was killed with -9 goes on to the bit."

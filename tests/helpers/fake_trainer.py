@@ -11,13 +11,11 @@ import shutil
 import signal
 import sys
 from pathlib import Path
-
-import numpy as np
-from safetensors.numpy import save_file
+from typing import TYPE_CHECKING
 
 from dataset_builders.contracts.manifest import file_entry
 from stages.launchers.config import ClusterConfig
-from stages.launchers.job import Job
+from stages.launchers.job import LAUNCHERS, Job
 from stages.launchers.torchrun import TorchrunLauncher
 from trainer.contract.answer import KEPT_ASIDE, MetricsRow, TrainResult, write_checkpoint_record
 from trainer.contract.names import (
@@ -32,6 +30,9 @@ from trainer.contract.names import (
 from trainer.contract.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, peft_config
 from trainer.contract.run import RunConfig
 
+if TYPE_CHECKING:
+    import pytest
+
 
 class FakeTrainerLauncher(TorchrunLauncher):
     """The launcher of this host with this script instead of the trainer. It starts in a tenth of torchrun's time."""
@@ -41,6 +42,12 @@ class FakeTrainerLauncher(TorchrunLauncher):
 
     def command(self, job: Job) -> list[str]:
         return [sys.executable, __file__, job.arguments[-1]]
+
+
+def stand_in(patch: "pytest.MonkeyPatch") -> None:
+    """Train by this script, and draw no curves, which cost a second a training. test_train_report.py has them."""
+    patch.setitem(LAUNCHERS, "torchrun", "tests.helpers.fake_trainer:FakeTrainerLauncher")
+    patch.setattr("stages.train.report._curve_svg", lambda *_: "<svg></svg>")
 
 
 def metrics_row(step: int, **changes: float) -> MetricsRow:
@@ -68,6 +75,9 @@ def _export(run: RunConfig) -> TrainResult:
     (run.output_dir / HF_EXPORT).mkdir(exist_ok=True)
     shutil.copyfile(run.hf_dir / "model.safetensors", run.output_dir / HF_EXPORT / "model.safetensors")
     if run.train.adapter is not None:
+        import numpy as np  # here, because each training starts this script
+        from safetensors.numpy import save_file
+
         name = "base_model.model.model.language_model.layers.0.mlp.down_proj"
         tensors = {f"{name}.lora_A.weight": np.zeros((4, 32), "f4"), f"{name}.lora_B.weight": np.zeros((16, 4), "f4")}
         (run.output_dir / ADAPTER_EXPORT).mkdir(exist_ok=True)

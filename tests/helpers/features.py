@@ -5,14 +5,19 @@ import itertools
 from pathlib import Path
 
 import numpy as np
+import pytest
+import torch
 
 from dataset_builders.contracts.tokenized import TokenizedSample
 from stages.artifacts.artifact import Artifact, External
 from stages.artifacts.run_stage import run_stage
 from stages.artifacts.workers import StageResources
+from stages.encode_images import stage
 from stages.encode_images.config import EncodingConfig
-from stages.encode_images.stage import STAGE
 from stages.launchers.config import ClusterConfig
+from tests.helpers.world import start
+from trainer.contract.names import RUN_JSON
+from trainer.contract.run import EncodeRun
 
 FLOAT32 = EncodingConfig(dtype="float32", precision="float32", shard_size_mb=0.012)  # a few images in a shard
 
@@ -20,10 +25,19 @@ FLOAT32 = EncodingConfig(dtype="float32", precision="float32", shard_size_mb=0.0
 def encoded(
     hf_dir: Path, tokenized: Path, root: Path, config: EncodingConfig = FLOAT32, processes: int = 1
 ) -> Artifact:
-    """Return the artifact with the features of a tokenized artifact's images."""
+    """Return the artifact with the features of a tokenized artifact's images. One process without a GPU is forked."""
     inputs = {"model": External(hf_dir, "hf_dir", "0" * 16), "tokenized": Artifact.load(tokenized)}
     cluster = ClusterConfig(processes=processes, num_threads=1)
-    return run_stage(STAGE, config, inputs, root, StageResources(cluster=cluster)).artifact
+    with pytest.MonkeyPatch.context() as patch:
+        if stage.run_trainer and processes == 1 and not torch.cuda.is_available():
+            patch.setattr(stage, "run_trainer", _run_forked)
+        return run_stage(stage.STAGE, config, inputs, root, StageResources(cluster=cluster)).artifact
+
+
+def _run_forked(run: EncodeRun, *_: object) -> None:
+    (run.output_dir / RUN_JSON).write_text(run.model_dump_json())
+    log = run.output_dir / "log.txt"
+    assert start("trainer", run.output_dir / RUN_JSON, log=log).wait() == 0, log.read_text()
 
 
 def share_images(bins: list[list[TokenizedSample]]) -> list[list[TokenizedSample]]:

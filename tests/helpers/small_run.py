@@ -11,7 +11,7 @@ import filelock
 import pytest
 
 from flows.cli.main import main
-from stages.launchers.job import LAUNCHERS
+from tests.helpers.fake_trainer import stand_in
 
 SMALL = {
     "data.num_scans": 40,
@@ -46,11 +46,11 @@ def error_line(capsys: pytest.CaptureFixture) -> str:
 
 @contextlib.contextmanager
 def stand_in_trainer():
-    """Replace the training by a stand-in, and hide the developer's servers."""
+    """Replace the training and the drawing of its curves by stand-ins, and hide the developer's servers."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "FAKE_TRAINER"):
             patch.delenv(name, raising=False)
-        patch.setitem(LAUNCHERS, "torchrun", "tests.helpers.fake_trainer:FakeTrainerLauncher")
+        stand_in(patch)
         yield
 
 

@@ -128,7 +128,8 @@ def _ask(job: str, *arguments: object) -> Any:
     """Return the answer of the server, which the first question starts."""
     if not _SERVER:
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-W", "ignore", "-c", "from tests.helpers import world; world.serve()"]
+        program = "import gc; gc.disable(); from tests.helpers import world; world.serve()"
+        command = [sys.executable, "-W", "ignore", "-c", program]
         _SERVER.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env))
         atexit.register(_SERVER[0].kill)
     server = _SERVER[0]
@@ -141,6 +142,7 @@ def serve() -> None:
     """Read jobs from standard input, and answer each in one line."""
     # Nearly all that ranks which stay alive between jobs would gain is gained here too.
     gc.freeze()  # otherwise each collection of each rank visits all imported objects, and so copies their pages
+    gc.enable()
     jobs = {"run_job": _run_job, "start_module": start_module}
     for line in sys.stdin:
         job, *arguments = json.loads(line)

@@ -50,7 +50,7 @@ def mesh():
         yield mesh
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+@pytest.fixture(scope="module", params=tiered(SHAPES, ("listed", "shared")))
 def pair(request, mesh):
     return Pair(experts_hf_dir(request.param), mesh)
 

@@ -16,6 +16,7 @@ from tests.helpers.bins import make_samples
 from tests.helpers.hardware import ON_CUDA, requires_engine, requires_gpus
 from tests.helpers.reference import load_reference, reference_logits, reference_losses
 from tests.helpers.single_rank import build_tiny, single_rank
+from tests.helpers.tiers import full
 from tests.helpers.tiny_hybrid_model import hybrid_hf_dir
 from tests.parity.test_qwen3_5_vl import KINDS, SEQ_LEN
 from tests.parity.test_qwen3_vl_gpu import YARDSTICKS, relative
@@ -104,7 +105,7 @@ def check_bf16(shape: str, build: Callable) -> None:
         assert mine <= YARDSTICKS * yardstick, name
 
 
-@pytest.mark.parametrize("shape", ["second", "third"])
+@pytest.mark.parametrize("shape", ["second", full("third")])
 def test_plain_modules_in_bf16(shape):
     check_bf16(shape, lambda mesh: build_tiny(hybrid_hf_dir(shape), mesh, SEQ_LEN, torch.bfloat16))
 

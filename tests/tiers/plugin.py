@@ -4,8 +4,10 @@
 processes that they started), so a loaded machine changes nothing.
 """
 
+import functools
 import gc
 import json
+import re
 from collections import defaultdict
 from collections.abc import Generator
 from pathlib import Path
@@ -19,6 +21,10 @@ ROOT = Path(__file__).parents[2]
 DURATIONS = ROOT / "tests" / "durations.json"
 SLOWER, LEAST_SECONDS = 1.5, 10.0  # a file is reported from this many times its record and this many seconds on
 
+_STARTS_RANKS = re.compile(
+    r"helpers\.(world|features|resuming)\b|\brun_trainer, write_job\b|processes=0|import world\b"
+)
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("tiers")
@@ -28,6 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Tiers(config), "athanor-tiers")
+    gc.disable()  # until the collection ends: otherwise two fifths of its time go into looking at what it imports
 
 
 def read_durations() -> dict[str, dict[str, float]]:
@@ -46,12 +53,23 @@ def passed_in(path: Path) -> set[str]:
     return {test for test, outcome in last.items() if outcome != "failed"}
 
 
+@functools.cache
+def starts_ranks(file: str) -> bool:
+    """Whether a test file uses the server of tests/helpers/world.py."""
+    return _STARTS_RANKS.search((ROOT / file).read_text()) is not None
+
+
 class ByFile(LoadFileScheduling):
     """One file to a worker, but all of tests/flows/ to one: each process that runs a flow imports Prefect and MLflow
-    and starts a server of its own, which costs 30 processor seconds."""
+    and starts a server of its own, which costs 30 processor seconds. In the core, all files that start ranks to one
+    too: the server that forks them takes ten."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "tests/flows" if nodeid.startswith("tests/flows/") else super()._split_scope(nodeid)
+        if nodeid.startswith("tests/flows/"):
+            return "tests/flows"
+        if "not full" in self.config.option.markexpr and starts_ranks(_file(nodeid)):
+            return "ranks"
+        return super()._split_scope(nodeid)
 
 
 class Tiers:
@@ -78,6 +96,7 @@ class Tiers:
         """Exclude all objects that the imports made from later garbage collections, which would visit them again and
         again."""
         gc.freeze()
+        gc.enable()
 
     def pytest_runtest_logstart(self) -> None:
         if self.used is None:  # the seconds of imports and collection are no test's

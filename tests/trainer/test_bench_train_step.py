@@ -64,6 +64,7 @@ def test_a_padded_batch_has_the_losses_of_its_samples_alone(tiny):
     assert float(together) == pytest.approx(float(alone.sum()) / (2 * len(alone)), rel=1e-5)
 
 
+@pytest.mark.full
 def test_a_size_that_does_not_fit_ends_the_search(tiny, monkeypatch):
     root, _ = tiny
     measure = peer._measure

@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from flows.libraries.mlflow_private import ADDRESSES, TEXTS, server_variables
 from tests.helpers.private_parts import changed, differing, fail_if_changed, unmentioned
 
@@ -54,5 +56,6 @@ def changes() -> Iterator[str]:
     yield from differing("the pages of the server", mlflow.server.app.view_functions.keys() & {"serve"}, {"serve"})
 
 
+@pytest.mark.full
 def test_mlflows_private_parts():
     fail_if_changed("mlflow", __name__)

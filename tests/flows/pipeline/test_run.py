@@ -129,6 +129,7 @@ def test_plan_says_which_field_changed(finished, capsys):
     assert re.search(r"parameters +[\d,]+ \(vision", text) and re.search(r"memory +about", text)
 
 
+@pytest.mark.full
 def test_another_learning_rate_makes_the_training_and_what_follows_once_nobody_else_does(finished, capsys):
     changes = {"train.optim.lr": 0.004}
     lock = filelock.FileLock(_train_lock(finished, changes), thread_local=False)

@@ -276,7 +276,7 @@ def _open_and_die(root: str) -> None:
 
 
 def test_a_killed_run_gets_its_end(tmp_path):
-    process = multiprocessing.get_context("spawn").Process(target=_open_and_die, args=(str(tmp_path),))
+    process = multiprocessing.get_context("fork").Process(target=_open_and_die, args=(str(tmp_path),))
     process.start()
     process.join()
     (one,) = publish_waiting(tmp_path)

@@ -18,7 +18,7 @@ from stages.inputs.adapter_directory import AdapterDirectory, adapter_input
 from stages.inputs.model_directory import ModelDirectory, model_input
 from tests.helpers.adapter_files import merge_adapter, write_adapter
 from tests.helpers.evaluation import answered, mixed_samples, picture, samples_artifact, talkative_hf_dir
-from tests.helpers.tiers import full
+from tests.helpers.tiers import full, tiered
 from tests.helpers.tiny_hybrid_model import talkative_hybrid_dir
 from tests.helpers.tiny_model import tiny_hf_dir
 
@@ -40,7 +40,7 @@ def logits(model: transformers.PreTrainedModel) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", [full("lora"), "dora"])
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", tiered(MODELS, ("qwen3_5",)))
 def test_answers_are_the_merged_models_token_by_token(family, kind, tmp_path):
     base = MODELS[family]()
     adapter = write_adapter(tmp_path / "adapter", base, kind=kind, rslora=kind == "dora")

@@ -10,6 +10,7 @@ from stages.answer.transformers_engine import Generator
 from stages.encode.images import load_image_config
 from stages.inputs.model_directory import ModelDirectory
 from tests.helpers.evaluation import mixed_samples, picture, talkative_hf_dir
+from tests.helpers.tiers import full
 from tests.helpers.tiny_hybrid_model import talkative_hybrid_dir
 
 pytestmark = pytest.mark.promise(
@@ -64,7 +65,7 @@ def _decode(generator, prompts, group_size, limits):
     return [row.ids for row in rows], ended
 
 
-@pytest.mark.parametrize(("group_size", "rows"), [(1, 1), (16, 16), (2, 6), (3, 5), (4, 100)])
+@pytest.mark.parametrize(("group_size", "rows"), [full(1, 1), (16, 16), full(2, 6), (3, 5), full(4, 100)])
 def test_rows_that_come_and_go_say_what_each_says_alone(generator, prompts, alone, monkeypatch, group_size, rows):
     monkeypatch.setattr(generator.decoder, "end_ids", frozenset())
     got, _ = _decode(generator, prompts, group_size, PoolLimits(rows, 1 << 20))
@@ -72,7 +73,7 @@ def test_rows_that_come_and_go_say_what_each_says_alone(generator, prompts, alon
     assert got == alone
 
 
-@pytest.mark.parametrize("group_size", [1, 4, 10])
+@pytest.mark.parametrize("group_size", [full(1), 4, full(10)])
 def test_long_prompts_beside_short_ones_say_what_each_says_alone(generator, monkeypatch, group_size):
     """Padding moves the chunk boundaries at which a delta layer reads a prompt, and must change no state."""
     monkeypatch.setattr(generator.decoder, "end_ids", frozenset())

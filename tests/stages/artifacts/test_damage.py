@@ -27,6 +27,7 @@ from stages.inputs.model_directory import ModelDirectory, model_input, processor
 from stages.plan_bins.stage import STAGE as PLAN_BINS
 from tests.helpers.data_stages import run_all, run_convert, run_plan_bins, run_tokenize
 from tests.helpers.raw_rows import plain_rows, write_source
+from tests.helpers.tiers import full
 from tests.helpers.tiny_model import tiny_hf_dir
 from tests.helpers.trees import tree_digest
 from trainer.data.geometry import geometry_of
@@ -222,7 +223,9 @@ def test_whole_records_are_read(root):
     assert sum(len(reader.read(number).keys) for number in range(len(reader.bins))) > 30
 
 
-@pytest.mark.parametrize("damage", [lambda text: "", lambda text: text[:-9], lambda text: text.replace("1", "2", 1)])
+@pytest.mark.parametrize(
+    "damage", [full(lambda text: ""), full(lambda text: text[:-9]), lambda text: text.replace("1", "2", 1)]
+)
 @pytest.mark.parametrize(
     ("stage", "last", "mark"),
     [

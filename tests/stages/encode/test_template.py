@@ -57,7 +57,7 @@ _HOSTILE = {
     "{% set x = namespace(t='a') %}"
     "{% for i in range(50) %}{% set x.t = x.t ~ x.t %}{% endfor %}{{ x.t }}": "needs over 1024 MiB of memory",
     "{{ '%3000000000d' % 1 }}": "needs over 1024 MiB of memory",
-    "{{ 'a' * 200000000 }}": r"writes 200,000,000 characters for a conversation of \d+, over the limit of 100,\d+",
+    "{{ 'a' * 2000000 }}": r"writes 2,000,000 characters for a conversation of \d+, over the limit of 100,\d+",
     "{{ 1 // 0 }}": "fails with ZeroDivisionError: integer division or modulo by zero",
     "{{ 1 + 'a' }}": "fails with TypeError: unsupported operand",
     "{% include 'other.jinja' %}": "fails with TypeError: no loader",
@@ -72,7 +72,7 @@ _HOSTILE = {
 _CORE = (  # one for each limit, an error of the template and a refusal
     "{{ 9**(9**(messages|length + 8)) % 7 }}",
     "{{ 'a' * 3000000000 }}",
-    "{{ 'a' * 200000000 }}",
+    "{{ 'a' * 2000000 }}",
     "{{ 1 // 0 }}",
     "{{ raise_exception('never') }}",
 )

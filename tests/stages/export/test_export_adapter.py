@@ -18,9 +18,9 @@ from stages.export import stage as export
 from stages.export.config import ExportConfig
 from stages.inputs.adapter_directory import AdapterDirectory, adapter_input
 from stages.inputs.model_directory import ModelDirectory, model_input
-from stages.launchers.job import LAUNCHERS
 from stages.train import stage as train
 from stages.train.stage import digest_of_base
+from tests.helpers.fake_trainer import stand_in
 from tests.helpers.tiny_model import tiny_hf_dir
 from trainer.contract.adapter import AdapterConfig
 from trainer.contract.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, peft_config
@@ -45,7 +45,7 @@ CONFIG = TrainConfig(
 
 @pytest.fixture(autouse=True)
 def fake_trainer(monkeypatch):
-    monkeypatch.setitem(LAUNCHERS, "torchrun", "tests.helpers.fake_trainer:FakeTrainerLauncher")
+    stand_in(monkeypatch)
     monkeypatch.delenv("FAKE_TRAINER", raising=False)
 
 

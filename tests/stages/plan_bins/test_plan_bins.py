@@ -168,6 +168,7 @@ def test_a_sample_with_too_many_images_is_left_out(tmp_path):
 # Partitions
 
 
+@pytest.mark.full
 def test_partitions_are_planned_by_themselves_with_any_number_of_workers(tmp_path):
     tokenized = _tokenized(tmp_path / "tokenized", _many(500), partition_rows=200)
     assert len(index_partitions(tokenized.dir)) == 3

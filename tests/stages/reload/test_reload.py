@@ -23,7 +23,7 @@ from tests.helpers.adapter_files import merge_adapter, write_adapter
 from tests.helpers.adapters import PLACES, adapted_model
 from tests.helpers.evaluation import answered, mixed_samples, samples_artifact, talkative_hf_dir
 from tests.helpers.single_rank import single_rank
-from tests.helpers.tiers import full, tiered
+from tests.helpers.tiers import full
 from tests.helpers.tiny_experts_model import experts_hf_dir
 from tests.helpers.tiny_hybrid_model import hybrid_hf_dir, talkative_hybrid_dir
 from tests.helpers.tiny_model import tiny_hf_dir
@@ -93,7 +93,8 @@ def export_has_pictures(export: Artifact) -> bool:
     return (export.dir / "hf" / "preprocessor_config.json").is_file()
 
 
-@pytest.mark.parametrize("family", tiered(MODELS, ("qwen3_vl",)))
+@pytest.mark.full
+@pytest.mark.parametrize("family", MODELS)
 def test_an_export_of_each_family_passes(family, tmp_path, in_this_process):
     hf_dir = MODELS[family]()
     stats = reloaded(tmp_path, exported(tmp_path / "export", hf_dir), hf_dir)
@@ -163,6 +164,7 @@ def test_pixels_of_another_normalisation_are_caught(tmp_path, in_this_process):
     assert stats["same_answers"] == 0 and "image_processor differs from preprocessor_config.json" in stats["reason"]
 
 
+@pytest.mark.full
 def test_weights_other_than_those_that_answered_are_caught(tmp_path, in_this_process):
     base = talkative_hf_dir()
     changed = shutil.copytree(base, tmp_path / "changed")

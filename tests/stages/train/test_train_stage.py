@@ -23,7 +23,7 @@ from stages.reload.directory import differences
 from stages.train import stage as train
 from stages.train.run_trainer import MetricsFollower, StageStopped, TrainerFailed
 from stages.train.stage import make_run_config, read_metrics
-from tests.helpers.fake_trainer import metrics_row
+from tests.helpers.fake_trainer import metrics_row, stand_in
 from tests.helpers.pages import parse_page
 from tests.helpers.run_dir import changed
 from tests.helpers.tiers import full
@@ -47,7 +47,7 @@ BINS = {"num_bins": {"train": 6, "heldout": 1}}
 
 @pytest.fixture(autouse=True)
 def fake_trainer(monkeypatch):
-    monkeypatch.setitem(LAUNCHERS, "torchrun", "tests.helpers.fake_trainer:FakeTrainerLauncher")
+    stand_in(monkeypatch)
     monkeypatch.delenv("FAKE_TRAINER", raising=False)
 
 

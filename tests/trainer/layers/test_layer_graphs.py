@@ -13,6 +13,7 @@ import torch
 
 from tests.helpers.run_dir import changed, make_bins, write_job
 from tests.helpers.single_rank import single_rank
+from tests.helpers.tiers import tiered
 from tests.helpers.tiny_experts_model import experts_hf_dir
 from tests.parity import test_experts, test_qwen3_5_vl, test_qwen3_vl
 from trainer.contract.experts import ExpertsConfig
@@ -29,7 +30,10 @@ from trainer.parts.delta.module import DeltaAttention, SplitRows
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
 
-@pytest.fixture(scope="module", params=["first", "second", "hybrid-second", "experts-listed", "experts-shared"])
+SHAPES = ("first", "second", "hybrid-second", "experts-listed", "experts-shared")
+
+
+@pytest.fixture(scope="module", params=tiered(SHAPES, ("hybrid-second", "experts-shared")))
 def pair(request):
     kind, _, shape = request.param.rpartition("-")
     with single_rank() as mesh:

@@ -136,6 +136,7 @@ def test_losses_and_gradients(count, dtype, fuse, mesh):
     assert_equal_but_for_rounding(ours(count, dtype, fuse, mesh.groups.tp), count, dtype)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("count", "dtype", "fuse"), CASES)
 def test_losses_and_gradients_on_two_ranks(count, dtype, fuse, two_ranks):
     first, second = (found[repr((count, dtype, fuse))] for found in two_ranks)

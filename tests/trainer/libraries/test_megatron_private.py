@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 
+import pytest
+
 from tests.helpers.private_parts import changed, fail_if_changed, unmentioned
 
 ADAM = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
@@ -59,5 +61,6 @@ def changes() -> Iterator[str]:
         yield from unmentioned(caller, name)
 
 
+@pytest.mark.full
 def test_megatron_cores_private_parts():
     fail_if_changed("megatron-core", __name__)

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 
+import pytest
+
 from tests.helpers.private_parts import changed, fail_if_changed
 
 RECORDED = {
@@ -42,5 +44,6 @@ def changes() -> Iterator[str]:
         yield "torch.nn.Module holds no dictionary _parameters"
 
 
+@pytest.mark.full
 def test_torchs_private_parts():
     fail_if_changed("torch", __name__)
