@@ -14,7 +14,7 @@ from pathlib import Path
 
 from dataset_builders.contracts.fingerprint import describe_drift
 from dataset_builders.errors import InputError
-from trainer.contract.answer import CHECKPOINT_RECORD, read_checkpoint_record
+from trainer.contract.checkpoint import CHECKPOINT_RECORD, read_checkpoint_record
 from trainer.contract.names import CHECKPOINTS
 from trainer.contract.run import CheckpointConfig, RunConfig
 

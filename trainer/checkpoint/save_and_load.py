@@ -1,25 +1,29 @@
 """The state in a checkpoint, in megatron-core's reshardable format, and its loading into any layout."""
 
 import logging
+import random
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.tensor_parallel import random as tensor_parallel_random
 from torch.distributed.checkpoint import CheckpointException
 
 from dataset_builders.errors import DamagedFile, InputError
-from trainer.checkpoint import optimizer_state, rng
+from trainer.checkpoint import optimizer_state
 from trainer.checkpoint.directory import keep_aside, newest_path
 from trainer.checkpoint.reader import CheckpointNotTrusted, CommonState, check_metadata
-from trainer.contract.answer import KEPT_ASIDE, check_state_file, read_checkpoint_record, state_files
-from trainer.layers.lora.trained import trained_parameters
+from trainer.contract.checkpoint import KEPT_ASIDE, check_state_file, read_checkpoint_record, state_files
+from trainer.layers.lora.convert import trained_parameters
+from trainer.libraries.megatron_private import set_device_rng_state
 from trainer.parallel.fsdp import FullyShardedModel
 from trainer.parallel.mesh import Mesh
 
@@ -70,7 +74,7 @@ def load(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer
     _check_sharding(chunks[0], checkpoint)
     step = read_checkpoint_record(checkpoint)["step"]
     state = _load(state_of(chunks, optimizer, step, loading=True), checkpoint)
-    rng.restore(state["rng"], mesh.groups.tp.rank())
+    restore_random_states(state["rng"], mesh.groups.tp.rank())
     if isinstance(chunks[0], FullyShardedModel):
         chunks[0].load_checkpoint_state(state, optimizer)
         return
@@ -124,7 +128,7 @@ def state_of(
     """Return the sharded state of this rank, for megatron-core to save or to load into. A state to save holds views."""
     _give_adam_its_state(optimizer)
     rank = torch.distributed.get_rank()
-    random_state = ShardedObject("rng", rng.capture(), (1,), (0,), replica_id=rank)  # rank 0 writes it, all read it
+    random_state = ShardedObject("rng", random_states(), (1,), (0,), replica_id=rank)  # rank 0 writes it, all read it
     if isinstance(chunks[0], FullyShardedModel):
         return {**chunks[0].checkpoint_state(optimizer, step), "rng": random_state}
     model_state = {name: state_of_model(model) for name, model in _named([chunk.module for chunk in chunks])}
@@ -195,3 +199,31 @@ def _unshare_adam_step(optimizer: MegatronOptimizer) -> None:
     for adam in _torch_adams(optimizer):
         for state in adam.state.values():
             state["step"] = state["step"].clone()
+
+
+def random_states() -> dict[str, Any]:
+    """Return the states of this process's random number generators: dropout draws from them, and a resumed training
+    continues its sequence. A checkpoint has those of rank 0, so that every layout can load them."""
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(legacy=False),
+        "torch": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(),
+        "tracker": tensor_parallel_random.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def restore_random_states(saved: dict[str, Any], tp_rank: int) -> None:
+    """Set the states that `random_states` returned on rank 0 of any layout; a device's only where the kind is equal."""
+    random.setstate(saved["python"])
+    np.random.set_state(saved["numpy"])
+    torch.set_rng_state(saved["torch"])
+    if saved["device"].shape != torch.cuda.get_rng_state().shape:  # a CPU's generator is not a GPU's
+        return
+    set_device_rng_state(saved["device"])
+    tracker = tensor_parallel_random.get_cuda_rng_tracker()
+    shared = tensor_parallel_random.get_data_parallel_rng_tracker_name()
+    # Only generators that ranks share, except on tensor-parallel rank 0: with rank 0's states, other ranks would draw
+    # rank 0's numbers for their own slices of divided weights.
+    states = saved["tracker"] if tp_rank == 0 else {shared: saved["tracker"][shared]}
+    tracker.set_states({**tracker.get_states(), **states})

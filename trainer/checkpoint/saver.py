@@ -26,7 +26,7 @@ from trainer.checkpoint.directory import FORMAT_VERSION, checkpoint_name
 from trainer.checkpoint.host_memory import HostMemory, available_memory, copied_one_by_one
 from trainer.checkpoint.save_and_load import state_of
 from trainer.checkpoint.writer import RankFile, Written
-from trainer.contract.answer import write_checkpoint_record
+from trainer.contract.checkpoint import write_checkpoint_record
 from trainer.contract.names import CHECKPOINTS
 from trainer.contract.run import RunConfig
 from trainer.libraries.megatron_private import OneFile

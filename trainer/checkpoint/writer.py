@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dataset_builders.storage.files import write_json
-from trainer.contract.answer import STATE_DIGESTS
+from trainer.contract.checkpoint import STATE_DIGESTS
 from trainer.libraries.megatron_private import replace_writer
 from trainer.libraries.torch_private import write_entry
 

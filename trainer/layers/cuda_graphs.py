@@ -34,9 +34,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from trainer.layers.chosen_rows import RoutedTokens
 from trainer.layers.packed_layer import PackedLayer
-from trainer.layers.segments import PackedSegments, Places, Rotation, joined
+from trainer.layers.segments import PackedSegments, Places, Rotation, RoutedTokens, joined
 from trainer.libraries.torch_private import parameters_of
 
 ALIGNED = 16  # numbers: for strides that are no multiples of 16, Triton compiles other code

@@ -20,8 +20,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 from dataset_builders.errors import InputError
 from trainer.contract.run import RunConfig
 from trainer.layers.attention_cores import TorchVarlenAttention
-from trainer.layers.output_loss import OutputLayer
 from trainer.layers.packed_layer import PackedLayer
+from trainer.layers.vocabulary import OutputLayer
 
 # The keys are transformers' names.
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}

@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_du
 from megatron.core.transformer.module import param_is_not_shared
 from torch.optim.adamw import adamw
 
-from trainer.checkpoint.hf_read import is_of_experts
+from trainer.checkpoint.hf_weights import is_of_experts
 from trainer.contract.run import OptimConfig, TrainConfig
 from trainer.libraries.megatron_private import patch_torch_adam, shorten_copies
 from trainer.libraries.torch_private import foreach_copy, foreach_multiply, foreach_norm

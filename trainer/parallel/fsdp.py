@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.libraries.megatron_private import DataParallelBase
 from trainer.libraries.torch_private import first_row
-from trainer.parallel.late_memory import give_shares_memory
+from trainer.parallel.meta_parameters import materialise_shards
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -54,7 +54,7 @@ class FullyShardedModel(DataParallelBase):
         self.group = group
         self.places = _places(state)
         _divide(module, dtype, group, device)
-        give_shares_memory(module, device)
+        materialise_shards(module, device)
         # Valid outside a step: between forward and backward the module holds whole weights under these names.
         self.weights: dict[str, DTensor] = dict(module.named_parameters())
         self.slices: dict[str, torch.nn.Parameter] = {

@@ -15,8 +15,8 @@ from tests.helpers.run_dir import changed, make_bins, write_job
 from tests.helpers.single_rank import single_rank
 from tests.helpers.tiny_experts_model import experts_hf_dir
 from tests.parity import test_experts, test_qwen3_5_vl, test_qwen3_vl
-from trainer.contract.experts import ExpertsConfig
 from trainer.contract.parallel import ParallelConfig
+from trainer.contract.run import ExpertsConfig
 from trainer.layers import cuda_graphs as layer_graphs
 from trainer.layers.attention_cores import TorchVarlenAttention
 from trainer.layers.cuda_graphs import GraphSection, Slot, plan_pieces
@@ -304,12 +304,12 @@ def test_graphs_where_they_are_possible(tmp_path, device, update, parallel, expe
     run = write_job(tmp_path, num_steps=3, bins=make_bins())
     train = run.train.model_copy(update={"precision": "bfloat16"})
     run = changed(run, train=train, parallel=ParallelConfig(**parallel), **update)
-    assert loop.captures(run, device) is expected
+    assert loop.can_capture_graphs(run, device) is expected
     for precision in ("float32", "float8"):
         other = run.model_copy(update={"train": train.model_copy(update={"precision": precision})})
-        assert not loop.captures(other, device)
+        assert not loop.can_capture_graphs(other, device)
     balanced = train.model_copy(update={"experts": ExpertsConfig(coefficient=1e-3)})
-    assert not loop.captures(run.model_copy(update={"train": balanced}), device)
+    assert not loop.can_capture_graphs(run.model_copy(update={"train": balanced}), device)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -317,10 +317,10 @@ def test_graphs_are_given_up_however_training_ends(monkeypatch, fails):
     """NCCL would wait for them at the end of the process groups."""
     model = Mock()
     trainer = Mock(chunks=[Mock(module=model)])
-    monkeypatch.setattr(loop, "captures", lambda *_: True)
-    with pytest.raises(RuntimeError) if fails else loop._graphs(trainer):
+    monkeypatch.setattr(loop, "can_capture_graphs", lambda *_: True)
+    with pytest.raises(RuntimeError) if fails else loop.cuda_graphs(trainer):
         if fails:
-            with loop._graphs(trainer):
+            with loop.cuda_graphs(trainer):
                 raise RuntimeError
         model.capture_graphs.assert_called_once()
         model.release_graphs.assert_not_called()

@@ -1,4 +1,4 @@
-"""Adapters for the layers of a chunk that hold the requested Hugging Face modules."""
+"""The trained parts of a frozen model: adapters of the layers that hold the requested modules, and whole modules."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from trainer.contract.adapter import AdapterConfig
-from trainer.layers.lora.adapter import LinearAdapter
+from trainer.layers.lora.adapter import Adapter, LinearAdapter
 from trainer.model.rules import ExpertsFirst, ExpertsLast, Rule, Stacked, global_names
-from trainer.model.targets import Adapted
+from trainer.model.targets import Adapted, adapted_layers
+from trainer.model.whole_modules import whole_rules
 
 
 def add_adapters(model: torch.nn.Module, layers: Sequence[Adapted], config: AdapterConfig, seed: int) -> None:
@@ -118,3 +119,24 @@ def adapter_rules(layers: Sequence[Adapted], config: AdapterConfig) -> list[Rule
             if config.kind == "dora":
                 rules.append(Rule(f"{ours}.magnitude.{number}", (f"{module}.lora_magnitude_vector",), packing))
     return rules
+
+
+def trained_rules(rules: Sequence[Rule], config: AdapterConfig) -> list[Rule]:
+    """Return the table of all trained weights with PEFT's names, adapters first."""
+    return [*adapter_rules(adapted_layers(rules, config), config), *whole_rules(rules, config)]
+
+
+def train_whole(model: torch.nn.Module, rules: Sequence[Rule]) -> None:
+    """Mark the parameters of a chunk that these rules name as trained whole."""
+    ours = {rule.ours for rule in rules}
+    for name, param in global_names(model):
+        if name in ours:
+            param.requires_grad = param.trained_whole = True
+
+
+def trained_parameters(model: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+    """Yield the parameters of a chunk's adapters and of its modules trained whole, whether or not currently frozen."""
+    for module in model.modules():
+        if isinstance(module, Adapter):
+            yield from module.parameters()
+    yield from (param for param in model.parameters() if getattr(param, "trained_whole", False))

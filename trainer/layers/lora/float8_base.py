@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup
 
-from trainer.layers.kernels.permission import can_import, kernels_run
+from trainer.layers.kernels.dispatch import can_import, kernels_run
 from trainer.libraries.torch_private import innermost_hooks, parameters_of
 from trainer.model.rules import global_names
 
