@@ -241,7 +241,7 @@ def _train(run: RunConfig, mesh: Mesh) -> dict[str, object]:
         return trainers[0]
 
     def going_back(worker, last):
-        still_open.append(len(worker._open))
+        still_open.append(len(worker._awaited))
         backward_until(worker, last)
 
     with contextlib.ExitStack() as stack:

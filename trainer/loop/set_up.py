@@ -50,7 +50,7 @@ from trainer.parallel.mesh import Mesh
 from trainer.parallel.meta_parameters import materialise_all, parameters_on_meta, return_freed_memory
 from trainer.parallel.vision.exchange import Message, PipelineWorker, RemoteOwner, VisionWorker, Window
 from trainer.parallel.vision.main_grads import fuse_gradients
-from trainer.parallel.vision.world import Serving, assignments, images_of
+from trainer.parallel.vision.world import VisionServer, assignments, encoder_slice
 from trainer.plan.checks import pieces_of
 
 # The dtype of the weights; with float8 the language model's matrix products cast them.
@@ -157,13 +157,13 @@ def set_up(run: RunConfig, mesh: Mesh) -> Trainer:
     return trainer
 
 
-def set_up_vision_rank(run: RunConfig, mesh: Mesh) -> Serving:
+def set_up_vision_rank(run: RunConfig, mesh: Mesh) -> VisionServer:
     """Build the state of a rank that encodes images and does nothing else."""
     family, shape = read_model(run.hf_dir, run.train)
     parallel = run.execution.parallel
     dp = parallel.data_parallel(mesh.vision_world.language_ranks + parallel.vision_ranks)
     assignment = assignments(parallel.vision_encoders, dp)[mesh.dp_rank]
-    part = images_of(assignment, parallel, dp)
+    part = encoder_slice(assignment, parallel, dp)
     readers = [
         BinReader(run.tokenized_dir, run.bins_dir, split, geometry_of(shape), run.seq_len, part)
         for split in ("train", "heldout")
@@ -184,7 +184,7 @@ def set_up_vision_rank(run: RunConfig, mesh: Mesh) -> Serving:
     worker.prepare(mesh.device)
     orders = [training_order(run, shape, readers[0], replica, dp) for replica in assignment.replicas]
     window = sum(Window.of(parallel.pp, parallel.vpp))
-    return Serving(run, mesh.device, worker, assignment.replicas, dp, owners, window, orders, readers[1])
+    return VisionServer(run, mesh.device, worker, assignment.replicas, dp, owners, window, orders, readers[1])
 
 
 def build_chunks(

@@ -150,7 +150,7 @@ def rank_mesh(parallel: ParallelConfig, seed: int, on_lost: Callable[[str], None
             hosts = dist.new_group(backend="gloo", timeout=TIMEOUT) if cuda and dist.get_world_size() > 1 else None
             dp = groups.dp
             if vision_world is not None and not vision_world.is_vision:
-                vision_world.publish_index(dp.rank(), groups.tp_cp.rank() if groups.pp.rank() == 0 else None)
+                vision_world.publish_place(dp.rank(), groups.tp_cp.rank() if groups.pp.rank() == 0 else None)
             yield Mesh(
                 dist.get_rank(), dist.get_world_size(), dp.rank(), dp.size(), device, groups, alone, vision_world, hosts
             )

@@ -22,6 +22,9 @@ i + r - P. At that time
 - it begins to receive the gradients up to i + r - P, which the owner sends in that backward pass.
 
 P = pipeline ranks, D = language hidden size, L = deepstack levels.
+
+The file has the parts that both sides share, then the owner's side (`VisionOwner`, `RemoteOwner`), then the worker's
+(`VisionWorker`, `PipelineWorker`).
 """
 
 import dataclasses
@@ -83,6 +86,8 @@ class Message(enum.IntEnum):
 
 
 class _Sent(NamedTuple):
+    """A message that may still be under way."""
+
     number: int  # index of the micro batch
     work: dist.Work
     rows: torch.Tensor  # kept alive until they have arrived
@@ -102,20 +107,24 @@ class ExchangeSide:
         # Trained parameters come first, because only they are sent again at every step.
         self._params = sorted(self.part.parameters(), key=lambda param: not param.requires_grad)
         self.trained = [param for param in self._params if param.requires_grad]
-        self._is_fresh = False
+        self._have_all_been_sent = False
 
     def send(self, number: int, rows: torch.Tensor, rank: int, group: ProcessGroup) -> None:
         self._sent.append(_Sent(number, group.send([rows], rank, 0), rows))
 
-    def retire(self, last: float) -> None:
-        """Release sent messages up to and including micro batch `last`, which is known to have arrived."""
+    def release_sent(self, last: float) -> None:
+        """Release sent messages up to and including micro batch `last`, which is known to have arrived: `wait` returns
+        at once then, and the memory of the rows is free."""
         while self._sent and self._sent[0].number <= last:
             self._sent.popleft().work.wait()
 
-    def _moving(self) -> list[torch.nn.Parameter]:
-        """Return the parameters to send to the copies at the start of this step: at first all, later the trained."""
-        moving, self._is_fresh = self.trained if self._is_fresh else self._params, True
-        return moving
+    def _params_to_send(self) -> list[torch.nn.Parameter]:
+        """Return the parameters to send to the copies at the start of this step: at first all, later the trained. Both
+        sides call it once a step, and so agree on the size of the message."""
+        if self._have_all_been_sent:
+            return self.trained
+        self._have_all_been_sent = True
+        return self._params
 
 
 def pipeline_links(pp: ProcessGroup) -> Links:
@@ -153,7 +162,7 @@ def _exchange_with_neighbours(pipeline: ProcessGroup, number: torch.Tensor) -> N
             work.wait()
 
 
-class _Joined(torch.autograd.Function):
+class _JoinedTokens(torch.autograd.Function):
     """This rank's rows, followed by the received rows, whose gradient is sent back in backward."""
 
     @staticmethod
@@ -196,20 +205,22 @@ class VisionOwner(ExchangeSide):
 
     def encoded(self, batches: Iterator[MicroBatch], count: int) -> Iterator[MicroBatch]:
         """Return `count` micro batches, in order, with the image tokens of all ranks."""
-        if moving := self._moving():
-            weights = flatten_together([param.detach() for param in moving])
+        # Of an encoder that is frozen whole, the copies get the weights once.
+        if sent := self._params_to_send():
+            weights = flatten_together([param.detach() for param in sent])
             for work in [self._links.to_worker.send([weights], copy, 0) for copy in self._copies]:
                 work.wait()
         # The workers have returned the last step's gradients of the weights, so all that was sent to them has arrived.
-        self.retire(math.inf)
-        coming = (self._with_own(batch) for batch in islice(batches, count))
+        self.release_sent(math.inf)
+        # islice: `batches` goes on with the bins of the next step, which must not be read here.
+        coming = (self._encode_own(batch) for batch in islice(batches, count))
         # The first are encoded at once, before the schedule makes a rank wait for another rank's hidden states.
         waiting = deque(islice(coming, self._window.ahead if self._encode else 0))
 
         def in_order() -> Iterator[MicroBatch]:
             for number in range(count):
                 waiting.extend(islice(coming, 1))
-                yield self._with_all(number, waiting.popleft())
+                yield self._add_arrived(number, waiting.popleft())
 
         return in_order()
 
@@ -217,20 +228,21 @@ class VisionOwner(ExchangeSide):
         """Add the gradients of all copies. Called when the schedule has ended, before the data-parallel sum."""
         if self.trained:
             grads = [param.main_grad for param in self.trained]
+            # float32, as `main_grad` is: a copy sends its sums unrounded.
             arrived = torch.empty(sum(grad.numel() for grad in grads), device=self._device)
             for copy in self._copies:
                 self._links.to_owner.recv([arrived], copy, 0).wait()
                 foreach_add(grads, views_of_flat(arrived, grads))
 
-    def _with_own(self, batch: MicroBatch) -> MicroBatch:
+    def _encode_own(self, batch: MicroBatch) -> MicroBatch:
         if self._encode:
             return dataclasses.replace(batch, features=self._encode(batch))
         own = torch.empty(0, self._width, dtype=self._params[0].dtype, device=self._device)
-        # Without an input that requires a gradient, autograd would not call `_Joined.backward`, which sends the
+        # Without an input that requires a gradient, autograd would not call `_JoinedTokens.backward`, which sends the
         # gradients back.
         return dataclasses.replace(batch, features=own.requires_grad_(bool(self.trained)))
 
-    def _with_all(self, number: int, batch: MicroBatch) -> MicroBatch:
+    def _add_arrived(self, number: int, batch: MicroBatch) -> MicroBatch:
         own, bounds = batch.features, [*accumulate(batch.arriving_rows, initial=0)]
         arrived = own.new_empty(bounds[-1], own.size(1))
         parts = [(w, start, stop) for w, (start, stop) in zip(self._workers, pairwise(bounds)) if stop > start]
@@ -242,9 +254,9 @@ class VisionOwner(ExchangeSide):
         def send_back(grad: torch.Tensor) -> None:
             for worker, start, stop in parts:
                 self.send(number, grad[start:stop], worker, self._links.to_worker)
-            self.retire(number - self._window.behind)
+            self.release_sent(number - self._window.behind)
 
-        return dataclasses.replace(batch, features=_Joined.apply(own, arrived, send_back))
+        return dataclasses.replace(batch, features=_JoinedTokens.apply(own, arrived, send_back))
 
 
 class RemoteOwner(VisionOwner):
@@ -286,8 +298,8 @@ class RemoteOwner(VisionOwner):
 
 
 @dataclass(slots=True)
-class _Open:
-    """Image tokens that wait for their gradient."""
+class _Awaited:
+    """Image tokens that this rank has encoded and whose gradient it awaits."""
 
     number: int  # index of the micro batch
     encoded: torch.Tensor
@@ -314,8 +326,9 @@ class VisionWorker(ExchangeSide):
     ) -> None:
         super().__init__(encoder, links)
         self._encode, self._owners, self._tp = encode, owners, tp
+        # Links connect only the first of the ranks that share a copy; it broadcasts to the others.
         self._is_first = tp is None or tp.rank() == 0
-        self._open: deque[_Open] = deque()
+        self._awaited: deque[_Awaited] = deque()
         self._unsent: deque[tuple[int, torch.Tensor, int]] = deque()
 
     def prepare(self, device: torch.device) -> None:
@@ -323,25 +336,26 @@ class VisionWorker(ExchangeSide):
         self.part.to(device)
         super().prepare(device)
         fuse_gradients(self.part)
-        self._weights = WholeParameters(self._params, self._params[0].dtype, self._tp)
-        self._grads = WholeParameters(self.trained, torch.float32, self._tp)
+        self._weights = FlatParameters(self._params, self._params[0].dtype, self._tp)
+        self._grads = FlatParameters(self.trained, torch.float32, self._tp)
         if self._tp is None:  # parameters and gradients are views of the exchanged tensors
-            for param, place in zip(self._params, self._weights.own):
+            for param, place in zip(self._params, self._weights.shards):
                 param.data = place
-        for param, place in zip(self.trained, self._grads.own):
+        for param, place in zip(self.trained, self._grads.shards):
             param.main_grad = place if self._tp is None else torch.zeros_like(place)
             param.grad_added_to_main_grad = False
             param.register_post_accumulate_grad_hook(add_to_main_grad)
         if self._is_first:
             warm_up_links(self._links, self._owners, device, is_owner=False)
 
-    def get_weights(self) -> None:
+    def receive_weights(self) -> None:
         """Get the owner's weights, at the beginning of a step."""
-        if moving := self._moving():
-            self._receive(self._weights.numbers[: sum(self._weights.sizes[: len(moving)])], self._owners[0])
-            if self._tp is not None:
-                foreach_copy([param.detach() for param in moving], self._weights.own[: len(moving)])
-        self.retire(math.inf)
+        if sent := self._params_to_send():
+            # Trained parameters come first in the flat tensor, so those that are sent are its beginning.
+            self._receive(self._weights.flat[: sum(self._weights.sizes[: len(sent)])], self._owners[0])
+            if self._tp is not None:  # otherwise the parameters are views of the flat tensor
+                foreach_copy([param.detach() for param in sent], self._weights.shards[: len(sent)])
+        self.release_sent(math.inf)
 
     def _receive(self, numbers: torch.Tensor, owner: int) -> None:
         if self._is_first:
@@ -356,7 +370,7 @@ class VisionWorker(ExchangeSide):
             if self._is_first:
                 self._unsent.append((number, encoded.detach(), owner))
             if encoded.requires_grad:
-                self._open.append(_Open(number, encoded, owner))
+                self._awaited.append(_Awaited(number, encoded, owner))
 
     def send_until(self, last: float) -> None:
         """Begin to send the tokens of this rank's images, up to and including those of micro batch `last`."""
@@ -365,7 +379,7 @@ class VisionWorker(ExchangeSide):
 
     def expect_until(self, last: float) -> None:
         """Begin to receive the gradients of this rank's images, up to and including those of micro batch `last`."""
-        for tokens in self._open:
+        for tokens in self._awaited:
             if tokens.number <= last and tokens.grad is None:
                 tokens.grad = torch.empty_like(tokens.encoded)
                 if self._is_first:
@@ -374,8 +388,8 @@ class VisionWorker(ExchangeSide):
     def backward_until(self, last: float) -> None:
         """Run the backward pass of this rank's images, up to and including those of micro batch `last`."""
         self.expect_until(last)
-        while self._open and self._open[0].number <= last:
-            tokens = self._open.popleft()
+        while self._awaited and self._awaited[0].number <= last:
+            tokens = self._awaited.popleft()
             if self._is_first:
                 tokens.arrival.wait()
             if self._tp is not None:
@@ -389,7 +403,7 @@ class VisionWorker(ExchangeSide):
         message, number = words.tolist()
         return Message(message), number
 
-    def say_whether_to_stop(self, should_stop: bool) -> None:
+    def send_stop_flag(self, should_stop: bool) -> None:
         """Tell the owner, after a step, whether this rank was told to stop."""
         flag = torch.tensor([int(should_stop)], device=self._device)
         if self._tp is not None:
@@ -403,19 +417,20 @@ class VisionWorker(ExchangeSide):
         if not self.trained:
             return
         if self._tp is not None:
-            self._join_gradients(self._tp)
+            self._gather_gradients(self._tp)
         if self._is_first:
-            self._links.to_owner.send([self._grads.numbers], self._owners[0], 0).wait()
+            self._links.to_owner.send([self._grads.flat], self._owners[0], 0).wait()
+        # A copy has no optimizer whose `zero_grad` would do it.
         foreach_zero([param.main_grad for param in self.trained])
 
-    def _join_gradients(self, tp: ProcessGroup) -> None:
-        """Assemble whole gradients on the first tensor-parallel rank."""
-        self._grads.numbers.zero_()
-        parts = zip(self.trained, self._grads.own, self._grads.divided)
+    def _gather_gradients(self, tp: ProcessGroup) -> None:
+        """Join the shards of the gradients to whole ones on the first tensor-parallel rank."""
+        self._grads.flat.zero_()
+        parts = zip(self.trained, self._grads.shards, self._grads.divided)
         # Undivided parameters have a gradient on every tensor-parallel rank; only the first rank's is taken.
         taken = [(param, grad) for param, grad, divided in parts if divided or self._is_first]
         foreach_copy([grad for _, grad in taken], [param.main_grad for param, _ in taken])
-        dist.reduce(self._grads.numbers, group=tp, group_dst=0)
+        dist.reduce(self._grads.flat, group=tp, group_dst=0)
 
 
 class PipelineWorker(VisionWorker):
@@ -440,7 +455,7 @@ class PipelineWorker(VisionWorker):
 
     def encoded(self, batches: Iterator[MicroBatch], count: int) -> Iterator[MicroBatch]:
         """Return `count` micro batches, in order; their images are encoded ahead, as the window allows."""
-        self.get_weights()
+        self.receive_weights()
         coming = enumerate(islice(batches, count))
         waiting: deque[MicroBatch] = deque()
 
@@ -455,26 +470,30 @@ class PipelineWorker(VisionWorker):
 
         def in_order() -> Iterator[MicroBatch]:
             for number in range(count):
+                # The generator stands here just before this rank's forward pass of `number`, when it has the hidden
+                # states of the previous rank. First messages, then work that may make CUDA wait for the whole device.
                 self.send_until(number + self._messages.ahead)
                 self.expect_until(number - self._messages.behind)
                 self.backward_until(number - self._window.behind)
                 encode_next(number)
-                self.retire(number)
+                self.release_sent(number)
                 yield waiting.popleft()
 
         return in_order()
 
 
-class WholeParameters:
-    """One tensor with room for whole parameters, where this rank may hold only slices of some.
+class FlatParameters:
+    """One flat tensor with room for whole parameters, of some of which this rank may hold only a shard.
 
     Args:
         params: this rank's parameters, with the marks of `mark_tensor_parallel`.
         tp: ranks that divide the marked parameters; None: no parameter is divided.
 
     Attributes:
-        numbers: the numbers of all whole parameters, one parameter after another.
-        own: views of this rank's part of each parameter.
+        flat: the numbers of all whole parameters, one parameter after another.
+        sizes: numbers of each whole parameter.
+        shards: views of this rank's part of each parameter.
+        divided: for each parameter whether the ranks divide it.
     """
 
     def __init__(self, params: Sequence[torch.nn.Parameter], dtype: torch.dtype, tp: ProcessGroup | None) -> None:
@@ -485,9 +504,9 @@ class WholeParameters:
                 shape[param.partition_dim] *= tp.size()
         self.sizes = [math.prod(shape) for shape in shapes]
         device = params[0].device if params else None
-        self.numbers = torch.zeros(sum(self.sizes), dtype=dtype, device=device)
-        wholes = [part.view(shape) for part, shape in zip(self.numbers.split(self.sizes), shapes)]
-        self.own = [
+        self.flat = torch.zeros(sum(self.sizes), dtype=dtype, device=device)
+        wholes = [part.view(shape) for part, shape in zip(self.flat.split(self.sizes), shapes)]
+        self.shards = [
             whole.chunk(tp.size(), param.partition_dim)[tp.rank()] if divided else whole
             for param, whole, divided in zip(params, wholes, self.divided)
         ]

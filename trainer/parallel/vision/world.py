@@ -60,7 +60,7 @@ class VisionWorld:
     def is_vision(self) -> bool:
         return self.rank >= self.language_ranks
 
-    def publish_index(self, replica: int, place: int | None) -> None:
+    def publish_place(self, replica: int, place: int | None) -> None:
         """Publish this process's index in tensor and context parallel of its replica of the language model; None: it is
         not a first pipeline rank."""
         self.store.set(f"place/{self.rank}", "" if place is None else f"{replica} {place}")
@@ -118,8 +118,8 @@ def join(
 
 
 @dataclass(slots=True)
-class Serving:
-    """A rank that encodes images until the training ends."""
+class VisionServer:
+    """The loop of a rank that encodes images until the training ends."""
 
     run: RunConfig
     device: torch.device
@@ -146,7 +146,7 @@ class Serving:
             elif message is Message.TRAIN:
                 self._encode(islice(batches, per_step))
                 self.worker.finish_backward()
-                self.worker.say_whether_to_stop(self.should_stop)
+                self.worker.send_stop_flag(self.should_stop)
             else:
                 with torch.no_grad():
                     self._encode(self._prefetched(self.heldout, self._heldout_bins()))
@@ -169,16 +169,16 @@ class Serving:
 
     def _encode(self, batches: Iterator[MicroBatch]) -> None:
         """Encode the images of some micro batches, which alternate between the replicas."""
-        self.worker.get_weights()
+        self.worker.receive_weights()
         behind, turns = self.window * len(self.owners), len(self.owners)
         for number, batch in enumerate(batches):
             self.worker.backward_until(number - behind)
-            self.worker.retire(number - behind)
+            self.worker.release_sent(number - behind)
             self.worker.encode(number, batch.to(self.device), self.owners[number % turns])
             self.worker.send_until(number)
 
 
-def images_of(assignment: Assignment, parallel: ParallelConfig, dp: int) -> RankSlice:
+def encoder_slice(assignment: Assignment, parallel: ParallelConfig, dp: int) -> RankSlice:
     """Return the part of a bin that a rank with this assignment reads."""
     places = parallel.cp * parallel.tp
     return RankSlice(
