@@ -49,7 +49,7 @@ def _in_row(shape: Sequence[int], row: int, first: int, last: int) -> Iterator[t
 
 def _pieces(place: Stored, key: str, numbers: torch.Tensor, first: int) -> Iterator[ShardedTensor]:
     """Yield consecutive numbers of a parameter, from flat index `first` on, as parts of the whole model's tensor."""
-    start = 0
+    start = 0  # of the part, as a flat index into the parameter
     # The two halves of a gated MLP are two parts of the tensor, and follow each other in the parameter.
     for part in place.build() if isinstance(place, ShardedTensorFactory) else [place]:
         shape, stacked = part.data.shape, part.prepend_axis_num
@@ -71,7 +71,7 @@ def _pieces(place: Stored, key: str, numbers: torch.Tensor, first: int) -> Itera
         start += shape.numel()
 
 
-def _whole(place: Stored, key: str, dtype: torch.dtype) -> Stored:
+def _request_whole(place: Stored, key: str, dtype: torch.dtype) -> Stored:
     """Return the request to load a whole parameter's tensor, from which the optimizer takes its share."""
     data = torch.empty(place.data.shape, dtype=dtype)
     of_data = {} if isinstance(place, ShardedTensorFactory) else {"dtype": dtype}
@@ -82,13 +82,14 @@ def _param_state(
     optimizer: DistributedOptimizer, model_state: dict[str, Any], is_loading: bool = False, metadata: object = None
 ) -> dict[int, dict[str, object]]:
     """Return parameter index -> name -> its pieces; when loading, the whole tensors that the optimizer requests."""
+    # The model's entries by parameter: the data of an entry is the parameter itself.
     places = {place.data: place for place in nested_values(extract_sharded_tensors_and_factories(model_state)[0])}
     moments = getattr(optimizer.optimizer, "moments", torch.float32)
     dtypes = dict.fromkeys(_TENSORS, moments) | {"param": torch.float32}
     state: dict[int, dict[str, object]] = {}
     for number, param in enumerate(param for buffer in optimizer.buffers for param in buffer.param_index_map):
         if is_loading:
-            state[number] = {key: _whole(places[param], key, dtypes[key]) for key in _TENSORS}
+            state[number] = {key: _request_whole(places[param], key, dtypes[key]) for key in _TENSORS}
             continue
         if param in optimizer.model_param_gbuf_map:  # otherwise only other ranks hold it
             first = first_held(optimizer, param)

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from dataset_builders.errors import DamagedFile, InputError
 from trainer.checkpoint import optimizer_state
-from trainer.checkpoint.directory import keep_aside, newest_path
+from trainer.checkpoint.directory import newest_path, rename_damaged
 from trainer.checkpoint.reader import CheckpointNotTrusted, CommonState, check_metadata
 from trainer.contract.checkpoint import KEPT_ASIDE, check_state_file, read_checkpoint_record, state_files
 from trainer.layers.lora.convert import trained_parameters
@@ -33,16 +33,17 @@ log = logging.getLogger("athanor.trainer")
 _SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 
-def newest_whole(directory: Path, mesh: Mesh) -> Path | None:
+def newest_undamaged(directory: Path, mesh: Mesh) -> Path | None:
     """Return the newest undamaged checkpoint of a directory, or None; a collective. A newer, damaged checkpoint is
     renamed and reported in the log."""
     # Only rank 0 lists and renames, and all ranks use its path, so that no two resume from different steps.
     while path := mesh.from_main(newest_path(directory) if mesh.is_main else None):
+        # Every rank must know of a damage in another rank's share, or ranks would go on differently.
         damages = [damage for damage in mesh.gather(_damage_of(path, mesh)) if damage]
         if not damages:
             return path
         if mesh.is_main:
-            aside = keep_aside(path)
+            aside = rename_damaged(path)
             older = newest_path(directory)
             log.warning(
                 "%s; it %s %s, and the training %s",
@@ -79,9 +80,10 @@ def load(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer
         chunks[0].load_checkpoint_state(state, optimizer)
         return
     _load_models([chunk.module for chunk in chunks], state)
+    # Rank 0's number of updates was loaded: see `_set_updates`.
     _set_updates(state["optimizer"], step)
     optimizer.load_state_dict(state["optimizer"])
-    _unshare_adam_step(optimizer)
+    _separate_adam_steps(optimizer)
 
 
 def _check_sharding(chunk: DistributedDataParallel | FullyShardedModel, checkpoint: Path) -> None:
@@ -126,11 +128,12 @@ def state_of(
     chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, step: int, *, loading: bool
 ) -> dict[str, Any]:
     """Return the sharded state of this rank, for megatron-core to save or to load into. A state to save holds views."""
-    _give_adam_its_state(optimizer)
+    _zero_adam_state(optimizer)
     rank = torch.distributed.get_rank()
     random_state = ShardedObject("rng", random_states(), (1,), (0,), replica_id=rank)  # rank 0 writes it, all read it
     if isinstance(chunks[0], FullyShardedModel):
         return {**chunks[0].checkpoint_state(optimizer, step), "rng": random_state}
+    # Before the optimizer's state, which is made from the same entries.
     model_state = {name: state_of_model(model) for name, model in _named([chunk.module for chunk in chunks])}
     optimizer_state.install()
     sharded = optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=_SHARDING)
@@ -174,15 +177,12 @@ def _failures(error: BaseException) -> dict[int, BaseException]:
     return {rank: failure for rank, (failure, _) in failures.items()}
 
 
-def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    return getattr(optimizer, "chained_optimizers", [optimizer])
-
-
 def _torch_adams(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
-    return [part.optimizer for part in _parts(optimizer) if isinstance(part.optimizer, torch.optim.AdamW)]
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part.optimizer for part in chained if isinstance(part.optimizer, torch.optim.AdamW)]
 
 
-def _give_adam_its_state(optimizer: MegatronOptimizer) -> None:
+def _zero_adam_state(optimizer: MegatronOptimizer) -> None:
     """Give torch's AdamW a zero state before its first step, because megatron-core needs one to save or to load."""
     for adam in _torch_adams(optimizer):
         dtype = getattr(adam, "moments", None)  # None: the parameter's
@@ -193,7 +193,7 @@ def _give_adam_its_state(optimizer: MegatronOptimizer) -> None:
                     adam.state[param] = {"step": torch.tensor(0.0), **zeros}
 
 
-def _unshare_adam_step(optimizer: MegatronOptimizer) -> None:
+def _separate_adam_steps(optimizer: MegatronOptimizer) -> None:
     """Give each parameter its own `step` tensor. megatron-core 0.16.1 loads one tensor into all parameters, so that
     each update would count once per parameter."""
     for adam in _torch_adams(optimizer):

@@ -63,15 +63,17 @@ class Checkpointer:
         self._writing: Future[Written] | None = None
         self._deleting: Future[None] | None = None
         self._step, self._begun, self._blocked = step, 0.0, 0.0
+        # The sizes of a save are known before the first step, and equal in all saves: so its memory is made once.
         sizes = _sizes(state_of(chunks, optimizer, step, loading=False))
         self._size = sum(mesh.gather(sum(sizes)))
-        self._look_at_the_disk(step)
+        self._check_disk_space(step)
         self._memory = self._make_memory(sizes, step)
 
     def __enter__(self) -> "Checkpointer":
         return self
 
     def __exit__(self, *_error: object) -> None:
+        # `finish` was called before, unless the training fails: its unfinished save is deleted at the next start.
         self._ended.set()
         self._thread.shutdown()
         if self._memory is not None:
@@ -84,7 +86,7 @@ class Checkpointer:
 
     def save(self, step: int) -> None:
         """Save the current state of everything that a resume needs. An asynchronous save writes its files later."""
-        self.finish()
+        self.finish()  # one save at a time: the host memory holds one copy
         self._step, self._begun = step, time.perf_counter()
         self._work = self._directory / f"saving-{checkpoint_name(step)}"
         self._on_main(self._begin)
@@ -108,11 +110,13 @@ class Checkpointer:
         concurrent.futures.wait([self._writing])
         if self._memory is not None and time.perf_counter() - started > _WORTH_SAYING:
             log.info("waited %.1f s for %s to be written", time.perf_counter() - started, checkpoint_name(self._step))
+        # `_writing` is None before anything can fail, so that a second call does not wait for the failed save again.
         error, writing, self._writing = self._writing.exception(), self._writing, None
         for rank, failure in enumerate(self._mesh.gather(error and (str(_first(error)) or repr(error)))):
             if failure is not None:
                 self._fail(f"rank {rank}: {failure}")
         self._file.written = writing.result()
+        # megatron-core's own functions gather the ranks' results and write `.metadata`.
         for finalize in self._finalize:
             finalize()
         self._on_main(self._publish)
@@ -138,19 +142,19 @@ class Checkpointer:
             return None
         return HostMemory(sizes, self._mesh.device)
 
-    def _look_at_the_disk(self, step: int) -> None:
+    def _check_disk_space(self, step: int) -> None:
         problem = None
         if self._mesh.is_main:
             self._directory.mkdir(parents=True, exist_ok=True)
             directory.delete_leftovers(self._directory)
-            problem = directory.missing_room(self._run, self._size, step)
+            problem = directory.lacks_space_for_run(self._run, self._size, step)
         if problem := self._mesh.from_main(problem):
             raise InputError(problem)
 
     def _begin(self) -> None:
         if self._deleting is not None:
             self._deleting.result()
-        if problem := directory.too_little(self._directory, self._size, f"checkpoint {checkpoint_name(self._step)}"):
+        if problem := directory.lacks_space(self._directory, self._size, f"checkpoint {checkpoint_name(self._step)}"):
             raise OSError(problem)
         self._work.mkdir()
 
@@ -168,10 +172,11 @@ class Checkpointer:
             record["base"] = {"hf_dir": str(self._run.hf_dir), "digest": self._run.base_digest}
         write_checkpoint_record(self._work, record)
         final = self._directory / checkpoint_name(self._step)
-        if final.exists():
+        if final.exists():  # a rename onto a directory that is not empty would fail
             directory.delete(final)
         self._work.rename(final)
-        for old in directory.not_kept(self._directory, self._run.execution.checkpoint):
+        # On the writer's thread, so that the training does not wait for the deletion of large files.
+        for old in directory.checkpoints_to_delete(self._directory, self._run.execution.checkpoint):
             self._deleting = self._thread.submit(directory.delete, old)
 
     def _on_main(self, work: Callable[[], None]) -> None:

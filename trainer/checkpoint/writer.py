@@ -84,10 +84,10 @@ class RankFile(FileSystemWriterAsync):
             return Written([], 0)
         with path.open("wb") as file:
             stream = _DigestingStream(file, ended)
-            entries = [*self._objects, *zip(self._items, (None for _ in self._items))]
             on_cpu = iter(tensors)
-            for item, data in entries:
+            for item, data in [*self._objects, *((item, None) for item in self._items)]:
                 place = stream.tell()
+                # Taken one by one: a synchronous save copies the next tensor while this one is written.
                 data = next(on_cpu) if data is None else data
                 result = write_entry(self.transforms, stream, data, item, self._name, SerializationFormat.TORCH_SAVE)
                 results.append(result)

@@ -78,6 +78,7 @@ class _Count:
         pixels = forward["per_patch"]  # reduced below by the matrices of the table; the product with the pixels remains
         for rule in (rule for rule in self.rules if not rule.ours.startswith("language.")):
             merger = rule.ours.rsplit(".", 2)[0] if self.family.part_of(rule.ours) == "merger" else None
+            # Mergers branch off the encoder: what one of them trains sends no gradient through the next.
             before = flows if merger is None else mergers.get(merger, flows)
             if "linear_proj.weight" in rule.ours:
                 self.flops["per_patch_squared"] += attention * (1 + 2 * flows)
@@ -90,6 +91,7 @@ class _Count:
                 flows = after
             else:
                 mergers[merger] = after
+        # Pixels need no gradient, so the product with them costs once more only for its weight.
         self.flops["per_patch"] += pixels * (1 + is_embedding_trained)
         return flows or any(mergers.values())
 
@@ -104,7 +106,7 @@ class _Count:
         for number in range(decoder.num_layers):
             before, after, squared = decoder.layers[number].flops
             is_after = [_AFTER_ATTENTION.search(rule.ours) is not None for rule in layers[number]]
-            split = is_after.index(True)
+            split = is_after.index(True)  # the table has a layer's weights in the order of the forward pass
             flows = self._half(layers[number][:split], before, "per_token", flows)
             self.flops["per_token_squared"] += squared * (1 + 2 * flows)
             is_last = number == decoder.num_layers - 1 and decoder.mtp is None

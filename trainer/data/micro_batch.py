@@ -132,6 +132,7 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Return the same batch on `device`, copied asynchronously if pinned."""
+        # The views of one piece of memory are made again on the device, after a single copy.
         small = {} if self.small is None else self.small.to(device).views()
         others = {name: tensor for name, tensor in self.tensors().items() if name not in small}
         return self._with(small | {name: tensor.to(device, non_blocking=True) for name, tensor in others.items()})
@@ -168,11 +169,13 @@ def make_micro_batch(
     bounds = _segment_bounds(samples, seq_len, part.pad_multiple)
     whole = _lay_out(samples, geometry, bounds)
     order = zigzag_order(bounds, part.cp)
+    # This rank's tokens, as indices into the bin. Every rank has as many, so that a reshape divides them.
     places = order.reshape(part.cp, -1)[part.cp_rank]
     held = places if geometry.predicts_second else places[:0]
     second_index = np.flatnonzero(whole.is_second[held])
     loss_index = np.flatnonzero(whole.is_loss[places])
     sample_bounds = np.array(bounds[: len(samples) + 1])
+    # A rank holds 1 / cp of each segment, segment after segment, so a sample's tokens begin at its start / cp.
     loss_bounds = loss_index.searchsorted(sample_bounds // part.cp)
     grids = np.concatenate([np.empty((0, 3), np.int32), *(s.image_grid_thw for s in samples)])
     return MicroBatch(
@@ -181,6 +184,7 @@ def make_micro_batch(
         position_ids=torch.from_numpy(whole.positions.take(places, axis=1)),
         cu_seqlens=torch.tensor(bounds, dtype=torch.int32),
         max_seqlen=int(np.diff(bounds).max()),
+        # What no layer needs is an empty slice: fewer bytes to copy, and one type for all cases.
         cp_order=torch.from_numpy(order if part.cp > 1 else order[:0]),
         chunks=PackedChunks.of(bounds) if geometry.in_chunks else None,
         is_token=torch.from_numpy(whole.is_token[places if geometry.marks_padding else places[:0]]),
@@ -232,6 +236,7 @@ def _lay_out(samples: Sequence[TokenizedSample], geometry: Geometry, bounds: Seq
         grids = (sample.image_grid_thw // (1, merge, merge)).tolist()
         starts = _image_starts(sample, grids, geometry.image_token_id)
         whole.positions[:, begin:end] = geometry.positions(end - begin, starts, grids)
+        # Tokens before the last; the last of a sample, and padding, keep their own place.
         whole.next[begin : end - 1] += 1
         whole.is_second[begin : max(begin, end - 2)] = sample.loss_mask[2:]
     return whole
@@ -280,6 +285,7 @@ def _vision_fields(
         image_patches = grids.prod(1)
         share = share_images(image_patches.tolist(), merge**2, part)
         # The gathered row of each image token of the bin; -1 for every other token.
+        # The image tokens of a bin stand in the order of its images, which `joined_ranges` follows.
         row_at = np.full(len(whole.ids), -1)
         first_rows = np.array(share.first_rows, np.int64)
         row_at[whole.ids == geometry.image_token_id] = joined_ranges(first_rows, image_patches // merge**2)
@@ -362,7 +368,7 @@ class OneCopy:
         places, start = {}, 0
         for name, tensor in tensors.items():
             places[name] = _Place(start, start + tensor.nbytes, tensor.dtype, tensor.shape)
-            start += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+            start += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT  # a view needs its dtype's alignment, kernels more
         copied = cls(torch.empty(start, dtype=torch.uint8, pin_memory=pin), places)
         for view, tensor in zip(copied.views().values(), tensors.values(), strict=True):
             view.copy_(tensor)

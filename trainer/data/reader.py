@@ -91,6 +91,7 @@ def prefetch(
         try:
             for number in numbers:
                 queue.append(pool.submit(load, number))
+                # A generator: nothing is read ahead before the first batch is asked for.
                 if len(queue) > max(depth, num_workers):
                     yield queue.popleft().result()
             while queue:

@@ -145,7 +145,7 @@ def set_up(run: RunConfig, mesh: Mesh) -> Trainer:
     order = training_order(run, shape, readers[0], mesh.dp_rank, mesh.dp)
     cost = training_cost(shape, family, run.train)
     trainer = Trainer(run, family, shape, chunks, optimizer, order, readers[1], cost, context)
-    newest = checkpoint.newest_whole(run.output_dir / CHECKPOINTS, mesh)
+    newest = checkpoint.newest_undamaged(run.output_dir / CHECKPOINTS, mesh)
     if newest is not None:
         trainer.step = read_step(newest, run)
         checkpoint.load(chunks, optimizer, newest, mesh)
