@@ -114,6 +114,7 @@ class DecoderBlock(TransformerBlock):
         rotation = Rotation.of(torch.zeros(num_tokens, rotary_pairs, device=device))
         routed = None
         if any(layer.routes_tokens for layer in self.layers):
+            # A graph reads only the tensor. The numbers are for the auxiliary loss, with which there are no graphs.
             rows = num_tokens // (self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1)
             routed = RoutedTokens(torch.ones(rows, dtype=torch.bool, device=device), 0, 0, ())
         self.graphs = LayerGraphs(list(self.layers), rotation, num_interrupted, num_slots, routed)
@@ -135,12 +136,14 @@ class DecoderBlock(TransformerBlock):
     ) -> torch.Tensor:
         """Map (s, 1, D) to (s, 1, D), or only to the selected rows, which the last layer selects."""
         hidden = hidden_states if self.pre_process else self.input_tensor
+        # As in megatron-core's own block: the transposed embedding of a single sample is a view.
         hidden = make_viewless_tensor(inp=hidden, requires_grad=True, keep_graph=True)
 
         def go_between(layer: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
             return hidden if between is None else between(layer.layer_number - 1, hidden)
 
         if self.graphs is not None and torch.is_grad_enabled():
+            # After the last attention the number of rows differs from bin to bin, so that part has no graph.
             hidden, attended = self.graphs(hidden, rotation, segments, go_between)
             last = self.layers[-1]
             hidden, delta = last.after_attention(hidden, attended, rows, segments.routed)

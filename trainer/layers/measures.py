@@ -57,6 +57,7 @@ class PartClock:
         seconds: dict[str, float] = defaultdict(float)
         for name, start, stop in spans:
             if self._cuda:
+                # The host waits here only if it is ahead of the device: the spans are those of earlier steps.
                 stop.synchronize()
             seconds[name] += start.elapsed_time(stop) / 1e3 if self._cuda else stop - start
         return seconds
@@ -107,6 +108,7 @@ class Reports:
     def metrics(self, numbers: Sequence[float], group: dist.ProcessGroup | None = None) -> dict[str, float]:
         """Return the metrics of all ranks' reports, given this rank's `sums` one after the other; a collective of the
         hosts in `group`, or of the world."""
+        # A sum of zeros is left out: this rank's tensor waits for a layer that did not report since the last line.
         mine, start = {}, 0
         for key, values in self._sums.items():
             stop = start + len(values)

@@ -95,9 +95,9 @@ def shared_config(dtype: torch.dtype) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "attention_softmax_in_fp32": True,
-        "calculate_per_token_loss": True,
-        "use_cpu_initialization": not torch.cuda.is_available(),
-        "perform_initialization": False,
+        "calculate_per_token_loss": True,  # a mean over the tokens of the global batch, not of each micro batch
+        "use_cpu_initialization": not torch.cuda.is_available(),  # where parameters are allocated
+        "perform_initialization": False,  # weights are loaded; megatron-core then sets no marks, see below
         # Fusions that need CUDA stay off, because Transformer Engine has its own.
         "bias_dropout_fusion": False,
         "bias_activation_fusion": False,

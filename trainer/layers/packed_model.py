@@ -60,11 +60,13 @@ class PackedModel(MegatronModule):
         self.shape, self.parallel, self.mesh, self.groups = shape, parallel, mesh, mesh.groups
         pp, stage = mesh.groups.pp, vp_stage or 0
         self.vp_stage = vp_stage
+        # megatron-core's names for "has the embedding" and "has the output layer"; its schedules read them.
         self.pre_process = pp.rank() == 0 and stage == 0
         self.post_process = pp.rank() == pp.size() - 1 and stage == parallel.vpp - 1
         self.model_type = ModelType.encoder_or_decoder  # the schedules read it
         self.share_embeddings_and_output_weights = shape.language.tie_word_embeddings
         self.seq_len = seq_len
+        # A training replaces both by those of its `StepContext`; a chunk that is built for something else has its own.
         self.clock = PartClock()
         self.reports = Reports()
         # Where ranks divide the experts, the host waits for the numbers of rows, and a graph cannot.
@@ -77,6 +79,7 @@ class PackedModel(MegatronModule):
         self.build_parts(config.params_dtype, modules)
         first = get_transformer_layer_offset(config, vp_stage, pp.rank())
         numbers = range(first, first + get_num_layers_to_build(config, vp_stage, pp.rank()))
+        # Specs of all layers, because those of other chunks decide with the own whether a checkpoint stacks layers.
         kinds = [self.layer_spec(modules, layer) for layer in shape.language.layers]
         self.language = LanguageModel(
             config,
@@ -136,6 +139,7 @@ class PackedModel(MegatronModule):
             layers.append(self.language.mtp.layer)
         for layer in layers:
             if layer.routes_tokens:
+                # megatron-core counts layers from 1.
                 layer.mlp.prepare_training(train, layer.layer_number - 1, self.reports)
 
     def prepare_pixels(self, patch_format: PatchFormat) -> None:

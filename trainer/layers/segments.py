@@ -41,6 +41,7 @@ def mrope_angles(position_ids: torch.Tensor, shape: DecoderShape) -> torch.Tenso
     (transformers 5.23, Qwen3VLTextRotaryEmbedding.recomposition_frequencies).
     """
     inverse = inverse_frequencies(shape.rope_theta, shape.rotary_dim, position_ids.device)
+    # float32 is exact up to position 2^24.
     angles = position_ids[..., None].float() * inverse
     mixed = angles[0].clone()
     for axis in (1, 2):
@@ -65,7 +66,7 @@ class Rotation(NamedTuple):
 
     def rotate(self, x_Thd: torch.Tensor) -> torch.Tensor:
         """Rotate queries or keys, each token by its angles."""
-        cos, sin = self.cos[:, None], self.sin[:, None]
+        cos, sin = self.cos[:, None], self.sin[:, None]  # the same for all heads
         turned, rest = x_Thd.split((2 * cos.size(-1), x_Thd.size(-1) - 2 * cos.size(-1)), dim=-1)
         first, second = turned.float().chunk(2, dim=-1)
         turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_Thd.dtype)
@@ -205,7 +206,6 @@ class PackedSegments(PackedSeqParams):
         """
         starts, stops = self.cu_seqlens_q[:-1].long(), self.cu_seqlens_q[1:].long()
         lengths = stops - starts
-        # One padded call for all segments would be quadratic in the longest; one call for each made 60 calls a layer.
         width = torch.pow(2, torch.ceil(torch.log2(lengths.clamp(min=1).double()))).long()
         groups = []
         # One padded call would be quadratic in the longest segment, which may be the padding at the end of the bin. One

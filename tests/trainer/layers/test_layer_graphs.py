@@ -19,7 +19,7 @@ from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import ExpertsConfig
 from trainer.layers import cuda_graphs as layer_graphs
 from trainer.layers.attention_cores import TorchVarlenAttention
-from trainer.layers.cuda_graphs import GraphSection, Slot, plan_pieces
+from trainer.layers.cuda_graphs import GraphSection, Slot, divide_into_pieces
 from trainer.layers.segments import Places, Rotation, joined
 from trainer.loop import train as loop
 from trainer.parts.attention import module as attention
@@ -55,17 +55,17 @@ def test_pieces_lie_between_attentions():
     layers = [MagicMock(layer_number=number) for number in (1, 2, 3, 4)]
     rotation = Rotation(*torch.zeros(2, 1, 1))
     joined = [(None, 1), (1, 2), (2, 3), (3, 4)]
-    assert numbers(plan_pieces(layers, 0, rotation)) == joined
+    assert numbers(divide_into_pieces(layers, 0, rotation)) == joined
     cut = [(None, 1), (1, None), (None, 2), (2, 3), (3, 4)]
-    assert numbers(plan_pieces(layers, 1, rotation)) == cut
-    assert numbers(plan_pieces(layers[:1], 0, rotation)) == [(None, 1)]
+    assert numbers(divide_into_pieces(layers, 1, rotation)) == cut
+    assert numbers(divide_into_pieces(layers[:1], 0, rotation)) == [(None, 1)]
 
 
 def test_every_parameter_before_the_last_attention_belongs_to_one_piece(pair):
     layers = list(pair.ours.language.decoder.layers)
     last = layers[-1]
     after = {id(p) for m in (last.self_attention.linear_proj, last.pre_mlp_layernorm, last.mlp) for p in m.parameters()}
-    pieces = plan_pieces(layers, 1, Rotation(*torch.zeros(2, 1, 1)))
+    pieces = divide_into_pieces(layers, 1, Rotation(*torch.zeros(2, 1, 1)))
     found = [id(param) for piece in pieces for param in piece.trained]
     after |= {id(param) for layer in layers for param in used_in_attention(layer)}
     assert sorted(found) == sorted({id(param) for layer in layers for param in layer.parameters()} - after)
@@ -76,7 +76,10 @@ def in_pieces(model, num_slots: int = 1, num_interrupted: int | None = None):
     """Call each piece in place of its graph."""
     decoder = model.language.decoder
     num_interrupted = model.shape.num_deepstack if num_interrupted is None else num_interrupted
-    with patch.object(Slot, "capture"), patch.object(layer_graphs, "_stand_ins", lambda _: contextlib.nullcontext()):
+    with (
+        patch.object(Slot, "capture"),
+        patch.object(layer_graphs, "_substitute_parameters", lambda _: contextlib.nullcontext()),
+    ):
         decoder.capture(model.seq_len, model.shape.language.rotary_dim // 2, num_interrupted, num_slots)
     try:
         yield decoder.graphs

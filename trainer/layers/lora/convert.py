@@ -29,6 +29,7 @@ def add_adapters(model: torch.nn.Module, layers: Sequence[Adapted], config: Adap
         adapter = LinearAdapter(linear, layer.rule, layer.chosen, config, is_column=_is_column(linear))
         adapter.initialise(layer.modules, seed)
         linear.adapter = adapter
+        # The class and not a wrapper around the module: the names of its parameters stay those of a checkpoint.
         linear.__class__ = _with_adapter(type(linear))
 
 

@@ -51,12 +51,12 @@ def choose_modules(wanted: Wanted, device: torch.device, cp: int = 1) -> Backend
         return TorchModules()
     fast_attention = None
     if modules != "portable" and host.has_flash:
-        _keep_kernels()
+        _cache_compiled_kernels()
         fast_attention = load(_FAST_ATTENTION)
     return FusedModules(fast_attention, cp) if modules == "engine" else PlainModules(fast_attention)
 
 
-def _keep_kernels() -> None:
+def _cache_compiled_kernels() -> None:
     """Let FlashAttention 4, before it is imported, keep compiled kernels in a directory of the user.
 
     On an H200 compiling for one head dim took 9 s, and reading compiled kernels 1 s. Unless asked, it keeps none.
