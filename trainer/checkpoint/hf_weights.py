@@ -101,7 +101,10 @@ def load_hf_weights(
     """
     source = HFTensors(hf_dir)
     table = {rule.ours: rule for rule in stored_rules(rules, source.names())}
-    _check_leftovers(source, table, model, carried)
+    unused = left_over(source, table.values(), tied=model.share_embeddings_and_output_weights)
+    unknown = [name for name in unused if not name.startswith(carried)]
+    if unknown:
+        raise InputError(f"{source.dir}: {len(unknown)} tensors have no place in the model, the first is {unknown[0]}")
     # Only names: an iterator over the parameters would keep replaced ones in memory.
     named = zip(global_names(model), model.named_parameters(), strict=True)
     names = [(name, own) for (name, _), (own, _) in named if ".adapter." not in name]
@@ -158,15 +161,6 @@ def left_over(source: HFTensors, rules: Iterable[Rule], *, tied: bool) -> list[s
     return sorted(source.names() - known)
 
 
-def _check_leftovers(
-    source: HFTensors, table: dict[str, Rule], model: MegatronModule, carried: tuple[str, ...]
-) -> None:
-    names = left_over(source, table.values(), tied=model.share_embeddings_and_output_weights)
-    left = [name for name in names if not name.startswith(carried)]
-    if left:
-        raise InputError(f"{source.dir}: {len(left)} tensors have no place in the model, the first is {left[0]}")
-
-
 FILE_BYTES = 5_000_000_000
 HFStream = Iterator[tuple[str, torch.Tensor | None]]
 
@@ -215,7 +209,12 @@ def save_hf_weights(
         for file, names in files.items():
             of_file = dict(itertools.islice(stream, len(names)))
             if mesh.is_main:
-                ready = {name: _as_stored(tensor, *stored[name]) for name, tensor in of_file.items()}
+                ready = {}
+                for name, tensor in of_file.items():
+                    dtype, shape = stored[name]
+                    # The source may store an expert's matrices transposed, see `EitherWay`.
+                    tensor = tensor if tensor.shape == shape else tensor.transpose(1, 2)
+                    ready[name] = tensor.to("cpu", dtype).contiguous()
                 save_file(ready, out_dir / file, metadata={"format": "pt"})
                 # While the next file's tensors are gathered, this one is digested; its bytes are still in the page
                 # cache.
@@ -225,11 +224,6 @@ def save_hf_weights(
         weight_map = {name: file for file, names in files.items() for name in names}
         write_json(out_dir / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     return [entry.result() for entry in entries]
-
-
-def _as_stored(tensor: torch.Tensor, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
-    """Return a tensor as its directory stores it; an expert's matrices may be transposed there, see `EitherWay`."""
-    return (tensor if tensor.shape == shape else tensor.transpose(1, 2)).to("cpu", dtype).contiguous()
 
 
 def _plan_files(sizes: dict[str, int], file_bytes: int) -> dict[str, list[str]]:
@@ -306,12 +300,10 @@ def _join(rule: Rule, slices: list[torch.Tensor], axis: int | None) -> list[torc
     parts = [rule.packing.split(part, len(rule.hf), len(slices)) for part in slices]
     if axis is None or len(slices) == 1:
         return parts[0]
-    runs = rule.packing.runs(len(rule.hf))
-    return [_joined(same, runs[number], axis) for number, same in enumerate(zip(*parts))]
-
-
-def _joined(slices: Sequence[torch.Tensor], runs: Sequence[int], axis: int) -> torch.Tensor:
-    """Join the ranks' slices of an HF tensor; each rank has a part of every run."""
-    sizes = [slices[0].size(axis) * run // sum(runs) for run in runs]
-    by_run = zip(*(part.split(sizes, axis) for part in slices))
-    return torch.cat([part for run in by_run for part in run], axis)
+    tensors = []
+    for of_ranks, runs in zip(zip(*parts), rule.packing.runs(len(rule.hf))):
+        # Each rank has a part of every run.
+        sizes = [of_ranks[0].size(axis) * run // sum(runs) for run in runs]
+        by_run = zip(*(part.split(sizes, axis) for part in of_ranks))
+        tensors.append(torch.cat([part for run in by_run for part in run], axis))
+    return tensors

@@ -71,13 +71,6 @@ def _pieces(place: Stored, key: str, numbers: torch.Tensor, first: int) -> Itera
         start += shape.numel()
 
 
-def _request_whole(place: Stored, key: str, dtype: torch.dtype) -> Stored:
-    """Return the request to load a whole parameter's tensor, from which the optimizer takes its share."""
-    data = torch.empty(place.data.shape, dtype=dtype)
-    of_data = {} if isinstance(place, ShardedTensorFactory) else {"dtype": dtype}
-    return replace(place, key=f"optimizer.state.{key}.{place.key}", data=data, **of_data)
-
-
 def _param_state(
     optimizer: DistributedOptimizer, model_state: dict[str, Any], is_loading: bool = False, metadata: object = None
 ) -> dict[int, dict[str, object]]:
@@ -89,7 +82,12 @@ def _param_state(
     state: dict[int, dict[str, object]] = {}
     for number, param in enumerate(param for buffer in optimizer.buffers for param in buffer.param_index_map):
         if is_loading:
-            state[number] = {key: _request_whole(places[param], key, dtypes[key]) for key in _TENSORS}
+            # Whole tensors, from which the optimizer takes its share.
+            place, state[number] = places[param], {}
+            for key in _TENSORS:
+                data = torch.empty(place.data.shape, dtype=dtypes[key])
+                of_data = {} if isinstance(place, ShardedTensorFactory) else {"dtype": dtypes[key]}
+                state[number][key] = replace(place, key=f"optimizer.state.{key}.{place.key}", data=data, **of_data)
             continue
         if param in optimizer.model_param_gbuf_map:  # otherwise only other ranks hold it
             first = first_held(optimizer, param)

@@ -72,8 +72,14 @@ def _damage_of(checkpoint: Path, mesh: Mesh) -> str | None:
 
 def load(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, checkpoint: Path, mesh: Mesh) -> None:
     """Fill the chunks of this rank and the optimizer from a checkpoint of any layout; a collective."""
-    _check_sharding(chunks[0], checkpoint)
-    step = read_checkpoint_record(checkpoint)["step"]
+    record = read_checkpoint_record(checkpoint)
+    saved, step = record["parallel"]["sharding"], record["step"]
+    ours = "fsdp" if isinstance(chunks[0], FullyShardedModel) else "distributed_optimizer"
+    if saved != ours:  # the weights would fit, but not the optimizer's state
+        raise InputError(
+            f"{checkpoint} was saved with parallel.sharding={saved}, and this run has parallel.sharding={ours}; set "
+            f"parallel.sharding={saved}, or export it and begin another training from its HF weights"
+        )
     state = _load(state_of(chunks, optimizer, step, loading=True), checkpoint)
     restore_random_states(state["rng"], mesh.groups.tp.rank())
     if isinstance(chunks[0], FullyShardedModel):
@@ -83,18 +89,11 @@ def load(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer
     # Rank 0's number of updates was loaded: see `_set_updates`.
     _set_updates(state["optimizer"], step)
     optimizer.load_state_dict(state["optimizer"])
-    _separate_adam_steps(optimizer)
-
-
-def _check_sharding(chunk: DistributedDataParallel | FullyShardedModel, checkpoint: Path) -> None:
-    """Refuse a checkpoint of the other sharding, whose weights would fit but whose optimizer state does not."""
-    saved = read_checkpoint_record(checkpoint)["parallel"]["sharding"]
-    ours = "fsdp" if isinstance(chunk, FullyShardedModel) else "distributed_optimizer"
-    if saved != ours:
-        raise InputError(
-            f"{checkpoint} was saved with parallel.sharding={saved}, and this run has parallel.sharding={ours}; set "
-            f"parallel.sharding={saved}, or export it and begin another training from its HF weights"
-        )
+    for adam in _torch_adams(optimizer):
+        for of_param in adam.state.values():
+            # megatron-core 0.16.1 loads one `step` tensor into all parameters, so that each update would count once per
+            # parameter.
+            of_param["step"] = of_param["step"].clone()
 
 
 def load_model(models: Sequence[torch.nn.Module], checkpoint: Path) -> None:
@@ -191,14 +190,6 @@ def _zero_adam_state(optimizer: MegatronOptimizer) -> None:
                 if not adam.state[param]:
                     zeros = {name: torch.zeros_like(param, dtype=dtype) for name in ("exp_avg", "exp_avg_sq")}
                     adam.state[param] = {"step": torch.tensor(0.0), **zeros}
-
-
-def _separate_adam_steps(optimizer: MegatronOptimizer) -> None:
-    """Give each parameter its own `step` tensor. megatron-core 0.16.1 loads one tensor into all parameters, so that
-    each update would count once per parameter."""
-    for adam in _torch_adams(optimizer):
-        for state in adam.state.values():
-            state["step"] = state["step"].clone()
 
 
 def random_states() -> dict[str, Any]:

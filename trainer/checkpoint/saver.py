@@ -66,7 +66,13 @@ class Checkpointer:
         # The sizes of a save are known before the first step, and equal in all saves: so its memory is made once.
         sizes = _sizes(state_of(chunks, optimizer, step, loading=False))
         self._size = sum(mesh.gather(sum(sizes)))
-        self._check_disk_space(step)
+        problem = None
+        if mesh.is_main:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            directory.delete_leftovers(self._directory)
+            problem = directory.lacks_space_for_run(run, self._size, step)
+        if problem := mesh.from_main(problem):
+            raise InputError(problem)
         self._memory = self._make_memory(sizes, step)
 
     def __enter__(self) -> "Checkpointer":
@@ -141,15 +147,6 @@ class Checkpointer:
             )
             return None
         return HostMemory(sizes, self._mesh.device)
-
-    def _check_disk_space(self, step: int) -> None:
-        problem = None
-        if self._mesh.is_main:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            directory.delete_leftovers(self._directory)
-            problem = directory.lacks_space_for_run(self._run, self._size, step)
-        if problem := self._mesh.from_main(problem):
-            raise InputError(problem)
 
     def _begin(self) -> None:
         if self._deleting is not None:

@@ -120,16 +120,13 @@ class _DigestingStream:
             self._digest.update(part)
             self._file.write(part)
             self._size += len(part)
-            self._send_on()
+            waiting = self._size - self._on_its_way
+            # Write-back only at the end costs a third of the rate (1.29 GB/s against 0.95 with fsync, 6 GB). No written
+            # page stays in the page cache.
+            if waiting >= _CHUNK and hasattr(os, "posix_fadvise"):  # Linux: starts the write-back, does not wait for it
+                os.posix_fadvise(self._file.fileno(), self._on_its_way, waiting, os.POSIX_FADV_DONTNEED)
+                self._on_its_way = self._size
         return len(view)
-
-    def _send_on(self) -> None:
-        waiting = self._size - self._on_its_way
-        # Write-back only at the end costs a third of the rate (1.29 GB/s against 0.95 with fsync, 6 GB). No written
-        # page stays in the page cache.
-        if waiting >= _CHUNK and hasattr(os, "posix_fadvise"):  # Linux: starts the write-back, does not wait for it
-            os.posix_fadvise(self._file.fileno(), self._on_its_way, waiting, os.POSIX_FADV_DONTNEED)
-            self._on_its_way = self._size
 
     def take_digest(self) -> str:
         """Return the digest of everything written since the last call."""

@@ -93,20 +93,18 @@ class FlashAttention(TorchVarlenAttention):
     def _attend(self, qkv, bounds, longest: tuple[int, int], places: Places | None = None) -> torch.Tensor:
         """Return (queries, h, d), given the cumulative numbers of the segments' queries and of their keys, and these
         numbers of the longest segment."""
-        if qkv[0].dtype is torch.float32:
-            return self._attend_exactly(*qkv, bounds, longest)
+        query, key, value = qkv
+        if query.dtype is torch.float32:  # which flash kernels do not support
+            # The memory-efficient kernels know no groups of query heads.
+            key, value = (x.repeat_interleave(query.size(1) // x.size(1), dim=1) for x in (key, value))
+            from_the_end = 2  # causal mask aligned at the last key, as in the flash kernels
+            return efficient_attention(
+                *(query[None], key[None], value[None], None, *bounds, *longest),
+                *(0.0, from_the_end if self.causal else 0, True),
+                scale=self.scale,
+            )[0][0]
         query, key, value = (x.contiguous() for x in qkv)
         return flash_attention(query, key, value, *bounds, *longest, 0.0, self.causal, False, scale=self.scale)[0]
-
-    def _attend_exactly(self, query, key, value, bounds, longest: tuple[int, int]) -> torch.Tensor:
-        heads_per_group = query.size(1) // key.size(1)
-        key, value = (x.repeat_interleave(heads_per_group, dim=1) for x in (key, value))
-        from_the_end = 2  # causal mask aligned at the last key, as in the flash kernels
-        return efficient_attention(
-            *(query[None], key[None], value[None], None, *bounds, *longest),
-            *(0.0, from_the_end if self.causal else 0, True),
-            scale=self.scale,
-        )[0][0]
 
 
 def _places(bounds: torch.Tensor, starts: torch.Tensor, count: int) -> torch.Tensor:

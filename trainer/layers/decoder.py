@@ -48,6 +48,11 @@ def decoder_config(
     shape: DecoderShape, parallel: ParallelConfig, dtype: torch.dtype, pieces: Sequence[range] = ()
 ) -> TransformerConfig:
     """Return megatron-core's config of the language model."""
+    # The contents of each pipeline piece, in megatron-core's terms.
+    layout = [["decoder"] * len(piece) for piece in pieces]
+    if parallel.pp > 1:
+        layout[0].insert(0, "embedding")
+        layout[-1].append("loss")
     # A model without attention has no heads, and megatron-core needs some that tensor-parallel ranks divide.
     settings = {"num_attention_heads": parallel.tp}
     settings |= {name: value for part in shape.parts for name, value in part.transformer_settings().items()}
@@ -70,21 +75,13 @@ def decoder_config(
         # messages by order and would confuse the two.
         overlap_p2p_comm=parallel.vpp > 1,
         batch_p2p_comm=parallel.vpp == 1,
-        pipeline_model_parallel_layout=_megatron_layout(pieces) if parallel.pp > 1 else None,
+        pipeline_model_parallel_layout=layout if parallel.pp > 1 else None,
         context_parallel_size=parallel.cp,
         sequence_parallel=parallel.sequence_parallel,
         # The block recomputes whole layers; megatron-core's flag is only for the attention cores.
         recompute_granularity="selective" if parallel.recompute == "selective" else None,
         **shared_config(dtype),
     )
-
-
-def _megatron_layout(pieces: Sequence[range]) -> list[list[str]]:
-    """Return the contents of each pipeline piece, in megatron-core's terms."""
-    layout = [["decoder"] * len(piece) for piece in pieces]
-    layout[0].insert(0, "embedding")
-    layout[-1].append("loss")
-    return layout
 
 
 class DecoderBlock(TransformerBlock):

@@ -122,7 +122,10 @@ class _OutputLoss(torch.autograd.Function):
         first_logits, ctx.first_logits = ctx.first_logits, None  # overwritten below
         logits = _new_chunk(hidden, weight) if first_logits is None else first_logits
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        grad_weight = _gradient_buffer(ctx.main_grad, weight, len(hidden)) if ctx.needs_input_grad[1] else None
+        grad_weight = ctx.main_grad
+        if grad_weight is None and ctx.needs_input_grad[1]:
+            # float32 for the sum over chunks; a single chunk has no sum to round.
+            grad_weight = torch.zeros_like(weight, dtype=torch.float32 if len(hidden) > CHUNK else weight.dtype)
         sums = []
         for part in _chunks(len(hidden)):
             is_there = part.start == 0 and first_logits is not None
@@ -165,13 +168,6 @@ def _over_ranks(own: torch.Tensor, group: ProcessGroup) -> tuple[torch.Tensor, t
     each_largest, each_total, each_chosen = torch.stack(ranks, dim=1).unbind()
     largest = each_largest.amax(0)
     return largest, (each_total * (each_largest - largest).exp()).sum(0), each_chosen.sum(0)
-
-
-def _gradient_buffer(main_grad: torch.Tensor | None, weight: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the buffer that chunks add to: `main_grad`, or float32 zeros (in the weight's dtype for one chunk)."""
-    if main_grad is not None:
-        return main_grad
-    return torch.zeros_like(weight, dtype=torch.float32 if count > CHUNK else weight.dtype)
 
 
 def add_product(buffer: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) -> None:

@@ -26,7 +26,9 @@ def add_adapters(model: torch.nn.Module, layers: Sequence[Adapted], config: Adap
         if layer.rule.matrices:
             linear.adapt(_parameter_of(layer), config).initialise(layer.modules, seed)
             continue
-        adapter = LinearAdapter(linear, layer.rule, layer.chosen, config, is_column=_is_column(linear))
+        # Ours, megatron-core's and Transformer Engine's classes all have it in their names, and no class in common.
+        is_column = "Column" in type(linear).__name__
+        adapter = LinearAdapter(linear, layer.rule, layer.chosen, config, is_column=is_column)
         adapter.initialise(layer.modules, seed)
         linear.adapter = adapter
         # The class and not a wrapper around the module: the names of its parameters stay those of a checkpoint.
@@ -62,10 +64,6 @@ def _parameter_of(layer: Adapted) -> str:
     return layer.ours.rpartition(".")[2]
 
 
-def _is_column(linear: torch.nn.Module) -> bool:
-    return "Column" in type(linear).__name__
-
-
 @functools.cache
 def _with_adapter(kind: type) -> type:
     """Return the subclass of `kind` for linear layers that have an adapter."""
@@ -73,7 +71,11 @@ def _with_adapter(kind: type) -> type:
     class WithAdapter(kind):
         def forward(self, x: torch.Tensor, *args: object, **kwargs: object):
             out, bias = super().forward(x, *args, **kwargs)
-            return self.adapter(self, x, out, _bias_within(self)), bias
+            is_returned = self.te_return_bias if hasattr(self, "te_return_bias") else self.skip_bias_add
+            has_none = self.bias is None or not self.bias.numel()  # Transformer Engine has an empty bias then
+            # The bias that `out` already contains, which DoRA must not scale.
+            added = None if is_returned or has_none else self.bias
+            return self.adapter(self, x, out, added), bias
 
         def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
             state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
@@ -81,13 +83,6 @@ def _with_adapter(kind: type) -> type:
 
     WithAdapter.__name__ = f"{kind.__name__}WithAdapter"
     return WithAdapter
-
-
-def _bias_within(linear: torch.nn.Module) -> torch.Tensor | None:
-    """Return the bias that the layer has already added to its output; None if there is none or it is returned."""
-    is_returned = linear.te_return_bias if hasattr(linear, "te_return_bias") else linear.skip_bias_add
-    has_none = linear.bias is None or not linear.bias.numel()  # Transformer Engine has an empty bias then
-    return None if is_returned or has_none else linear.bias
 
 
 @dataclass(frozen=True, slots=True)

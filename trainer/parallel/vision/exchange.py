@@ -147,17 +147,14 @@ def warm_up_links(links: Links, others: Sequence[int], device: torch.device, *, 
     for other in others:
         for group, sends in ((links.to_owner, not is_owner), (links.to_worker, is_owner)):
             (group.send if sends else group.recv)([number], other, 0).wait()
-    if links.pipeline is not None:
-        _exchange_with_neighbours(links.pipeline, number)
-
-
-def _exchange_with_neighbours(pipeline: ProcessGroup, number: torch.Tensor) -> None:
-    """Send a number to the next and to the previous rank, as megatron-core's schedule sends: in batches."""
-    ranks, here = dist.get_process_group_ranks(pipeline), pipeline.rank()
+    if links.pipeline is None:
+        return
+    # To the next rank and to the previous one, as megatron-core's schedule sends: in batches.
+    ranks, here = dist.get_process_group_ranks(links.pipeline), links.pipeline.rank()
     for step in (1, -1):
         after, before = (ranks[(here + way) % len(ranks)] for way in (step, -step))
-        send = dist.P2POp(dist.isend, number, after, pipeline)
-        receive = dist.P2POp(dist.irecv, torch.empty_like(number), before, pipeline)
+        send = dist.P2POp(dist.isend, number, after, links.pipeline)
+        receive = dist.P2POp(dist.irecv, torch.empty_like(number), before, links.pipeline)
         for work in dist.batch_isend_irecv([send, receive]):
             work.wait()
 
