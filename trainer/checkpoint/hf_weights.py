@@ -199,7 +199,7 @@ def save_hf_weights(
     names_of_table = (name for rule in rules for name in rule.hf)
     stored = {name: source.header(name) for name in (*names_of_table, *carried)}
     sizes = {name: shape.numel() * dtype.itemsize for name, (dtype, shape) in stored.items()}
-    files = _plan_files(sizes, file_bytes)
+    files = _divide_into_files(sizes, file_bytes)
     if mesh.is_main:
         out_dir.mkdir(parents=True, exist_ok=True)
     unchanged = ((name, source.get(name) if mesh.is_main else None) for name in carried)
@@ -226,7 +226,7 @@ def save_hf_weights(
     return [entry.result() for entry in entries]
 
 
-def _plan_files(sizes: dict[str, int], file_bytes: int) -> dict[str, list[str]]:
+def _divide_into_files(sizes: dict[str, int], file_bytes: int) -> dict[str, list[str]]:
     """Return file names with their tensors, in order. No file exceeds `file_bytes` unless a single tensor does."""
     groups: list[list[str]] = [[]]
     room = file_bytes

@@ -115,7 +115,7 @@ def state_of_model(model: torch.nn.Module) -> dict[str, Any]:
         return model.sharded_state_dict()
     state = model.sharded_state_dict(metadata={"non_homogeneous_layers": True})  # layers may have different adapters
     trained = {id(param) for param in trained_parameters(model)}
-    return {name: place for name, place in state.items() if id(getattr(place, "data", None)) in trained}
+    return {name: entry for name, entry in state.items() if id(getattr(entry, "data", None)) in trained}
 
 
 def _named(models: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module]]:

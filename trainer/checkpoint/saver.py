@@ -97,9 +97,9 @@ class Checkpointer:
         self._work = self._directory / f"saving-{checkpoint_name(step)}"
         self._on_main(self._begin)
         state = state_of(self._chunks, self._optimizer, step, loading=False)
-        plan = OneFile()
-        request = dist_checkpointing.save(state, str(self._work), sharded_strategy=plan, async_sharded_save=True)
-        self._file, self._finalize = plan.file, request.finalize_fns
+        strategy = OneFile()
+        request = dist_checkpointing.save(state, str(self._work), sharded_strategy=strategy, async_sharded_save=True)
+        self._file, self._finalize = strategy.file, request.finalize_fns
         tensors = self._file.tensors
         # The tensors are views of the optimizer's own. They are copied on the current stream, before the next update.
         copies = copied_one_by_one(tensors) if self._memory is None else self._memory.copy(tensors)

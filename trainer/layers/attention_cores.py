@@ -82,9 +82,9 @@ class FlashAttention(TorchVarlenAttention):
         run, longest_run = bounds // (2 * ranks), -(-longest // (2 * ranks))  # every segment has 2 * ranks equal runs
         for second, number in enumerate((rank, 2 * ranks - 1 - rank)):
             # Of each segment a rank holds its early run, then its late one.
-            places = _places(run, bounds // ranks + second * F.pad(run.diff(), (0, 1)), len(query) // 2)
+            places = _token_indices(run, bounds // ranks + second * F.pad(run.diff(), (0, 1)), len(query) // 2)
             seen = run * (number + 1)
-            keys = _places(seen, bounds, len(query) // 2 * (number + 1))
+            keys = _token_indices(seen, bounds, len(query) // 2 * (number + 1))
             qkv = query.index_select(0, places), key.index_select(0, keys), value.index_select(0, keys)
             mine = self._attend(qkv, (run, seen), (longest_run, longest_run * (number + 1)))
             out = out.index_copy(0, places, mine)
@@ -107,7 +107,7 @@ class FlashAttention(TorchVarlenAttention):
         return flash_attention(query, key, value, *bounds, *longest, 0.0, self.causal, False, scale=self.scale)[0]
 
 
-def _places(bounds: torch.Tensor, starts: torch.Tensor, count: int) -> torch.Tensor:
+def _token_indices(bounds: torch.Tensor, starts: torch.Tensor, count: int) -> torch.Tensor:
     """Return (count,) int64 token indices of segments with these cumulative lengths and start indices."""
     lengths = bounds.diff().long()
     # output_size avoids a wait for the device.
