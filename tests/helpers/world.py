@@ -32,7 +32,7 @@ from tests.helpers.patience import at_most
 from tests.helpers.started import Started, start_module
 from trainer.checkpoint import saver
 from trainer.checkpoint.hf_weights import is_of_experts
-from trainer.checkpoint.writer import Written
+from trainer.checkpoint.saver import Written
 from trainer.contract.names import HF_EXPORT
 from trainer.contract.result import MetricsRow, read_metrics
 from trainer.contract.run import RunConfig

@@ -111,7 +111,7 @@ def set_up(run: RunConfig, mesh: Mesh) -> Trainer:
     is_divided = parallel.sharding == "fsdp"
     models = build_chunks(run, family, shape, mesh, weights_dtype(run), is_empty=is_divided)
     # One clock and one set of reports for all chunks of this rank. The first chunk makes the exchange of image tokens,
-    # because it holds the vision encoder.
+    # because it holds the vision encoder, or a copy of it.
     context = StepContext(mesh, PartClock(), Reports(), models[0].exchange, Totals.zero(mesh.device))
     exchange = context.exchange
     for model in models:
