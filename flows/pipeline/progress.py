@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from flows.resources.terminal import raw_stdout
-from trainer.contract.answer import MetricsRow
+from trainer.contract.result import MetricsRow
 
 _LINE_SECONDS = 5.0
 

@@ -38,8 +38,8 @@ from stages.artifacts.run_stage import run_stage, scratch_dir
 from stages.artifacts.workers import StageResources
 from stages.release.hub import push_to_hub
 from stages.scoring.names import OVERALL, SAME_ANSWERS, flat_scores
-from trainer.contract.answer import MetricsRow
 from trainer.contract.names import HF_EXPORT, METRICS_JSONL
+from trainer.contract.result import MetricsRow
 
 _LOG_SECONDS = 10.0
 

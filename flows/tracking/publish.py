@@ -66,8 +66,8 @@ from stages.artifacts.artifact import Artifact
 from stages.evaluate.predictions import COMPARISON, PREDICTIONS
 from stages.release.flavor.mlmodel import FLAVOR_FILES
 from stages.scoring.names import OVERALL, flat_scores
-from trainer.contract.answer import MetricsRow, read_metrics
 from trainer.contract.names import METRICS_JSONL
+from trainer.contract.result import MetricsRow, read_metrics
 
 _IDENTITY_TAG, _CREATION_TAG = f"{HIDDEN}identity", f"{HIDDEN}creation"
 _HELD = f"{HIDDEN}held."  # and the name of a part

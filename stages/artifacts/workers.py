@@ -19,7 +19,7 @@ from typing import TypeVar
 from dataset_builders.errors import InputError
 from stages.launchers.config import ClusterConfig
 from stages.launchers.parent import end_with_parent
-from trainer.contract.answer import MetricsRow
+from trainer.contract.result import MetricsRow
 from trainer.contract.run import TrainerExecution
 
 Task = TypeVar("Task")

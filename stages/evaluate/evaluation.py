@@ -11,7 +11,7 @@ from stages.scoring.intervals import Bootstrap, Interval
 from stages.scoring.metrics.contract import Judged
 from stages.scoring.names import OVERALL
 from stages.scoring.summary import AnswerSet, SubsetScores, score_subsets, table_of, upward_rows, upwards
-from trainer.contract.answer import HeldoutRow
+from trainer.contract.result import HeldoutRow
 
 BOOTSTRAP = Bootstrap(resamples=2000)  # for the intervals; a comparison of two models uses more resamples
 

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from dataset_builders.contracts.sample import whole_key
 from stages.scoring.names import LOSS, PERPLEXITY
-from trainer.contract.answer import HeldoutRow
+from trainer.contract.result import HeldoutRow
 
 _LARGEST = 700.0  # exp of a larger number is not a float64
 

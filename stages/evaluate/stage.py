@@ -27,8 +27,8 @@ from stages.evaluate.predictions import PREDICTIONS, Prediction, predictions_tab
 from stages.evaluate.reference_loss import by_sample
 from stages.evaluate.report import Gallery, write_evaluation_report
 from stages.scoring.summary import SCORE
-from trainer.contract.answer import HeldoutRow, read_heldout
 from trainer.contract.names import HELDOUT_BASE_JSONL, HELDOUT_JSONL
+from trainer.contract.result import HeldoutRow, read_heldout
 
 # 2: num_images in predictions.parquet; 3: the answers come from another stage; 4: each subset's own metrics; 5:
 # contaminated samples not counted, losses of the references; 6: scores by field; 7: multiple

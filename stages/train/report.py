@@ -10,7 +10,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from stages.pages.report import Drawing, Table, write_report
-from trainer.contract.answer import LAYERS, MetricsRow
+from trainer.contract.result import LAYERS, MetricsRow
 from trainer.plan.placement import Placement
 
 # title on the page -> (fields of MetricsRow in one plot, whether the axis is logarithmic)

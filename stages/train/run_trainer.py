@@ -10,8 +10,9 @@ from dataset_builders.storage.files import GrowingFile, write_text
 from stages.artifacts.workers import StageResources
 from stages.launchers.job import EXIT_DEADLINE, Job, JobFailed, make_launcher, run_job
 from stages.launchers.processes import end_processes, processes_of
-from trainer.contract.answer import KEPT_ASIDE, MetricsRow, TrainResult, check_checkpoint, parse_metrics
+from trainer.contract.checkpoint import KEPT_ASIDE, check_checkpoint
 from trainer.contract.names import METRICS_JSONL, RESULT_JSON, RUN_JSON, TRAINER_LOG
+from trainer.contract.result import MetricsRow, TrainResult, parse_metrics
 from trainer.contract.run import EncodeRun, RunConfig
 
 log = logging.getLogger("athanor.train")

@@ -21,8 +21,9 @@ from stages.artifacts.workers import StageResources
 from stages.inputs.model_directory import hf_dir_of, opened_model
 from stages.train.report import write_train_report
 from stages.train.run_trainer import run_trainer
-from trainer.contract.answer import check_checkpoint, read_metrics
+from trainer.contract.checkpoint import check_checkpoint
 from trainer.contract.names import HELDOUT_BASE_JSONL, HELDOUT_JSONL
+from trainer.contract.result import read_metrics
 from trainer.contract.run import RunConfig, TrainConfig
 from trainer.model.family import Family
 from trainer.model.shape import ModelShape

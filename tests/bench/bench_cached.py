@@ -23,7 +23,7 @@ from stages.encode_images.stage import STAGE
 from tests.bench.host import apart
 from tests.bench.mix import MODELS, write_data, write_model_and_look
 from tests.bench.trainer_job import Execution, endless_training, train_steps
-from trainer.contract.answer import MetricsRow
+from trainer.contract.result import MetricsRow
 from trainer.contract.run import PartConfig
 
 TINY = {"model": "qwen3_vl_tiny", "seq_len": 256, "global_batch": 4, "bins": 12, "steps": 3, "precision": "float32"}

@@ -31,7 +31,7 @@ from tests.bench.mix import write_data, write_model
 from tests.bench.peer import IGNORE_INDEX, collate
 from tests.bench.trainer_job import train_steps
 from trainer.contract.run import OptimConfig, TrainConfig
-from trainer.data.geometry import geometry_of
+from trainer.data.micro_batch import geometry_of
 from trainer.data.order import TrainingOrder
 from trainer.data.reader import BinReader
 from trainer.data.slices import RankSlice

@@ -34,7 +34,8 @@ from tests.helpers.large_model import write_large_model
 from trainer.contract.adapter import AdapterConfig
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import TrainConfig
-from trainer.loop import interval, job
+from trainer.loop import job
+from trainer.loop import train as loop
 from trainer.model.registry import get_family
 from trainer.model.targets import adapter_sizes
 from trainer.plan.estimate import estimate_memory
@@ -127,7 +128,7 @@ def measure(root: Path, case: Case) -> str:
 
 def run_rank(run_json: Path) -> int:
     """Run the trainer, which writes its peaks into the directory of run.json after each step."""
-    train_step, peaks = interval.train_step, run_json.parent / PEAKS
+    train_step, peaks = loop.train_step, run_json.parent / PEAKS
 
     def measured(*args: object, **kwargs: object) -> object:
         result = train_step(*args, **kwargs)
@@ -140,7 +141,7 @@ def run_rank(run_json: Path) -> int:
         os.replace(peaks.with_suffix(".new"), peaks)
         return result
 
-    interval.train_step = measured
+    loop.train_step = measured
     return job.run_file(run_json)
 
 

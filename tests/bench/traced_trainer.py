@@ -18,9 +18,10 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from tests.bench.trace_parts import MARK, STEP_BEGINS, STEP_ENDS
 from trainer.layers.decoder import LanguageModel
-from trainer.layers.measures.part_clock import PartClock
+from trainer.layers.measures import PartClock
 from trainer.layers.packed_model import PackedModel
-from trainer.loop import interval, job, set_up
+from trainer.loop import job, set_up
+from trainer.loop import train as loop
 from trainer.parallel.mesh import place_in_world
 
 
@@ -107,7 +108,7 @@ def main() -> int:
             finalize(*args, **kwargs)
 
         set_up.finalize_gradients = marked_finalize
-        interval.train_step = TracedSteps(interval.train_step, Path(run_json).parent, int(first), int(count))
+        loop.train_step = TracedSteps(loop.train_step, Path(run_json).parent, int(first), int(count))
     return job.run_file(Path(run_json))
 
 

@@ -8,7 +8,7 @@ from tests.bench.host import Host
 from tests.bench.mix import Mix
 from tests.bench.peer import PeerRow
 from tests.bench.trace_parts import COMMUNICATION, IDLE, SHARES, Parts
-from trainer.contract.answer import MetricsRow
+from trainer.contract.result import MetricsRow
 from trainer.data.balance import CostModel
 
 PEER = "transformers"

@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 
 from trainer.contract.adapter import AdapterConfig
-from trainer.contract.answer import MetricsRow, TrainResult, read_metrics
 from trainer.contract.names import RESULT_JSON
+from trainer.contract.result import MetricsRow, TrainResult, read_metrics
 from trainer.contract.run import CheckpointConfig, OptimConfig, RunConfig, TrainConfig, TrainerExecution
 
 NEVER = 10**6

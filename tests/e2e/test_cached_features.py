@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from flows.cli.main import main
 from tests.e2e.test_families import DIGITS, made, own_process, run  # noqa: F401
-from trainer.contract.answer import read_metrics
+from trainer.contract.result import read_metrics
 
 pytestmark = pytest.mark.promise(
     "Training on features that were stored once equals computing them in eleven layouts, losses to 1e-5 and "

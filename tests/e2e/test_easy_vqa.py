@@ -19,7 +19,7 @@ from dataset_builders.known_version import installed_version
 from flows.tracking.store import connect
 from tests.helpers.json_rows import turns
 from tests.helpers.patience import at_most
-from trainer.contract.answer import read_metrics
+from trainer.contract.result import read_metrics
 
 pytestmark = [
     pytest.mark.full,

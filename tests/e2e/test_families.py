@@ -24,9 +24,8 @@ from tests.helpers.tiny_hybrid_model import hybrid_hf_dir, mtp_hf_dir
 from tests.helpers.tiny_text_model import text_config, write_text_model
 from tests.toy_family.family import write_distribution
 from tests.toy_family.reference import write_toy
-from trainer.contract.answer import read_metrics
-from trainer.data.geometry import geometry_of
-from trainer.data.micro_batch import make_micro_batch
+from trainer.contract.result import read_metrics
+from trainer.data.micro_batch import geometry_of, make_micro_batch
 from trainer.model.late_import import load
 from trainer.model.registry import read_model
 

@@ -20,10 +20,11 @@ from tests.helpers.started import Started
 from tests.helpers.tiers import full, tiered
 from tests.helpers.world import World, run_world
 from trainer.checkpoint.directory import read_step
-from trainer.contract.answer import read_checkpoint_record, read_metrics
+from trainer.contract.checkpoint import read_checkpoint_record
 from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.peft import ADAPTER_WEIGHTS
+from trainer.contract.result import read_metrics
 from trainer.contract.run import CheckpointConfig, PartConfig, RunConfig
 
 pytestmark = pytest.mark.promise(

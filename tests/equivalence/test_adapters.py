@@ -24,10 +24,10 @@ from tests.helpers.run_dir import make_bins, model_dir, write_job
 from tests.helpers.tiers import full
 from tests.helpers.world import exported, run_world
 from trainer.contract.adapter import ROLES, AdapterConfig
-from trainer.contract.answer import read_heldout
 from trainer.contract.names import ADAPTER_EXPORT, HELDOUT_BASE_JSONL, HELDOUT_JSONL
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.peft import ADAPTER_WEIGHTS
+from trainer.contract.result import read_heldout
 
 pytestmark = pytest.mark.promise(
     "Adapters train in every layout as in one process, to 2e-6, also with dropout in recomputed layers and beside "

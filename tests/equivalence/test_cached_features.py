@@ -17,14 +17,12 @@ from tests.helpers.run_dir import make_bins, model_dir, write_job
 from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiers import full
 from tests.helpers.world import exported, run_world
-from trainer.contract.answer import read_heldout
 from trainer.contract.names import HELDOUT_BASE_JSONL, HELDOUT_JSONL
 from trainer.contract.parallel import ParallelConfig
+from trainer.contract.result import read_heldout
 from trainer.contract.run import PartConfig, RunConfig
-from trainer.data.features import FeatureReader
-from trainer.data.geometry import geometry_of
-from trainer.data.micro_batch import make_micro_batch
-from trainer.data.reader import BinReader
+from trainer.data.micro_batch import geometry_of, make_micro_batch
+from trainer.data.reader import BinReader, FeatureReader
 from trainer.data.slices import WHOLE
 from trainer.model.registry import read_model
 

@@ -25,8 +25,8 @@ from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.started import Started
 from tests.helpers.tiers import full, tiered
 from tests.helpers.world import run_world
-from trainer.checkpoint import rng
 from trainer.checkpoint.directory import list_checkpoints
+from trainer.checkpoint.save_and_load import random_states, restore_random_states
 from trainer.checkpoint.saver import Checkpointer
 from trainer.contract.names import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED
 from trainer.contract.parallel import ParallelConfig
@@ -421,11 +421,11 @@ def test_random_numbers_go_on_where_they_stopped_in_any_layout():
 
     with single_rank():
         draw()
-        saved = rng.capture()
+        saved = random_states()
         first = draw()
-        rng.restore(saved, tp_rank=0)
+        restore_random_states(saved, tp_rank=0)
         assert draw() == first
-        rng.restore(saved, tp_rank=1)
+        restore_random_states(saved, tp_rank=1)
         other = draw()
     assert other[:3] == first[:3]
     different = [name for name, number in other[3].items() if number != first[3][name]]

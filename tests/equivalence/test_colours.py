@@ -11,7 +11,7 @@ from tests.helpers.bins import Kind, make_sample
 from tests.helpers.reference import load_reference, random_hf_dir, reference_logits
 from tests.helpers.run_dir import OPTIM, make_bins, write_job
 from tests.helpers.world import exported, run_world
-from trainer.data.geometry import geometry_of
+from trainer.data.micro_batch import geometry_of
 from trainer.model.registry import read_model
 
 pytestmark = pytest.mark.promise(

@@ -19,9 +19,8 @@ from tests.helpers.tiers import tiered
 from tests.helpers.tiny_experts_model import experts_hf_dir
 from tests.helpers.world import World, run_world
 from trainer.contract.adapter import AdapterConfig
-from trainer.contract.experts import ExpertsConfig
 from trainer.contract.names import HF_EXPORT
-from trainer.contract.run import PartConfig, RunConfig
+from trainer.contract.run import ExpertsConfig, PartConfig, RunConfig
 
 pytestmark = pytest.mark.promise(
     "A checkpoint resumes to the bit, and in other layouts with losses to 1e-6 and gradient norms to 1e-5, also "

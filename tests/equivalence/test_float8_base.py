@@ -24,10 +24,10 @@ from tests.helpers.run_dir import make_bins, metrics_of, model_dir, write_job
 from tests.helpers.world import exported, run_world
 from trainer.checkpoint.directory import list_checkpoints
 from trainer.contract.adapter import AdapterConfig
-from trainer.contract.answer import read_heldout
 from trainer.contract.names import ADAPTER_EXPORT, CHECKPOINTS, HELDOUT_BASE_JSONL, HELDOUT_JSONL
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.peft import ADAPTER_WEIGHTS
+from trainer.contract.result import read_heldout
 from trainer.contract.run import RunConfig
 from trainer.layers.lora.float8_base import pack, unpack
 from trainer.model.registry import read_model

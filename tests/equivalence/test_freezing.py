@@ -19,11 +19,10 @@ from trainer.checkpoint.directory import list_checkpoints
 from trainer.checkpoint.saver import Checkpointer
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import PartConfig, RunConfig, TrainConfig
-from trainer.data.geometry import geometry_of
-from trainer.data.micro_batch import make_micro_batch
+from trainer.data.micro_batch import geometry_of, make_micro_batch
 from trainer.families.qwen3_vl.family import part_of
+from trainer.libraries.megatron_private import patch_torch_adam
 from trainer.loop.train import train
-from trainer.parallel.runtime import cpu_runtime
 
 pytestmark = pytest.mark.promise(
     "Vision, merger or language keep their bits where frozen, in every combination; each may have its own rate "
@@ -55,10 +54,10 @@ def mesh():
     """One process group for all runs of this module."""
     handler = signal.getsignal(signal.SIGTERM)
     with pytest.MonkeyPatch.context() as patch, single_rank() as mesh:
-        if cpu_runtime is not None:
+        if not torch.cuda.is_available():
             for name in ("_set_main_param_and_optimizer_states", "state_dict"):
                 patch.setattr(DistributedOptimizer, name, getattr(DistributedOptimizer, name))
-            cpu_runtime.patch_torch_adam()
+            patch_torch_adam()
         yield mesh
     signal.signal(signal.SIGTERM, handler)
 

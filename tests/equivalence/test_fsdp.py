@@ -18,14 +18,13 @@ from tests.helpers.run_dir import changed, log_of, make_bins, metrics_of, model_
 from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiers import full
 from tests.helpers.world import run_world
-from trainer.checkpoint import hf_read
+from trainer.checkpoint import hf_weights
 from trainer.checkpoint.save_and_load import state_of_model
-from trainer.contract.answer import MetricsRow
 from trainer.contract.names import HF_EXPORT
 from trainer.contract.parallel import ParallelConfig
+from trainer.contract.result import MetricsRow
 from trainer.contract.run import PartConfig, RunConfig, TrainConfig
-from trainer.data.geometry import geometry_of
-from trainer.data.micro_batch import make_micro_batch
+from trainer.data.micro_batch import geometry_of, make_micro_batch
 from trainer.data.order import bins_for_step
 from trainer.loop.export import export
 from trainer.loop.set_up import set_up
@@ -149,7 +148,7 @@ def test_layers_of_two_kinds(shape, parallel, parts, tmp_path):
 def test_a_model_is_divided_before_it_has_memory(tmp_path, monkeypatch):
     """FSDP2 divides parameters that have only shapes. Each weight is read once, one whole weight at a time."""
     run, read, alive = job(tmp_path, FSDP, "empty"), [], []
-    divide, read_part = fsdp._divide, hf_read.read_part
+    divide, read_part = fsdp._divide, hf_weights.read_part
 
     def dividing(module, *args):
         assert all(param.is_meta for param in module.parameters())
@@ -162,7 +161,7 @@ def test_a_model_is_divided_before_it_has_memory(tmp_path, monkeypatch):
         return part
 
     monkeypatch.setattr(fsdp, "_divide", dividing)
-    monkeypatch.setattr(hf_read, "read_part", reading)
+    monkeypatch.setattr(hf_weights, "read_part", reading)
     with single_rank() as mesh:
         chunk = set_up(run, mesh).chunks[0]
         assert len(read) == len(chunk.slices) > 8 and set(alive) == {1}

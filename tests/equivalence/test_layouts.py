@@ -16,13 +16,11 @@ from tests.helpers.reference import load_reference, random_hf_dir, reference_los
 from tests.helpers.run_dir import OPTIM, make_bins, model_dir, write_job
 from tests.helpers.tiers import full, tiered
 from tests.helpers.world import World, exported, run_world
-from trainer.contract.answer import HeldoutRow, read_heldout
-from trainer.contract.experts import ExpertsConfig
 from trainer.contract.names import HELDOUT_BASE_JSONL, HELDOUT_JSONL
 from trainer.contract.parallel import ParallelConfig
-from trainer.contract.run import PartConfig
-from trainer.data.geometry import geometry_of
-from trainer.data.micro_batch import make_micro_batch
+from trainer.contract.result import HeldoutRow, read_heldout
+from trainer.contract.run import ExpertsConfig, PartConfig
+from trainer.data.micro_batch import geometry_of, make_micro_batch
 from trainer.model.registry import read_model
 
 pytestmark = pytest.mark.promise(

@@ -27,10 +27,9 @@ from tests.helpers.run_dir import (
     write_job,
 )
 from tests.helpers.tiers import full
-from trainer.contract.experts import ExpertsConfig
 from trainer.contract.names import EXIT_STOPPED, RUN_JSON
 from trainer.contract.parallel import ParallelConfig
-from trainer.contract.run import OptimConfig, RunConfig
+from trainer.contract.run import ExpertsConfig, OptimConfig, RunConfig
 from trainer.data.order import bins_at, bins_for_step
 
 SEED, GLOBAL_BATCH = 5, 2

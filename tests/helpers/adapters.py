@@ -11,9 +11,9 @@ from tests.helpers.run_dir import write_job
 from tests.helpers.single_rank import build_tiny
 from trainer.contract.adapter import AdapterConfig
 from trainer.contract.run import RunConfig
-from trainer.layers.lora.trained import trained_parameters
+from trainer.layers.lora.convert import trained_parameters
 from trainer.layers.packed_model import PackedModel
-from trainer.loop.set_up import give_adapters
+from trainer.loop.set_up import set_up_adapters
 from trainer.model.registry import read_model
 from trainer.parallel.mesh import Mesh
 
@@ -38,7 +38,7 @@ def adapted_model(
     run = job_with(write_job(root, num_steps=3, shape=shape), adapter)
     model = build_tiny(run.hf_dir, mesh)
     family, model_shape = read_model(run.hf_dir)
-    give_adapters([model], run, family.weight_rules(model_shape), start)
+    set_up_adapters([model], run, family.weight_rules(model_shape), start)
     if start is None:
         generator = torch.Generator().manual_seed(3)
         with torch.no_grad():

@@ -17,7 +17,7 @@ from dataset_builders.contracts.manifest import file_entry
 from stages.launchers.config import ClusterConfig
 from stages.launchers.job import LAUNCHERS, Job
 from stages.launchers.torchrun import TorchrunLauncher
-from trainer.contract.answer import KEPT_ASIDE, MetricsRow, TrainResult, write_checkpoint_record
+from trainer.contract.checkpoint import KEPT_ASIDE, write_checkpoint_record
 from trainer.contract.names import (
     ADAPTER_EXPORT,
     EXIT_FAILED,
@@ -28,6 +28,7 @@ from trainer.contract.names import (
     RESULT_JSON,
 )
 from trainer.contract.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, peft_config
+from trainer.contract.result import MetricsRow, TrainResult
 from trainer.contract.run import RunConfig
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from trainer.checkpoint import directory, host_memory, saver, writer
+from trainer.checkpoint import directory, saver
 from trainer.contract.run import RunConfig
 from trainer.loop import train
 from trainer.loop.job import run_file
@@ -75,10 +75,10 @@ def main() -> int:
     """Run the trainer with its saves stopped at a point."""
     place = sys.argv[2] if len(sys.argv) > 2 else "file"
     if place == "file":
-        writer.write_entry = _in_the_middle(writer.write_entry)
+        saver.write_entry = _in_the_middle(saver.write_entry)
     else:
         owners = {
-            "copy": (host_memory.HostMemory, "copy"),
+            "copy": (saver.HostMemory, "copy"),
             "publish": (saver, "write_checkpoint_record"),
             "delete": (directory, "delete"),
         }

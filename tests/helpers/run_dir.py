@@ -21,10 +21,10 @@ from tests.helpers.tiny_experts_model import experts_hf_dir, mtp_experts_hf_dir
 from tests.helpers.tiny_hybrid_model import hybrid_hf_dir, mtp_hf_dir
 from tests.helpers.tiny_text_model import text_hf_dir
 from tests.helpers.world import start
-from trainer.contract.answer import MetricsRow, TrainResult, read_metrics
 from trainer.contract.parallel import ParallelConfig
+from trainer.contract.result import MetricsRow, TrainResult, read_metrics
 from trainer.contract.run import CheckpointConfig, OptimConfig, RunConfig, TrainConfig, TrainerExecution
-from trainer.data.geometry import geometry_of
+from trainer.data.micro_batch import geometry_of
 from trainer.model.registry import read_model
 from trainer.plan.checks import check_run
 

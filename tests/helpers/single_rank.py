@@ -7,26 +7,27 @@ from pathlib import Path
 import torch
 
 from tests.helpers.reference import PIXELS
-from trainer.checkpoint.hf_read import load_hf_weights
+from trainer.checkpoint.hf_weights import load_hf_weights
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import TrainConfig
 from trainer.layers.decoder import decoder_config
 from trainer.layers.module_set import TorchModules
 from trainer.layers.modules.choice import choose_modules
 from trainer.layers.packed_model import PackedModel
+from trainer.libraries.megatron_private import patch_cuda
 from trainer.model.late_import import load
 from trainer.model.registry import read_model
 from trainer.parallel.mesh import Mesh, rank_mesh
-from trainer.parallel.runtime import cpu_runtime
+from trainer.parallel.runtime import CpuMode
 
 
 @contextlib.contextmanager
 def single_rank(seed: int = 1) -> Iterator[Mesh]:
     """Run a process group of one rank, on the GPU if there is one, else on the CPU with four functions replaced."""
     mode = contextlib.nullcontext()
-    if cpu_runtime is not None:
-        cpu_runtime.patch_cuda()
-        mode = cpu_runtime.CpuMode()
+    if not torch.cuda.is_available():
+        patch_cuda()
+        mode = CpuMode()
     with mode, rank_mesh(ParallelConfig(), seed) as mesh:
         yield mesh
 

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from trainer.families.qwen3_vl import model
 from trainer.layers.packed_model import PackedModel
 from trainer.loop.job import run_file
-from trainer.parallel.vision.exchange import Links, pipeline_links
-from trainer.parallel.vision.worker import VisionWorker
+from trainer.parallel.vision.exchange import Links, VisionWorker, pipeline_links
 
 
 class Message:

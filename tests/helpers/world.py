@@ -31,10 +31,10 @@ from safetensors.torch import load_file
 from tests.helpers.patience import at_most
 from tests.helpers.started import Started, start_module
 from trainer.checkpoint import saver
-from trainer.checkpoint.hf_read import is_of_experts
-from trainer.checkpoint.writer import Written
-from trainer.contract.answer import MetricsRow, read_metrics
+from trainer.checkpoint.hf_weights import is_of_experts
+from trainer.checkpoint.saver import Written
 from trainer.contract.names import HF_EXPORT
+from trainer.contract.result import MetricsRow, read_metrics
 from trainer.contract.run import RunConfig
 from trainer.data.reader import BinReader
 from trainer.libraries.megatron_private import OneFile
@@ -43,7 +43,7 @@ from trainer.loop.export import export, write_weights
 from trainer.loop.set_up import set_up_vision_rank
 from trainer.parallel.mesh import Mesh, rank_mesh
 from trainer.parallel.runtime import prepare_runtime
-from trainer.parallel.vision.worker import VisionWorker
+from trainer.parallel.vision.exchange import VisionWorker
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ def _train(run: RunConfig, mesh: Mesh) -> dict[str, object]:
         return trainers[0]
 
     def going_back(worker, last):
-        still_open.append(len(worker._open))
+        still_open.append(len(worker._awaited))
         backward_until(worker, last)
 
     with contextlib.ExitStack() as stack:

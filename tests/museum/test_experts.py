@@ -9,8 +9,8 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import load_balancing_
 from tests.helpers.run_dir import model_dir
 from tests.helpers.single_rank import build_tiny, single_rank
 from tests.museum.fault import fault_seen
-from trainer.contract.experts import ExpertsConfig
-from trainer.layers.chosen_rows import RoutedTokens
+from trainer.contract.run import ExpertsConfig
+from trainer.layers.segments import RoutedTokens
 from trainer.parts.experts import module
 
 pytestmark = pytest.mark.promise(

@@ -16,7 +16,7 @@ from tests.trainer.loop.test_optim import ALIKE, NUM_STEPS, Toy, give_gradients,
 from trainer.contract.run import OptimConfig, PartConfig, TrainConfig
 from trainer.data.reader import prefetch
 from trainer.families.qwen3_vl.family import FAMILY
-from trainer.layers.output_loss import _OutputLoss
+from trainer.layers.vocabulary import _OutputLoss
 from trainer.loop.optim import build_optimizer, clip_and_update, set_learning_rate
 from trainer.loop.set_up import Trainer, set_up
 from trainer.loop.step import run_micro_batches
@@ -49,7 +49,7 @@ def gradients(trainer: Trainer, bins: list[int]) -> torch.Tensor:
     for chunk in trainer.chunks:
         chunk.zero_grad_buffer()
     batches = prefetch(trainer.order.reader, iter(bins), 1, pin=False)
-    run_micro_batches(trainer.chunks, batches, len(bins), trainer.mesh, Totals.zero(trainer.mesh.device))
+    run_micro_batches(trainer.chunks, batches, len(bins), trainer.context)
     return torch.cat([param.main_grad.flatten() for param in trainer.chunks[0].parameters()])
 
 
@@ -119,10 +119,10 @@ def test_the_loss_is_summed_in_float32(mesh):
 
 def logged_loss(trainer: Trainer) -> float:
     """Return the loss that is logged for a step over two bins."""
-    totals = Totals.zero(trainer.mesh.device)
+    context = dataclasses.replace(trainer.context, totals=Totals.zero(trainer.mesh.device))
     batches = prefetch(trainer.order.reader, iter([0, 1]), 1, pin=False)
-    run_micro_batches(trainer.chunks, batches, 2, trainer.mesh, totals, forward_only=True)
-    total, tokens = totals.over_ranks(trainer.mesh)[:2].tolist()
+    run_micro_batches(trainer.chunks, batches, 2, context, forward_only=True)
+    total, tokens = context.totals.over_ranks(trainer.mesh)[:2].tolist()
     return total / tokens
 
 

@@ -15,8 +15,7 @@ from tests.helpers.bins import MIXED, Kind, make_samples
 from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiny_hybrid_model import hybrid_config, hybrid_hf_dir
 from tests.museum.fault import fault_seen
-from trainer.data.geometry import geometry_of
-from trainer.data.micro_batch import MicroBatch, make_micro_batch
+from trainer.data.micro_batch import MicroBatch, geometry_of, make_micro_batch
 from trainer.data.packed_chunks import PackedChunks
 from trainer.layers.segments import PackedSegments, mrope_angles
 from trainer.parts.delta.rule import plain

@@ -29,8 +29,7 @@ from tests.helpers.samples import make_image, turns
 from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiny_model import tiny_hf_dir
 from tests.museum.fault import fault_seen
-from trainer.data.geometry import geometry_of
-from trainer.data.micro_batch import make_micro_batch
+from trainer.data.micro_batch import geometry_of, make_micro_batch
 from trainer.data.slices import RankSlice
 
 pytestmark = pytest.mark.promise(

@@ -16,14 +16,12 @@ from tests.helpers.reference import load_reference
 from tests.helpers.run_dir import write_job
 from tests.helpers.single_rank import single_rank
 from tests.museum.fault import fault_seen
-from trainer.checkpoint.hf_read import HFTensors
-from trainer.checkpoint.hf_write import save_hf_weights
-from trainer.data.geometry import geometry_of
-from trainer.data.micro_batch import make_micro_batch
-from trainer.layers.lora.trained import trained_parameters
+from trainer.checkpoint.hf_weights import HFTensors, save_hf_weights
+from trainer.data.micro_batch import geometry_of, make_micro_batch
+from trainer.layers.lora.convert import trained_parameters
 from trainer.loop.export import write_weights
-from trainer.loop.heldout import heldout_loss
 from trainer.loop.set_up import set_up
+from trainer.loop.train import heldout_loss
 from trainer.model.registry import read_model
 
 pytestmark = pytest.mark.promise(
@@ -87,7 +85,7 @@ def test_no_dropout_while_losses_are_measured(mesh, tmp_path, monkeypatch):
         param.data += 0.1 * torch.randn(param.shape, generator=torch.Generator().manual_seed(1))
 
     def check() -> None:
-        losses = [heldout_loss(trainer.chunks, trainer.heldout, mesh, run) for _ in range(2)]
+        losses = [heldout_loss(trainer) for _ in range(2)]
         assert losses[0] == losses[1]
 
     trainer.chunks[0].train()

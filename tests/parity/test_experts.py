@@ -16,10 +16,10 @@ from tests.helpers.reference import load_reference, reference_inputs, reference_
 from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiers import full, tiered
 from tests.helpers.tiny_experts_model import SHAPES, experts_hf_dir, zero_routers
-from trainer.checkpoint.hf_write import save_hf_weights
-from trainer.contract.experts import ExpertsConfig
-from trainer.data.geometry import geometry_of
-from trainer.data.micro_batch import make_micro_batch
+from trainer.checkpoint.hf_weights import save_hf_weights
+from trainer.contract.result import LAYERS
+from trainer.contract.run import ExpertsConfig
+from trainer.data.micro_batch import geometry_of, make_micro_batch
 from trainer.families.qwen3_vl.weights import rules
 
 pytestmark = pytest.mark.promise(
@@ -65,7 +65,7 @@ def read_reports(model) -> dict[str, float]:
     """Return the metrics of a model's reports, and forget the reports."""
     numbers = torch.cat(model.reports.sums()).tolist()
     model.reports.forget()
-    return model.reported_metrics(numbers)
+    return {f"{LAYERS}{name}": value for name, value in model.reports.metrics(numbers).items()}
 
 
 def routers(model) -> list[torch.nn.Module]:

@@ -7,8 +7,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tests.helpers.hardware import requires_gpus
 from tests.helpers.single_rank import single_rank
-from trainer.layers import output_loss
-from trainer.layers.output_loss import OutputLayer
+from trainer.layers import vocabulary
+from trainer.layers.vocabulary import OutputLayer
 
 pytestmark = pytest.mark.promise(
     "Kernels on a GPU give plain torch's numbers but for rounding; layers in CUDA graphs give the bits of "
@@ -54,7 +54,7 @@ def test_kernels_equal_float64(rows, words, dtype):
 @requires_gpus(1)
 @pytest.mark.parametrize("count", [0, 1, 1000, 2500])
 def test_the_layer_in_chunks_waits_for_nothing_and_adds_to_its_buffer(count, monkeypatch):
-    monkeypatch.setattr(output_loss, "CHUNK", 1024)
+    monkeypatch.setattr(vocabulary, "CHUNK", 1024)
     words, size = 15_200, 256
     hidden = draw(count, size).bfloat16().requires_grad_()
     weight = torch.nn.Parameter(draw(words, size, scale=0.1).bfloat16())

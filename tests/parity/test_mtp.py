@@ -23,11 +23,9 @@ from tests.helpers.run_dir import OPTIM, model_dir
 from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiers import full
 from tests.helpers.tiny_hybrid_model import ATTENTION
-from trainer.checkpoint.hf_read import HFTensors
-from trainer.checkpoint.hf_write import save_hf_weights
+from trainer.checkpoint.hf_weights import HFTensors, save_hf_weights
 from trainer.contract.run import TrainConfig
-from trainer.data.geometry import geometry_of
-from trainer.data.micro_batch import make_micro_batch
+from trainer.data.micro_batch import geometry_of, make_micro_batch
 from trainer.model.registry import read_model
 from trainer.objectives.sft import loss_of
 

@@ -12,12 +12,12 @@ from tests.helpers.run_dir import OPTIM, model_dir, write_job
 from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.world import run_world
 from trainer.checkpoint.adapter_files import write_peft_directory
-from trainer.checkpoint.hf_write import hf_tensors
+from trainer.checkpoint.hf_weights import hf_tensors
 from trainer.contract.adapter import ROLES, AdapterConfig
 from trainer.contract.names import ADAPTER_EXPORT
 from trainer.contract.peft import ADAPTER_WEIGHTS
-from trainer.layers.lora.trained import trained_rules
-from trainer.loop.set_up import give_adapters
+from trainer.layers.lora.convert import trained_rules
+from trainer.loop.set_up import set_up_adapters
 from trainer.model.registry import read_model
 from trainer.model.targets import adapted_layers
 
@@ -58,7 +58,7 @@ def test_twenty_steps_equal_peft_with_torch_adamw(shape, kind, tmp_path):
     rules = family.weight_rules(read)
     with single_rank() as mesh:
         model = build_tiny(run.hf_dir, mesh)
-        give_adapters([model], run, rules)
+        set_up_adapters([model], run, rules)
         tensors = dict(hf_tensors([model], mesh, trained_rules(rules, adapter)))
         write_peft_directory(tmp_path / "start", tensors, adapted_layers(rules, adapter), adapter, [])
     peft = PeftModel.from_pretrained(load_reference(model_dir(shape)), tmp_path / "start", is_trainable=True)

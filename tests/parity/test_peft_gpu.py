@@ -13,12 +13,11 @@ from tests.helpers.single_rank import build_tiny, single_rank
 from tests.parity.test_peft import EVERYWHERE
 from tests.parity.test_qwen3_vl_gpu import YARDSTICKS, relative
 from trainer.checkpoint.adapter_files import write_peft_directory
-from trainer.checkpoint.hf_write import hf_tensors
+from trainer.checkpoint.hf_weights import hf_tensors
 from trainer.contract.adapter import AdapterConfig
-from trainer.data.geometry import geometry_of
-from trainer.data.micro_batch import make_micro_batch
-from trainer.layers.lora.trained import trained_rules
-from trainer.loop.set_up import give_adapters
+from trainer.data.micro_batch import geometry_of, make_micro_batch
+from trainer.layers.lora.convert import trained_rules
+from trainer.loop.set_up import set_up_adapters
 from trainer.model.registry import read_model
 from trainer.model.targets import adapted_layers
 
@@ -70,7 +69,7 @@ def test_gradients_in_bf16_are_as_near_to_float32_as_peft_s(shape, kind, modules
         tensors = dict(hf_tensors([model], mesh, rules))
         write_peft_directory(tmp_path / "start", tensors, adapted_layers(table, adapter), adapter, [])
         model = build_tiny(run.hf_dir, mesh, SEQ_LEN, torch.bfloat16, modules=modules)
-        give_adapters([model], run, table, tmp_path / "start")
+        set_up_adapters([model], run, table, tmp_path / "start")
         ours = of_ours(model.cuda(), mesh, rules, samples)
     theirs = {}
     for dtype in (torch.float32, torch.bfloat16):

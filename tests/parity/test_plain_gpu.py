@@ -20,8 +20,7 @@ from tests.parity.test_experts import SEQ_LEN as EXPERT_SEQ_LEN
 from tests.parity.test_qwen3_5_vl import KINDS
 from tests.parity.test_qwen3_5_vl import SEQ_LEN as HYBRID_SEQ_LEN
 from tests.trainer.layers.test_attention_gpu import in_float32
-from trainer.data.geometry import geometry_of
-from trainer.data.micro_batch import make_micro_batch
+from trainer.data.micro_batch import geometry_of, make_micro_batch
 from trainer.layers.attention_cores import FlashAttention
 from trainer.layers.segments import PackedSegments
 from trainer.model.late_import import load

@@ -5,7 +5,7 @@ import torch
 
 from tests.helpers.hardware import requires_gpus
 from trainer.layers.module_set import TorchSwiglu
-from trainer.layers.output_loss import add_product
+from trainer.layers.vocabulary import add_product
 
 pytestmark = pytest.mark.promise(
     "Kernels on a GPU give plain torch's numbers but for rounding; layers in CUDA graphs give the bits of "

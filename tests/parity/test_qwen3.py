@@ -8,10 +8,8 @@ from tests.helpers.bins import TEXT_ONLY, Kind, make_samples
 from tests.helpers.reference import reference_logits, reference_losses
 from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiny_text_model import text_hf_dir
-from trainer.checkpoint.hf_read import HFTensors
-from trainer.checkpoint.hf_write import save_hf_weights
-from trainer.data.geometry import geometry_of
-from trainer.data.micro_batch import make_micro_batch
+from trainer.checkpoint.hf_weights import HFTensors, save_hf_weights
+from trainer.data.micro_batch import geometry_of, make_micro_batch
 from trainer.model.late_import import load
 from trainer.model.registry import read_model
 

@@ -17,10 +17,8 @@ from tests.helpers.reference import load_reference, reference_inputs
 from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiers import full
 from tests.helpers.tiny_hybrid_model import hybrid_hf_dir
-from trainer.checkpoint.hf_read import HFTensors
-from trainer.checkpoint.hf_write import save_hf_weights
-from trainer.data.geometry import geometry_of
-from trainer.data.micro_batch import make_micro_batch
+from trainer.checkpoint.hf_weights import HFTensors, save_hf_weights
+from trainer.data.micro_batch import geometry_of, make_micro_batch
 from trainer.families.qwen3_vl.weights import rules
 from trainer.layers.segments import mrope_angles
 from trainer.parts.attention.part import Attention

@@ -20,8 +20,7 @@ from tests.helpers.tiers import full
 from tests.helpers.tiny_hybrid_model import hybrid_hf_dir
 from tests.parity.test_qwen3_5_vl import KINDS, SEQ_LEN
 from tests.parity.test_qwen3_vl_gpu import YARDSTICKS, relative
-from trainer.data.geometry import geometry_of
-from trainer.data.micro_batch import make_micro_batch
+from trainer.data.micro_batch import geometry_of, make_micro_batch
 from trainer.families.qwen3_vl.family import part_of
 from trainer.families.qwen3_vl.model import Qwen3VLModel
 from trainer.families.qwen3_vl.weights import rules

@@ -13,8 +13,7 @@ from tests.helpers.hardware import ON_CUDA, requires_engine, requires_gpus
 from tests.helpers.reference import load_reference, random_hf_dir, reference_logits
 from tests.helpers.run_dir import log_of, metrics_of, run_trainer, write_job
 from tests.helpers.single_rank import build_tiny, single_rank
-from trainer.data.geometry import geometry_of
-from trainer.data.micro_batch import make_micro_batch
+from trainer.data.micro_batch import geometry_of, make_micro_batch
 from trainer.model.registry import read_model
 
 pytestmark = pytest.mark.promise(

@@ -26,8 +26,8 @@ from tests.helpers.patience import at_most
 from tests.helpers.service import wait_for
 from tests.helpers.slurm_cluster import SlurmCluster, slurm_cluster, why_not
 from tests.helpers.small_run import SMALL
-from trainer.contract.answer import MetricsRow, read_metrics
 from trainer.contract.names import CHECKPOINTS, METRICS_JSONL
+from trainer.contract.result import MetricsRow, read_metrics
 from trainer.contract.run import CheckpointConfig, TrainerExecution
 
 pytestmark = [

@@ -18,8 +18,7 @@ from tests.bench.trace_parts import MARK, STEP_BEGINS, STEP_ENDS, kind_of, read_
 from tests.bench.train_report import Measured, column_of_layout
 from tests.helpers.fake_trainer import metrics_row
 from tests.helpers.reference import load_reference, reference_losses
-from trainer.data.geometry import geometry_of
-from trainer.data.micro_batch import make_micro_batch
+from trainer.data.micro_batch import geometry_of, make_micro_batch
 from trainer.model.registry import read_model
 
 SEQ_LEN = 256

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from dataset_builders.errors import InputError
 from dataset_builders.storage.files import write_json
-from trainer.checkpoint.hf_read import HFTensors, fill
+from trainer.checkpoint.hf_weights import HFTensors, fill
 from trainer.contract.adapter import AdapterConfig
 from trainer.contract.peft import (
     ADAPTER_CONFIG,

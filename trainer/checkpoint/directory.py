@@ -14,7 +14,7 @@ from pathlib import Path
 
 from dataset_builders.contracts.fingerprint import describe_drift
 from dataset_builders.errors import InputError
-from trainer.contract.answer import CHECKPOINT_RECORD, read_checkpoint_record
+from trainer.contract.checkpoint import CHECKPOINT_RECORD, read_checkpoint_record
 from trainer.contract.names import CHECKPOINTS
 from trainer.contract.run import CheckpointConfig, RunConfig
 
@@ -28,7 +28,9 @@ def checkpoint_name(step: int) -> str:
 
 def list_checkpoints(directory: Path) -> list[Path]:
     """Return the whole checkpoints, oldest first."""
+    # By number and not by name: step-1000000 comes after step-999999.
     steps = [(int(m[1]), p) for p in directory.glob("step-*") if (m := _NAME.fullmatch(p.name))]
+    # The record is written last: a directory without it is not whole.
     return [path for _, path in sorted(steps) if (path / CHECKPOINT_RECORD).is_file()]
 
 
@@ -38,7 +40,7 @@ def newest_path(directory: Path) -> Path | None:
     return max(steps)[1] if steps else None
 
 
-def keep_aside(checkpoint: Path) -> Path:
+def rename_damaged(checkpoint: Path) -> Path:
     """Rename a damaged checkpoint, so that nothing reads it again, and return its new path."""
     names = [f"damaged-{checkpoint.name}", *(f"damaged-{checkpoint.name}-{n}" for n in range(2, 1000))]
     aside = next(path for path in map(checkpoint.with_name, names) if not path.exists())
@@ -66,24 +68,26 @@ def read_step(checkpoint: Path, run: RunConfig) -> int:
     return meta["step"]
 
 
-def not_kept(directory: Path, config: CheckpointConfig) -> list[Path]:
-    every = config.keep_every
-    return [p for p in list_checkpoints(directory)[: -config.keep_last] if every is None or _step_of(p) % every]
+def checkpoints_to_delete(directory: Path, config: CheckpointConfig) -> list[Path]:
+    """Return the checkpoints that are neither among the newest nor at a step that is kept for good."""
+    steps = {path: int(_NAME.fullmatch(path.name)[1]) for path in list_checkpoints(directory)[: -config.keep_last]}
+    return [path for path, step in steps.items() if config.keep_every is None or step % config.keep_every]
 
 
-def missing_room(run: RunConfig, size: int, step: int) -> str | None:
+def lacks_space_for_run(run: RunConfig, size: int, step: int) -> str | None:
     """Return a message if the disk has no room for all checkpoints, of `size` bytes each, that will exist at a time;
     None if it has room. The run begins at `step`."""
     config, num_steps = run.execution.checkpoint, run.train.num_steps
     interval, directory = config.save_interval, run.output_dir / CHECKPOINTS
     to_come = -(-num_steps // interval) - step // interval
+    # A checkpoint is kept for good if it is saved at all, so at multiples of both intervals.
     kept = config.keep_last + (num_steps // math.lcm(interval, config.keep_every) if config.keep_every else 0)
     # One more than are kept: an old checkpoint is deleted only when the new one is whole.
     more = min(to_come, max(1, kept + 1 - len(list_checkpoints(directory))))
-    return too_little(directory, more * size, f"{more} checkpoints more, as many as there are at a time")
+    return lacks_space(directory, more * size, f"{more} checkpoints more, as many as there are at a time")
 
 
-def too_little(directory: Path, wanted: int, what: str) -> str | None:
+def lacks_space(directory: Path, wanted: int, what: str) -> str | None:
     """Return a message if the directory's disk has fewer free bytes than wanted; None if it has enough."""
     free = shutil.disk_usage(directory).free
     if free >= wanted:
@@ -94,14 +98,10 @@ def too_little(directory: Path, wanted: int, what: str) -> str | None:
     )
 
 
-def _step_of(checkpoint: Path) -> int:
-    return int(_NAME.fullmatch(checkpoint.name)[1])
-
-
 def delete(checkpoint: Path) -> None:
     """Rename and delete a checkpoint, so that an interrupted deletion leaves nothing that looks like a whole one."""
     doomed = checkpoint.with_name(f"deleting-{checkpoint.name}")
-    checkpoint.rename(doomed)
+    checkpoint.rename(doomed)  # atomic, in contrast to the deletion of many files
     shutil.rmtree(doomed, ignore_errors=True)  # remaining files are deleted at the next start
 
 

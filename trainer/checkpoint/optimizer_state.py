@@ -21,7 +21,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from trainer.libraries.megatron_private import first_held, held_tensors, replace_param_state
 
 _TENSORS = ("param", "exp_avg", "exp_avg_sq")
-Stored = ShardedTensor | ShardedTensorFactory
+Entry = ShardedTensor | ShardedTensorFactory
 
 
 def rectangles(shape: Sequence[int], first: int, last: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -47,11 +47,11 @@ def _in_row(shape: Sequence[int], row: int, first: int, last: int) -> Iterator[t
         yield (row, *offset), (1, *size)
 
 
-def _pieces(place: Stored, key: str, numbers: torch.Tensor, first: int) -> Iterator[ShardedTensor]:
+def _pieces(entry: Entry, key: str, numbers: torch.Tensor, first: int) -> Iterator[ShardedTensor]:
     """Yield consecutive numbers of a parameter, from flat index `first` on, as parts of the whole model's tensor."""
-    start = 0
+    start = 0  # of the part, as a flat index into the parameter
     # The two halves of a gated MLP are two parts of the tensor, and follow each other in the parameter.
-    for part in place.build() if isinstance(place, ShardedTensorFactory) else [place]:
+    for part in entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]:
         shape, stacked = part.data.shape, part.prepend_axis_num
         held = range(max(first, start), min(first + len(numbers), start + shape.numel()))
         taken = held.start - first
@@ -71,31 +71,30 @@ def _pieces(place: Stored, key: str, numbers: torch.Tensor, first: int) -> Itera
         start += shape.numel()
 
 
-def _whole(place: Stored, key: str, dtype: torch.dtype) -> Stored:
-    """Return the request to load a whole parameter's tensor, from which the optimizer takes its share."""
-    data = torch.empty(place.data.shape, dtype=dtype)
-    of_data = {} if isinstance(place, ShardedTensorFactory) else {"dtype": dtype}
-    return replace(place, key=f"optimizer.state.{key}.{place.key}", data=data, **of_data)
-
-
 def _param_state(
     optimizer: DistributedOptimizer, model_state: dict[str, Any], is_loading: bool = False, metadata: object = None
 ) -> dict[int, dict[str, object]]:
     """Return parameter index -> name -> its pieces; when loading, the whole tensors that the optimizer requests."""
-    places = {place.data: place for place in nested_values(extract_sharded_tensors_and_factories(model_state)[0])}
+    # The model's entries by parameter: the data of an entry is the parameter itself.
+    entries = {entry.data: entry for entry in nested_values(extract_sharded_tensors_and_factories(model_state)[0])}
     moments = getattr(optimizer.optimizer, "moments", torch.float32)
     dtypes = dict.fromkeys(_TENSORS, moments) | {"param": torch.float32}
     state: dict[int, dict[str, object]] = {}
     for number, param in enumerate(param for buffer in optimizer.buffers for param in buffer.param_index_map):
         if is_loading:
-            state[number] = {key: _whole(places[param], key, dtypes[key]) for key in _TENSORS}
+            # Whole tensors, from which the optimizer takes its share.
+            entry, state[number] = entries[param], {}
+            for key in _TENSORS:
+                data = torch.empty(entry.data.shape, dtype=dtypes[key])
+                of_data = {} if isinstance(entry, ShardedTensorFactory) else {"dtype": dtypes[key]}
+                state[number][key] = replace(entry, key=f"optimizer.state.{key}.{entry.key}", data=data, **of_data)
             continue
         if param in optimizer.model_param_gbuf_map:  # otherwise only other ranks hold it
             first = first_held(optimizer, param)
             tensors = held_tensors(optimizer, param)
             # Before the first update there are no moments; the parameter, which has the same size, takes their role.
             numbers = {key: tensors.get(key, tensors["param"]).detach().view(-1) for key in _TENSORS}
-            state[number] = {key: list(_pieces(places[param], key, numbers[key], first)) for key in _TENSORS}
+            state[number] = {key: list(_pieces(entries[param], key, numbers[key], first)) for key in _TENSORS}
     return state
 
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
-from trainer.contract.answer import STATE_DIGESTS, digest_of
+from trainer.contract.checkpoint import STATE_DIGESTS, digest_of
 from trainer.libraries.megatron_private import replace_readers
 from trainer.libraries.torch_private import EntryReader, set_in_nested
 

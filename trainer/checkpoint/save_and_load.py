@@ -1,25 +1,29 @@
 """The state in a checkpoint, in megatron-core's reshardable format, and its loading into any layout."""
 
 import logging
+import random
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.tensor_parallel import random as tensor_parallel_random
 from torch.distributed.checkpoint import CheckpointException
 
 from dataset_builders.errors import DamagedFile, InputError
-from trainer.checkpoint import optimizer_state, rng
-from trainer.checkpoint.directory import keep_aside, newest_path
+from trainer.checkpoint import optimizer_state
+from trainer.checkpoint.directory import newest_path, rename_damaged
 from trainer.checkpoint.reader import CheckpointNotTrusted, CommonState, check_metadata
-from trainer.contract.answer import KEPT_ASIDE, check_state_file, read_checkpoint_record, state_files
-from trainer.layers.lora.trained import trained_parameters
+from trainer.contract.checkpoint import KEPT_ASIDE, check_state_file, read_checkpoint_record, state_files
+from trainer.layers.lora.convert import trained_parameters
+from trainer.libraries.megatron_private import set_device_rng_state
 from trainer.parallel.fsdp import FullyShardedModel
 from trainer.parallel.mesh import Mesh
 
@@ -29,16 +33,17 @@ log = logging.getLogger("athanor.trainer")
 _SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 
-def newest_whole(directory: Path, mesh: Mesh) -> Path | None:
+def newest_undamaged(directory: Path, mesh: Mesh) -> Path | None:
     """Return the newest undamaged checkpoint of a directory, or None; a collective. A newer, damaged checkpoint is
     renamed and reported in the log."""
     # Only rank 0 lists and renames, and all ranks use its path, so that no two resume from different steps.
     while path := mesh.from_main(newest_path(directory) if mesh.is_main else None):
+        # Every rank must know of a damage in another rank's share, or ranks would go on differently.
         damages = [damage for damage in mesh.gather(_damage_of(path, mesh)) if damage]
         if not damages:
             return path
         if mesh.is_main:
-            aside = keep_aside(path)
+            aside = rename_damaged(path)
             older = newest_path(directory)
             log.warning(
                 "%s; it %s %s, and the training %s",
@@ -67,28 +72,28 @@ def _damage_of(checkpoint: Path, mesh: Mesh) -> str | None:
 
 def load(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, checkpoint: Path, mesh: Mesh) -> None:
     """Fill the chunks of this rank and the optimizer from a checkpoint of any layout; a collective."""
-    _check_sharding(chunks[0], checkpoint)
-    step = read_checkpoint_record(checkpoint)["step"]
-    state = _load(state_of(chunks, optimizer, step, loading=True), checkpoint)
-    rng.restore(state["rng"], mesh.groups.tp.rank())
-    if isinstance(chunks[0], FullyShardedModel):
-        chunks[0].load_checkpoint_state(state, optimizer)
-        return
-    _load_models([chunk.module for chunk in chunks], state)
-    _set_updates(state["optimizer"], step)
-    optimizer.load_state_dict(state["optimizer"])
-    _unshare_adam_step(optimizer)
-
-
-def _check_sharding(chunk: DistributedDataParallel | FullyShardedModel, checkpoint: Path) -> None:
-    """Refuse a checkpoint of the other sharding, whose weights would fit but whose optimizer state does not."""
-    saved = read_checkpoint_record(checkpoint)["parallel"]["sharding"]
-    ours = "fsdp" if isinstance(chunk, FullyShardedModel) else "distributed_optimizer"
-    if saved != ours:
+    record = read_checkpoint_record(checkpoint)
+    saved, step = record["parallel"]["sharding"], record["step"]
+    ours = "fsdp" if isinstance(chunks[0], FullyShardedModel) else "distributed_optimizer"
+    if saved != ours:  # the weights would fit, but not the optimizer's state
         raise InputError(
             f"{checkpoint} was saved with parallel.sharding={saved}, and this run has parallel.sharding={ours}; set "
             f"parallel.sharding={saved}, or export it and begin another training from its HF weights"
         )
+    state = _load(state_of(chunks, optimizer, step, loading=True), checkpoint)
+    restore_random_states(state["rng"], mesh.groups.tp.rank())
+    if isinstance(chunks[0], FullyShardedModel):
+        chunks[0].load_checkpoint_state(state, optimizer)
+        return
+    _load_models([chunk.module for chunk in chunks], state)
+    # Rank 0's number of updates was loaded: see `_set_updates`.
+    _set_updates(state["optimizer"], step)
+    optimizer.load_state_dict(state["optimizer"])
+    for adam in _torch_adams(optimizer):
+        for of_param in adam.state.values():
+            # megatron-core 0.16.1 loads one `step` tensor into all parameters, so that each update would count once per
+            # parameter.
+            of_param["step"] = of_param["step"].clone()
 
 
 def load_model(models: Sequence[torch.nn.Module], checkpoint: Path) -> None:
@@ -110,7 +115,7 @@ def state_of_model(model: torch.nn.Module) -> dict[str, Any]:
         return model.sharded_state_dict()
     state = model.sharded_state_dict(metadata={"non_homogeneous_layers": True})  # layers may have different adapters
     trained = {id(param) for param in trained_parameters(model)}
-    return {name: place for name, place in state.items() if id(getattr(place, "data", None)) in trained}
+    return {name: entry for name, entry in state.items() if id(getattr(entry, "data", None)) in trained}
 
 
 def _named(models: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module]]:
@@ -122,11 +127,12 @@ def state_of(
     chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, step: int, *, loading: bool
 ) -> dict[str, Any]:
     """Return the sharded state of this rank, for megatron-core to save or to load into. A state to save holds views."""
-    _give_adam_its_state(optimizer)
+    _zero_adam_state(optimizer)
     rank = torch.distributed.get_rank()
-    random_state = ShardedObject("rng", rng.capture(), (1,), (0,), replica_id=rank)  # rank 0 writes it, all read it
+    random_state = ShardedObject("rng", random_states(), (1,), (0,), replica_id=rank)  # rank 0 writes it, all read it
     if isinstance(chunks[0], FullyShardedModel):
         return {**chunks[0].checkpoint_state(optimizer, step), "rng": random_state}
+    # Before the optimizer's state, which is made from the same entries.
     model_state = {name: state_of_model(model) for name, model in _named([chunk.module for chunk in chunks])}
     optimizer_state.install()
     sharded = optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=_SHARDING)
@@ -170,15 +176,12 @@ def _failures(error: BaseException) -> dict[int, BaseException]:
     return {rank: failure for rank, (failure, _) in failures.items()}
 
 
-def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    return getattr(optimizer, "chained_optimizers", [optimizer])
-
-
 def _torch_adams(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
-    return [part.optimizer for part in _parts(optimizer) if isinstance(part.optimizer, torch.optim.AdamW)]
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part.optimizer for part in chained if isinstance(part.optimizer, torch.optim.AdamW)]
 
 
-def _give_adam_its_state(optimizer: MegatronOptimizer) -> None:
+def _zero_adam_state(optimizer: MegatronOptimizer) -> None:
     """Give torch's AdamW a zero state before its first step, because megatron-core needs one to save or to load."""
     for adam in _torch_adams(optimizer):
         dtype = getattr(adam, "moments", None)  # None: the parameter's
@@ -189,9 +192,29 @@ def _give_adam_its_state(optimizer: MegatronOptimizer) -> None:
                     adam.state[param] = {"step": torch.tensor(0.0), **zeros}
 
 
-def _unshare_adam_step(optimizer: MegatronOptimizer) -> None:
-    """Give each parameter its own `step` tensor. megatron-core 0.16.1 loads one tensor into all parameters, so that
-    each update would count once per parameter."""
-    for adam in _torch_adams(optimizer):
-        for state in adam.state.values():
-            state["step"] = state["step"].clone()
+def random_states() -> dict[str, Any]:
+    """Return the states of this process's random number generators: dropout draws from them, and a resumed training
+    continues its sequence. A checkpoint has those of rank 0, so that every layout can load them."""
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(legacy=False),
+        "torch": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(),
+        "tracker": tensor_parallel_random.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def restore_random_states(saved: dict[str, Any], tp_rank: int) -> None:
+    """Set the states that `random_states` returned on rank 0 of any layout; a device's only where the kind is equal."""
+    random.setstate(saved["python"])
+    np.random.set_state(saved["numpy"])
+    torch.set_rng_state(saved["torch"])
+    if saved["device"].shape != torch.cuda.get_rng_state().shape:  # a CPU's generator is not a GPU's
+        return
+    set_device_rng_state(saved["device"])
+    tracker = tensor_parallel_random.get_cuda_rng_tracker()
+    shared = tensor_parallel_random.get_data_parallel_rng_tracker_name()
+    # Only generators that ranks share, except on tensor-parallel rank 0: with rank 0's states, other ranks would draw
+    # rank 0's numbers for their own slices of divided weights.
+    states = saved["tracker"] if tp_rank == 0 else {shared: saved["tracker"][shared]}
+    tracker.set_states({**tracker.get_states(), **states})

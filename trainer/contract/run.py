@@ -19,7 +19,6 @@ from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.errors import InputError
 from dataset_builders.storage.store import Location
 from trainer.contract.adapter import AdapterConfig
-from trainer.contract.experts import ExpertsConfig
 from trainer.contract.machine.modules import Wanted
 from trainer.contract.parallel import ParallelConfig
 
@@ -90,6 +89,20 @@ class PartConfig(StrictModel):
             if self.frozen and value is not None:
                 raise ValueError(f"{name}={value} does nothing in a frozen part; make it null, or frozen=false")
         return self
+
+
+class ExpertsConfig(StrictModel):
+    """How a router is trained. By default only the loss of the answers trains it, as in transformers."""
+
+    auxiliary_loss: Literal["pooled", "layer"] = Field(
+        default="pooled",
+        description="the loss that evens the experts' loads: pooled over all layers as in transformers (an even load "
+        "gives top_k), or layer, each layer's own as megatron-core computes it (an even load gives 1 a layer)",
+    )
+    coefficient: float = Field(default=0.0, ge=0, le=1, description="factor of the auxiliary loss; 0: there is none")
+    force_balance: bool = Field(
+        default=False, description="deal tokens to experts in turn, for measurements of speed; nothing useful is learnt"
+    )
 
 
 class TrainConfig(StrictModel):

@@ -51,15 +51,15 @@ def cost_model(shape: ModelShape) -> CostModel:
 def training_cost(shape: ModelShape, family: Family, train: TrainConfig) -> CostModel:
     """Return the FLOPs, forward and backward, of one unit of each kind of work in this training."""
     count = _Count(shape, family, train)
-    flows = count.vision() if shape.vision is not None else False
-    count.language(flows)
+    needs_grad = count.vision() if shape.vision is not None else False
+    count.language(needs_grad)
     return CostModel(**{name: float(count.flops[name]) for name in CostModel.__dataclass_fields__})
 
 
 class _Count:
     """A sum of FLOPs over the table of weights, in the order of the forward pass.
 
-    In all methods `flows` means that something earlier is trained, so that a gradient flows through.
+    In all methods `needs_grad` means that something earlier is trained, so that a gradient flows back to it.
     """
 
     def __init__(self, shape: ModelShape, family: Family, train: TrainConfig) -> None:
@@ -72,49 +72,51 @@ class _Count:
 
     def vision(self) -> bool:
         """Count the encoder and its mergers; return whether any part of them is trained."""
-        vision, flows = self.shape.vision, False
+        vision, needs_grad = self.shape.vision, False
         forward, block, mergers = vision.forward_flops, vision.spatial_merge_size**2, {}
         attention = forward["per_patch_squared"] / vision.num_layers
         pixels = forward["per_patch"]  # reduced below by the matrices of the table; the product with the pixels remains
         for rule in (rule for rule in self.rules if not rule.ours.startswith("language.")):
             merger = rule.ours.rsplit(".", 2)[0] if self.family.part_of(rule.ours) == "merger" else None
-            before = flows if merger is None else mergers.get(merger, flows)
+            # Mergers branch off the encoder: what one of them trains sends no gradient through the next.
+            before = needs_grad if merger is None else mergers.get(merger, needs_grad)
             if "linear_proj.weight" in rule.ours:
-                self.flops["per_patch_squared"] += attention * (1 + 2 * flows)
+                self.flops["per_patch_squared"] += attention * (1 + 2 * needs_grad)
             if "patch_embed.weight" in rule.ours:
                 is_embedding_trained = self._trains(rule)
             self.flops["per_patch"] += self._products(rule, before) / (1 if merger is None else block)
             pixels -= 2 * _size(rule) / (1 if merger is None else block)
             after = before or self._changes(rule)
             if merger is None:
-                flows = after
+                needs_grad = after
             else:
                 mergers[merger] = after
+        # Pixels need no gradient, so the product with them costs once more only for its weight.
         self.flops["per_patch"] += pixels * (1 + is_embedding_trained)
-        return flows or any(mergers.values())
+        return needs_grad or any(mergers.values())
 
-    def language(self, flows: bool) -> None:
+    def language(self, needs_grad: bool) -> None:
         decoder, layers, others = self.shape.language, defaultdict(list), {}
         for rule in self.rules:
             if found := _OF_LAYER.match(rule.ours):
                 layers[int(found[1])].append(rule)
             elif rule.ours.startswith("language."):
                 others[rule.ours] = rule
-        flows = flows or self._trains(others[_EMBEDDING])
+        needs_grad = needs_grad or self._trains(others[_EMBEDDING])
         for number in range(decoder.num_layers):
             before, after, squared = decoder.layers[number].flops
             is_after = [_AFTER_ATTENTION.search(rule.ours) is not None for rule in layers[number]]
-            split = is_after.index(True)
-            flows = self._half(layers[number][:split], before, "per_token", flows)
-            self.flops["per_token_squared"] += squared * (1 + 2 * flows)
+            split = is_after.index(True)  # the table has a layer's weights in the order of the forward pass
+            needs_grad = self._half(layers[number][:split], before, "per_token", needs_grad)
+            self.flops["per_token_squared"] += squared * (1 + 2 * needs_grad)
             is_last = number == decoder.num_layers - 1 and decoder.mtp is None
             # After the last layer's attention only loss tokens are computed.
             rows = "per_loss_token" if is_last else "per_token"
-            flows = self._half(layers[number][split:], after, rows, flows)
+            needs_grad = self._half(layers[number][split:], after, rows, needs_grad)
         head = others.get(_HEAD, others[_EMBEDDING])
-        flows = flows or any(self._trains(rule) for name, rule in others.items() if "norm" in name)
+        needs_grad = needs_grad or any(self._trains(rule) for name, rule in others.items() if "norm" in name)
         logits = 2 * decoder.hidden_size * decoder.vocab_size
-        self.flops["per_loss_token"] += logits * (1 + flows + self._trains(head))
+        self.flops["per_loss_token"] += logits * (1 + needs_grad + self._trains(head))
         if decoder.mtp is not None:  # everything before it is trained, and so is all of it
             before, after, squared = decoder.mtp.flops
             for rows, forward in zip(
@@ -122,23 +124,23 @@ class _Count:
             ):
                 self.flops[rows] += FORWARD_AND_BACKWARD * forward
 
-    def _half(self, rules: Sequence[Rule], forward: int, rows: str, flows: bool) -> bool:
+    def _half(self, rules: Sequence[Rule], forward: int, rows: str, needs_grad: bool) -> bool:
         """Count a part of a layer with these forward FLOPs per row; return whether a gradient flows through the next
         part."""
         for rule in rules:
-            self.flops[rows] += self._products(rule, flows)
+            self.flops[rows] += self._products(rule, needs_grad)
             forward -= 2 * _size(rule)
-            flows = flows or self._changes(rule)
+            needs_grad = needs_grad or self._changes(rule)
         # FLOPs that belong to no matrix of the table (the delta rule) cost twice as much backward.
-        self.flops[rows] += forward * (1 + 2 * flows)
-        return flows
+        self.flops[rows] += forward * (1 + 2 * needs_grad)
+        return needs_grad
 
-    def _products(self, rule: Rule, flows: bool) -> float:
+    def _products(self, rule: Rule, needs_grad: bool) -> float:
         """Return the FLOPs per row of a linear layer's weight and its adapters."""
-        flops = 2 * _size(rule) * (1 + flows + self._trains(rule))
+        flops = 2 * _size(rule) * (1 + needs_grad + self._trains(rule))
         for (out, width), is_chosen in zip(rule.sizes, self._adapted(rule)):
             if is_chosen:  # forward A and B; backward both weights, the value between them, and the input
-                flops += 2 * rule.used * self.adapter.rank * ((2 + flows) * width + 3 * out)
+                flops += 2 * rule.used * self.adapter.rank * ((2 + needs_grad) * width + 3 * out)
         return flops
 
     def _trains(self, rule: Rule) -> bool:

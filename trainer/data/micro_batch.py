@@ -13,11 +13,9 @@ import numpy as np
 import torch
 
 from dataset_builders.contracts.tokenized import TokenizedSample
-from trainer.data.mrope import mrope_positions
-from trainer.data.one_copy import OneCopy
 from trainer.data.packed_chunks import PackedChunks
-from trainer.data.patch_grid import patch_coordinates
 from trainer.data.slices import NO_IMAGES, WHOLE, ImageShare, RankSlice, joined_ranges, share_images, zigzag_order
+from trainer.model.shape import ModelShape
 
 # (tokens of a sample, start index of each image, each image's grid in tokens) -> (3, n) positions
 Positions = Callable[[int, Sequence[int], Sequence[Sequence[int]]], np.ndarray]
@@ -25,6 +23,26 @@ Positions = Callable[[int, Sequence[int], Sequence[Sequence[int]]], np.ndarray]
 Features = Callable[[Sequence[int]], torch.Tensor]
 # Not needed up to the backward pass, as the small ones are: they have memory of their own, which is freed sooner.
 LARGE = ("patches", "features")
+
+
+def mrope_positions(length: int, starts: Sequence[int], grids: Sequence[Sequence[int]]) -> np.ndarray:
+    """Return (3, n) int64 positions on the axes time, row and column, from 0: those of `get_rope_index` of transformers
+    5.23, models/qwen3_vl/modeling_qwen3_vl.py. A family with other positions sets its own function in its `Geometry`.
+
+    Text counts up on all three axes. An image's tokens form a grid that starts at the next position after the text
+    before it, and the text continues after the grid's longer side. Without images the three rows are equal.
+
+    Args:
+        starts: index of the first token of each image.
+        grids: (t, h, w) of each image, in tokens.
+    """
+    positions = np.empty((3, length), np.int64)
+    positions[:] = np.arange(length)
+    for start, (frames, rows, columns) in zip(starts, grids):
+        stop = start + frames * rows * columns
+        positions[:, start:stop] = positions[0, start] + np.indices((frames, rows, columns)).reshape(3, -1)
+        positions[:, stop:] += max(rows, columns) - (stop - start)
+    return positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +118,7 @@ class MicroBatch:
     features: torch.Tensor | None = None
     are_features_read: bool = False  # whether the features were encoded before the training and are read
     # the memory of all tensors but the large ones, if they share it; None after the copy to a device
-    small: OneCopy | None = None
+    small: "OneCopy | None" = None
 
     @property
     def num_tokens(self) -> int:
@@ -114,6 +132,7 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Return the same batch on `device`, copied asynchronously if pinned."""
+        # The views of one piece of memory are made again on the device, after a single copy.
         small = {} if self.small is None else self.small.to(device).views()
         others = {name: tensor for name, tensor in self.tensors().items() if name not in small}
         return self._with(small | {name: tensor.to(device, non_blocking=True) for name, tensor in others.items()})
@@ -127,7 +146,7 @@ class MicroBatch:
         large = {name: tensor.pin_memory() if pin else tensor for name, tensor in large.items()}
         return self._with(small.views() | large, small)
 
-    def _with(self, tensors: Mapping[str, torch.Tensor], small: OneCopy | None = None) -> "MicroBatch":
+    def _with(self, tensors: Mapping[str, torch.Tensor], small: "OneCopy | None" = None) -> "MicroBatch":
         chunks = None if self.chunks is None else self.chunks.with_table(tensors["chunks"])
         return dataclasses.replace(self, **{**tensors, "chunks": chunks, "small": small})
 
@@ -150,11 +169,13 @@ def make_micro_batch(
     bounds = _segment_bounds(samples, seq_len, part.pad_multiple)
     whole = _lay_out(samples, geometry, bounds)
     order = zigzag_order(bounds, part.cp)
+    # This rank's tokens, as indices into the bin. Every rank has as many, so that a reshape divides them.
     places = order.reshape(part.cp, -1)[part.cp_rank]
     held = places if geometry.predicts_second else places[:0]
     second_index = np.flatnonzero(whole.is_second[held])
     loss_index = np.flatnonzero(whole.is_loss[places])
     sample_bounds = np.array(bounds[: len(samples) + 1])
+    # A rank holds 1 / cp of each segment, segment after segment, so a sample's tokens begin at its start / cp.
     loss_bounds = loss_index.searchsorted(sample_bounds // part.cp)
     grids = np.concatenate([np.empty((0, 3), np.int32), *(s.image_grid_thw for s in samples)])
     return MicroBatch(
@@ -163,6 +184,7 @@ def make_micro_batch(
         position_ids=torch.from_numpy(whole.positions.take(places, axis=1)),
         cu_seqlens=torch.tensor(bounds, dtype=torch.int32),
         max_seqlen=int(np.diff(bounds).max()),
+        # What no layer needs is an empty slice: fewer bytes to copy, and one type for all cases.
         cp_order=torch.from_numpy(order if part.cp > 1 else order[:0]),
         chunks=PackedChunks.of(bounds) if geometry.in_chunks else None,
         is_token=torch.from_numpy(whole.is_token[places if geometry.marks_padding else places[:0]]),
@@ -214,6 +236,7 @@ def _lay_out(samples: Sequence[TokenizedSample], geometry: Geometry, bounds: Seq
         grids = (sample.image_grid_thw // (1, merge, merge)).tolist()
         starts = _image_starts(sample, grids, geometry.image_token_id)
         whole.positions[:, begin:end] = geometry.positions(end - begin, starts, grids)
+        # Tokens before the last; the last of a sample, and padding, keep their own place.
         whole.next[begin : end - 1] += 1
         whole.is_second[begin : max(begin, end - 2)] = sample.loss_mask[2:]
     return whole
@@ -262,6 +285,7 @@ def _vision_fields(
         image_patches = grids.prod(1)
         share = share_images(image_patches.tolist(), merge**2, part)
         # The gathered row of each image token of the bin; -1 for every other token.
+        # The image tokens of a bin stand in the order of its images, which `joined_ranges` follows.
         row_at = np.full(len(whole.ids), -1)
         first_rows = np.array(share.first_rows, np.int64)
         row_at[whole.ids == geometry.image_token_id] = joined_ranges(first_rows, image_patches // merge**2)
@@ -308,3 +332,69 @@ def _encoded(
     for sample in samples:
         images += np.split(sample.patches, sample.image_grid_thw.prod(1).cumsum())[:-1]
     return grids[[*share.images]], np.concatenate([images[number] for number in share.images])
+
+
+def geometry_of(shape: ModelShape) -> Geometry:
+    """Return the facts of a model's shape that its micro batches need."""
+    vision, images = shape.vision, shape.images
+    language = shape.language
+    of_layers = {"in_chunks": language.in_chunks, "marks_padding": language.routes_tokens}
+    of_layers["predicts_second"] = language.mtp is not None
+    if vision is None or images is None:
+        return Geometry(**of_layers)
+    return Geometry(images.image_token_id, vision.spatial_merge_size, 3 * vision.patch_size**2, **of_layers)
+
+
+_ALIGNMENT = 64  # bytes
+
+
+class _Place(NamedTuple):
+    start: int
+    stop: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+
+@dataclass(frozen=True, slots=True)
+class OneCopy:
+    """Several tensors in one piece of memory, which a single copy brings to a device."""
+
+    memory: torch.Tensor  # uint8 bytes of all tensors
+    places: Mapping[str, _Place]  # where each tensor lies
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor], *, pin: bool) -> "OneCopy":
+        """Copy tensors into new memory, which is page-locked if `pin`."""
+        places, start = {}, 0
+        for name, tensor in tensors.items():
+            places[name] = _Place(start, start + tensor.nbytes, tensor.dtype, tensor.shape)
+            start += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT  # a view needs its dtype's alignment, kernels more
+        copied = cls(torch.empty(start, dtype=torch.uint8, pin_memory=pin), places)
+        for view, tensor in zip(copied.views().values(), tensors.values(), strict=True):
+            view.copy_(tensor)
+        return copied
+
+    def views(self) -> dict[str, torch.Tensor]:
+        return {
+            name: self.memory[place.start : place.stop].view(place.dtype).view(place.shape)
+            for name, place in self.places.items()
+        }
+
+    def to(self, device: torch.device) -> "OneCopy":
+        """Return the same tensors on a device, copied asynchronously if pinned."""
+        return OneCopy(self.memory.to(device, non_blocking=True), self.places)
+
+
+def patch_coordinates(frames: np.ndarray, merge: int) -> np.ndarray:
+    """Return (P, 2) int32 row and column of each patch in its frame, block by block, one image token a block.
+
+    Args:
+        frames: (F, 2) numbers of rows and columns of each frame, in patches, multiples of `merge`.
+        merge: spatial_merge_size; patches are stored in blocks of merge x merge, one row of blocks after the other.
+    """
+    blocks = frames // merge
+    counts = blocks.prod(1)
+    block = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)  # index of each block in its frame
+    corners = np.stack(np.divmod(block, np.repeat(blocks[:, 1], counts)), 1).astype(np.int32) * merge
+    inside = np.stack(np.divmod(np.arange(merge**2), merge), 1).astype(np.int32)
+    return (corners[:, None] + inside).reshape(-1, 2)

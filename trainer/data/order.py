@@ -16,8 +16,7 @@ from dataset_builders.contracts.permutation import KeyedPermutation
 from trainer.data.balance import deal
 from trainer.data.reader import BinReader
 
-_DEALT_RANKS = 64  # most ranks among which bins are assigned by cost; more ranks form groups with their own bins
-
+_RANKS_OF_GROUP = 64  # most ranks among which bins are assigned by cost; more ranks form groups with their own bins
 _SUMMED_BINS = 1 << 18  # bins whose sums are in memory at a time
 
 
@@ -31,7 +30,7 @@ def bins_at(epoch_sizes: Sequence[int], seed: int, places: np.ndarray) -> np.nda
         epoch_sizes: number of bins of each planned epoch; bin indices continue from one epoch to the next.
     """
     ends = np.cumsum(epoch_sizes)
-    rounds, rest = np.divmod(places, ends[-1])
+    rounds, rest = np.divmod(places, ends[-1])  # passes over all planned epochs, and the index within the pass
     planned = np.searchsorted(ends, rest, side="right")
     epochs = rounds * len(ends) + planned
     bins = np.empty(len(places), np.int64)
@@ -96,6 +95,7 @@ class TrainingOrder:
         """Return (tokens, loss tokens) of the first `step` global batches; only bins of the last epoch are summed."""
         stop = remaining = step * self._size
         totals = np.zeros(2, np.int64)
+        # Whole epochs by their totals in the plan, which no permutation changes; the rest bin by bin.
         for epoch in itertools.count():
             size = self._sizes[epoch % len(self._sizes)]
             if remaining < size:
@@ -109,6 +109,7 @@ class TrainingOrder:
         return int(totals[0]), int(totals[1])
 
     def __call__(self, start: int, stop: int) -> Iterator[int]:
+        """Yield this rank's bins of the steps from `start` to `stop` - 1."""
         for step in range(start, stop):
             yield from self.share(step)
 
@@ -118,12 +119,13 @@ class TrainingOrder:
         if self._bin_cost is None:
             places = np.arange(first + self._dp_rank, first + self._size, self._dp)
             return bins_at(self._sizes, self._seed, places).tolist()
-        # Groups bound the work: it grows neither with ranks beyond _DEALT_RANKS nor with the number of bins.
-        groups = -(-self._dp // _DEALT_RANKS)
+        # Groups bound the work: it grows neither with ranks beyond _RANKS_OF_GROUP nor with the number of bins.
+        groups = -(-self._dp // _RANKS_OF_GROUP)
         bounds = [group * self._dp // groups for group in range(groups + 1)]
         group = bisect.bisect_right(bounds, self._dp_rank) - 1
         ranks, each = bounds[group + 1] - bounds[group], self._size // self._dp
         numbers = bins_at(self._sizes, self._seed, first + bounds[group] * each + np.arange(ranks * each))
+        # Every rank of the group computes the whole assignment and takes its own part: no message is needed.
         costs = self._bin_cost(self.reader.bins.sums(numbers)).tolist()
         return numbers[deal(costs, ranks)[self._dp_rank - bounds[group]]].tolist()
 

@@ -5,7 +5,10 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from dataset_builders.contracts.bins import BinPlan, read_bins
+import torch
+
+from dataset_builders.contracts.bins import Bin, BinPlan, read_bins
+from dataset_builders.contracts.features import FeaturePlace, FeatureShards
 from dataset_builders.contracts.manifest import load_manifest
 from dataset_builders.contracts.sample import Split
 from dataset_builders.contracts.shard_io import read_record
@@ -13,7 +16,6 @@ from dataset_builders.contracts.tokenized import TokenizedSample, read_pixel_sto
 from dataset_builders.errors import DamagedFile, InputError
 from dataset_builders.pictures.pixel_codecs import PIXEL_FIELDS, decode_sample
 from dataset_builders.storage.store import StorePath
-from trainer.data.features import FeatureReader
 from trainer.data.micro_batch import Geometry, MicroBatch, make_micro_batch
 from trainer.data.slices import RankSlice
 
@@ -31,7 +33,7 @@ class BinReader:
         geometry: Geometry,
         seq_len: int,
         part: RankSlice,
-        features: FeatureReader | None = None,
+        features: "FeatureReader | None" = None,
     ) -> None:
         self.bins: BinPlan = read_bins(bins_dir, split)
         self.pixels = read_pixel_store(tokenized_dir, load_manifest(tokenized_dir).stats)
@@ -89,9 +91,45 @@ def prefetch(
         try:
             for number in numbers:
                 queue.append(pool.submit(load, number))
+                # A generator: nothing is read ahead before the first batch is asked for.
                 if len(queue) > max(depth, num_workers):
                     yield queue.popleft().result()
             while queue:
                 yield queue.popleft().result()
         finally:
             stopping.set()  # the pool's end waits for queued bins, which are then not read
+
+
+class FeatureReader:
+    """A thread-safe reader of the features of images, from the artifact of the encode_images stage."""
+
+    def __init__(self, directory: StorePath, width: int) -> None:
+        self._shards = FeatureShards(directory)
+        if self._shards.store.width != width:
+            raise InputError(
+                f"{directory} holds features of {self._shards.store.width} numbers an image token, and this model "
+                f"takes {width}: they are of another model; run the encode_images stage with this one"
+            )
+        self.dtype = getattr(torch, self._shards.store.dtype)
+
+    def of_bin(self, refs: Bin) -> "BinFeatures":
+        """Return the features of a bin's images, without reading them yet."""
+        places = [self._shards.places(ref.shard, ref.offset, ref.num_images) for ref in refs]
+        return BinFeatures(self, [place for of_sample in places for place in of_sample])
+
+    def read(self, places: Sequence[FeaturePlace]) -> torch.Tensor:
+        """Return the concatenated features of these images, (tokens, width)."""
+        data = bytearray().join(self._shards.read(place) for place in places)
+        empty = torch.empty(0, dtype=self.dtype)
+        return (torch.frombuffer(data, dtype=self.dtype) if data else empty).view(-1, self._shards.store.width)
+
+
+class BinFeatures:
+    """The features of the images of one bin."""
+
+    def __init__(self, reader: FeatureReader, places: Sequence[FeaturePlace]) -> None:
+        self._reader, self._places = reader, places
+
+    def __call__(self, images: Sequence[int]) -> torch.Tensor:
+        """Return the features, (tokens, width), of the images with these indices in the bin."""
+        return self._reader.read([self._places[image] for image in images])

@@ -20,12 +20,11 @@ from dataset_builders.contracts.sample import Split
 from dataset_builders.contracts.shard_io import ShardWriter, finished_shard, read_record
 from dataset_builders.contracts.tokenized import TokenizedSample, read_pixel_store
 from dataset_builders.pictures.pixel_codecs import decode_sample
-from trainer.checkpoint.hf_read import load_hf_weights
-from trainer.contract.answer import TrainResult
+from trainer.checkpoint.hf_weights import load_hf_weights
+from trainer.contract.result import TrainResult
 from trainer.contract.run import EncodeRun
 from trainer.data.balance import spread_images
-from trainer.data.geometry import Geometry, geometry_of
-from trainer.data.micro_batch import MicroBatch, make_micro_batch
+from trainer.data.micro_batch import Geometry, MicroBatch, geometry_of, make_micro_batch
 from trainer.data.reader import PREFETCH_DEPTH, prefetch
 from trainer.layers.modules.choice import choose_modules
 from trainer.model.family import Family

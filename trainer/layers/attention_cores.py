@@ -82,9 +82,9 @@ class FlashAttention(TorchVarlenAttention):
         run, longest_run = bounds // (2 * ranks), -(-longest // (2 * ranks))  # every segment has 2 * ranks equal runs
         for second, number in enumerate((rank, 2 * ranks - 1 - rank)):
             # Of each segment a rank holds its early run, then its late one.
-            places = _places(run, bounds // ranks + second * F.pad(run.diff(), (0, 1)), len(query) // 2)
+            places = _token_indices(run, bounds // ranks + second * F.pad(run.diff(), (0, 1)), len(query) // 2)
             seen = run * (number + 1)
-            keys = _places(seen, bounds, len(query) // 2 * (number + 1))
+            keys = _token_indices(seen, bounds, len(query) // 2 * (number + 1))
             qkv = query.index_select(0, places), key.index_select(0, keys), value.index_select(0, keys)
             mine = self._attend(qkv, (run, seen), (longest_run, longest_run * (number + 1)))
             out = out.index_copy(0, places, mine)
@@ -93,23 +93,21 @@ class FlashAttention(TorchVarlenAttention):
     def _attend(self, qkv, bounds, longest: tuple[int, int], places: Places | None = None) -> torch.Tensor:
         """Return (queries, h, d), given the cumulative numbers of the segments' queries and of their keys, and these
         numbers of the longest segment."""
-        if qkv[0].dtype is torch.float32:
-            return self._attend_exactly(*qkv, bounds, longest)
+        query, key, value = qkv
+        if query.dtype is torch.float32:  # which flash kernels do not support
+            # The memory-efficient kernels know no groups of query heads.
+            key, value = (x.repeat_interleave(query.size(1) // x.size(1), dim=1) for x in (key, value))
+            from_the_end = 2  # causal mask aligned at the last key, as in the flash kernels
+            return efficient_attention(
+                *(query[None], key[None], value[None], None, *bounds, *longest),
+                *(0.0, from_the_end if self.causal else 0, True),
+                scale=self.scale,
+            )[0][0]
         query, key, value = (x.contiguous() for x in qkv)
         return flash_attention(query, key, value, *bounds, *longest, 0.0, self.causal, False, scale=self.scale)[0]
 
-    def _attend_exactly(self, query, key, value, bounds, longest: tuple[int, int]) -> torch.Tensor:
-        heads_per_group = query.size(1) // key.size(1)
-        key, value = (x.repeat_interleave(heads_per_group, dim=1) for x in (key, value))
-        from_the_end = 2  # causal mask aligned at the last key, as in the flash kernels
-        return efficient_attention(
-            *(query[None], key[None], value[None], None, *bounds, *longest),
-            *(0.0, from_the_end if self.causal else 0, True),
-            scale=self.scale,
-        )[0][0]
 
-
-def _places(bounds: torch.Tensor, starts: torch.Tensor, count: int) -> torch.Tensor:
+def _token_indices(bounds: torch.Tensor, starts: torch.Tensor, count: int) -> torch.Tensor:
     """Return (count,) int64 token indices of segments with these cumulative lengths and start indices."""
     lengths = bounds.diff().long()
     # output_size avoids a wait for the device.

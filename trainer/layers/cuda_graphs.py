@@ -34,9 +34,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from trainer.layers.chosen_rows import RoutedTokens
 from trainer.layers.packed_layer import PackedLayer
-from trainer.layers.segments import PackedSegments, Places, Rotation, joined
+from trainer.layers.segments import PackedSegments, Places, Rotation, RoutedTokens, joined
 from trainer.libraries.torch_private import parameters_of
 
 ALIGNED = 16  # numbers: for strides that are no multiples of 16, Triton compiles other code
@@ -134,7 +133,7 @@ class GraphSection:
         return list(grads[: len(self.inputs)])
 
 
-def plan_pieces(
+def divide_into_pieces(
     layers: Sequence[PackedLayer], num_interrupted: int, rotation: Rotation, routed: RoutedTokens | None = None
 ) -> list[GraphSection]:
     """Divide the layers into pieces, up to the last attention. The caller intervenes after each of the first
@@ -162,7 +161,7 @@ class Slot:
         # The slot has tensors of its own at fixed addresses; `put` sets them.
         self.rotation = Rotation(*(torch.zeros_like(angles) for angles in rotation))
         self.routed = routed and dataclasses.replace(routed, is_token=torch.ones_like(routed.is_token))
-        self.pieces = plan_pieces(layers, num_interrupted, self.rotation, self.routed)
+        self.pieces = divide_into_pieces(layers, num_interrupted, self.rotation, self.routed)
         rows = num_tokens // config.tensor_model_parallel_size if config.sequence_parallel else num_tokens
         self._hidden = rotation.cos.new_zeros(rows, 1, config.hidden_size, dtype=config.params_dtype)
 
@@ -242,7 +241,7 @@ class LayerGraphs:
     def capture(self) -> None:
         """Capture every piece of every slot. This is a collective if the layers communicate."""
         try:
-            with _stand_ins(self._layers):
+            with _substitute_parameters(self._layers):
                 for _ in range(self._num_slots):
                     self.slots.append(self._new_slot())
                     self.slots[-1].capture()
@@ -309,7 +308,7 @@ class _Replay(torch.autograd.Function):
 
 
 @contextlib.contextmanager
-def _stand_ins(layers: Sequence[PackedLayer]) -> Iterator[None]:
+def _substitute_parameters(layers: Sequence[PackedLayer]) -> Iterator[None]:
     """Replace the layers' parameters inside the context by others with the same memory and the same `main_grad`."""
     modules = [module for layer in layers for module in layer.modules()]
     held = [parameters_of(module) for module in modules]

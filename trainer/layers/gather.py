@@ -72,7 +72,7 @@ def gather_sequence(x: torch.Tensor, order: torch.Tensor, group: ProcessGroup) -
     return _GatherSequence.apply(x, order, group)
 
 
-def _turn_to_heads(x: torch.Tensor, order: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+def _exchange_for_heads(x: torch.Tensor, order: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     sent = x.transpose(0, 1).contiguous()
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
@@ -80,24 +80,24 @@ def _turn_to_heads(x: torch.Tensor, order: torch.Tensor, group: ProcessGroup) ->
     return torch.empty_like(received).index_copy_(0, order, received)
 
 
-def _turn_to_sequence(x: torch.Tensor, order: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+def _exchange_for_sequence(x: torch.Tensor, order: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     sent = x.index_select(0, order)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     return received.unflatten(0, (group.size(), -1)).transpose(0, 1)
 
 
-class _Turn(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, order, group, turn, turn_back):
+    def forward(ctx, x, order, group, exchange, inverse):
         ctx.save_for_backward(order)
-        ctx.group, ctx.turn_back = group, turn_back
-        return turn(x, order, group)
+        ctx.group, ctx.inverse = group, inverse
+        return exchange(x, order, group)
 
     @staticmethod
     def backward(ctx, grad):
         (order,) = ctx.saved_tensors
-        return ctx.turn_back(grad, order, ctx.group), None, None, None, None
+        return ctx.inverse(grad, order, ctx.group), None, None, None, None
 
 
 def to_heads(x: torch.Tensor, order: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
@@ -106,9 +106,9 @@ def to_heads(x: torch.Tensor, order: torch.Tensor, group: ProcessGroup) -> torch
     The input is this rank's tokens with the values of each rank's heads. The output is all tokens in the bin's order,
     with the values of this rank's heads.
     """
-    return _Turn.apply(x, order, group, _turn_to_heads, _turn_to_sequence)
+    return _AllToAll.apply(x, order, group, _exchange_for_heads, _exchange_for_sequence)
 
 
 def to_sequence(x: torch.Tensor, order: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """Invert `to_heads`: (T, width) of this rank's heads -> (T / ranks, ranks, width) of this rank's tokens."""
-    return _Turn.apply(x, order, group, _turn_to_sequence, _turn_to_heads)
+    return _AllToAll.apply(x, order, group, _exchange_for_sequence, _exchange_for_heads)

@@ -20,8 +20,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 from dataset_builders.errors import InputError
 from trainer.contract.run import RunConfig
 from trainer.layers.attention_cores import TorchVarlenAttention
-from trainer.layers.output_loss import OutputLayer
 from trainer.layers.packed_layer import PackedLayer
+from trainer.layers.vocabulary import OutputLayer
 
 # The keys are transformers' names.
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
@@ -95,9 +95,9 @@ def shared_config(dtype: torch.dtype) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "attention_softmax_in_fp32": True,
-        "calculate_per_token_loss": True,
-        "use_cpu_initialization": not torch.cuda.is_available(),
-        "perform_initialization": False,
+        "calculate_per_token_loss": True,  # a mean over the tokens of the global batch, not of each micro batch
+        "use_cpu_initialization": not torch.cuda.is_available(),  # where parameters are allocated
+        "perform_initialization": False,  # weights are loaded; megatron-core then sets no marks, see below
         # Fusions that need CUDA stay off, because Transformer Engine has its own.
         "bias_dropout_fusion": False,
         "bias_activation_fusion": False,

@@ -13,8 +13,7 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from trainer.layers.chosen_rows import ChosenRows, RoutedTokens
-from trainer.layers.segments import PackedSegments, Rotation
+from trainer.layers.segments import PackedSegments, Rotation, RoutedTokens, SelectedRows
 
 
 class PackedLayer(TransformerLayer):
@@ -25,7 +24,7 @@ class PackedLayer(TransformerLayer):
 
     The module of a mixer has `prepare`, `attend`, `linear_proj`, `modules_of_prepare`, `attended_width` and
     `partial_gradients`. The module of a feed-forward part maps (s, 1, D) to its output, and a bias or None. If the part
-    routes tokens, the module also takes the chosen rows and the tokens of the bin, and returns only its output.
+    routes tokens, the module also takes the selected rows and the tokens of the bin, and returns only its output.
     """
 
     def __init__(
@@ -43,9 +42,9 @@ class PackedLayer(TransformerLayer):
         self.routes_tokens = hasattr(self.mlp, "prepare_training")
 
     def forward(
-        self, hidden: torch.Tensor, rotation: Rotation, segments: PackedSegments, rows: ChosenRows | None = None
+        self, hidden: torch.Tensor, rotation: Rotation, segments: PackedSegments, rows: SelectedRows | None = None
     ) -> torch.Tensor:
-        """Map (s, 1, D) to (s, 1, D), or only to the chosen rows."""
+        """Map (s, 1, D) to (s, 1, D), or only to the selected rows."""
         hidden, *qkv = self.before_attention(hidden, rotation)
         hidden, delta = self.after_attention(hidden, self.attend(*qkv, segments), rows, segments.routed)
         return hidden + delta
@@ -86,12 +85,12 @@ class PackedLayer(TransformerLayer):
         self,
         hidden: torch.Tensor,
         attended: torch.Tensor,
-        rows: ChosenRows | None = None,
+        rows: SelectedRows | None = None,
         routed: RoutedTokens | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Map the layer's input (s, 1, D) and attention's output (T, 1, h * d) to two tensors (s, 1, D), or of the
-        chosen rows, whose sum is the layer's output."""
-        # Loads and auxiliary loss cover all tokens, so the norm is computed for all rows even if only some are chosen.
+        selected rows, whose sum is the layer's output."""
+        # Loads and auxiliary loss cover all tokens, so the norm is computed for all rows, whatever rows are selected.
         if routed is not None and self.routes_tokens:
             delta = _with_bias(*self.self_attention.linear_proj(attended))
             hidden, normed = self.pre_mlp_layernorm.sum_and_norm(hidden, delta)

@@ -7,8 +7,6 @@ t = tokens of this context-parallel rank, s = t / tp with sequence parallel, els
 D = hidden size.
 """
 
-from collections.abc import Sequence
-
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor
 from megatron.core.enums import ModelType
@@ -20,24 +18,19 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from dataset_builders.contracts.tokenized import PatchFormat
-from trainer.contract.answer import LAYERS
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import TrainConfig
 from trainer.data.micro_batch import MicroBatch
-from trainer.layers.chosen_rows import ChosenRows, RoutedTokens
-from trainer.layers.decoder import Embedded, LanguageModel
-from trainer.layers.measures.part_clock import PartClock
-from trainer.layers.measures.reports import Reports
+from trainer.layers.decoder import Embedded, LanguageModel, MultiTokenPredictor
+from trainer.layers.measures import PartClock, Reports
 from trainer.layers.module_set import layer_around, mark_tensor_parallel
-from trainer.layers.mtp import MultiTokenPredictor
 from trainer.layers.packed_layer import PackedLayer
-from trainer.layers.segments import PackedSegments, Rotation
+from trainer.layers.segments import PackedSegments, Rotation, RoutedTokens, SelectedRows
 from trainer.model.late_import import load
 from trainer.model.layer import Layer
 from trainer.model.shape import ModelShape
 from trainer.parallel.mesh import Mesh
-from trainer.parallel.vision.owner import VisionOwner
-from trainer.parallel.vision.worker import PipelineWorker
+from trainer.parallel.vision.exchange import PipelineWorker, VisionOwner
 
 
 class PackedModel(MegatronModule):
@@ -67,11 +60,13 @@ class PackedModel(MegatronModule):
         self.shape, self.parallel, self.mesh, self.groups = shape, parallel, mesh, mesh.groups
         pp, stage = mesh.groups.pp, vp_stage or 0
         self.vp_stage = vp_stage
+        # megatron-core's names for "has the embedding" and "has the output layer"; its schedules read them.
         self.pre_process = pp.rank() == 0 and stage == 0
         self.post_process = pp.rank() == pp.size() - 1 and stage == parallel.vpp - 1
         self.model_type = ModelType.encoder_or_decoder  # the schedules read it
         self.share_embeddings_and_output_weights = shape.language.tie_word_embeddings
         self.seq_len = seq_len
+        # A training replaces both by those of its `StepContext`; a chunk that is built for something else has its own.
         self.clock = PartClock()
         self.reports = Reports()
         # Where ranks divide the experts, the host waits for the numbers of rows, and a graph cannot.
@@ -84,6 +79,7 @@ class PackedModel(MegatronModule):
         self.build_parts(config.params_dtype, modules)
         first = get_transformer_layer_offset(config, vp_stage, pp.rank())
         numbers = range(first, first + get_num_layers_to_build(config, vp_stage, pp.rank()))
+        # Specs of all layers, because those of other chunks decide with the own whether a checkpoint stacks layers.
         kinds = [self.layer_spec(modules, layer) for layer in shape.language.layers]
         self.language = LanguageModel(
             config,
@@ -103,7 +99,12 @@ class PackedModel(MegatronModule):
                 config, spec, modules, mesh.groups, number=number, recompute=is_recomputed
             )
         mark_tensor_parallel(self)
-        self._mark_tied_weight()
+        tied = self.shared_embedding_or_output_weight()
+        if tied is not None and mesh.groups.pp.size() > 1:
+            # megatron-core sums the gradients of the two copies, on the first and the last pipeline rank, by these
+            # marks.
+            tied.shared_embedding = True
+            tied.shared = not self.pre_process  # the copy that the gradient norm does not count
 
     def build_parts(self, dtype: torch.dtype, modules: BackendSpecProvider) -> None:
         """Build the parts of this chunk that come before the language model."""
@@ -138,14 +139,8 @@ class PackedModel(MegatronModule):
             layers.append(self.language.mtp.layer)
         for layer in layers:
             if layer.routes_tokens:
+                # megatron-core counts layers from 1.
                 layer.mlp.prepare_training(train, layer.layer_number - 1, self.reports)
-
-    def reported_metrics(self, numbers: Sequence[float]) -> dict[str, float]:
-        """Return the metrics of the layers' reports, given their sums on the host; a collective of hosts if some layers
-        route tokens."""
-        routes = self.shape.language.routes_tokens
-        reported = self.reports.metrics(numbers, self.mesh.hosts) if routes else {}
-        return {f"{LAYERS}{name}": value for name, value in reported.items()}
 
     def prepare_pixels(self, patch_format: PatchFormat) -> None:
         """Set how the patches of the data are converted to pixel values."""
@@ -156,25 +151,25 @@ class PackedModel(MegatronModule):
         layers = [module for module in self.modules() if isinstance(module, PackedLayer)]
         return [param for layer in layers for param in layer.self_attention.partial_gradients()]
 
-    def _mark_tied_weight(self) -> None:
-        """Mark the weight that the first and the last pipeline rank both hold, as megatron-core expects."""
-        weight = self.shared_embedding_or_output_weight()
-        if weight is not None and self.groups.pp.size() > 1:
-            weight.shared_embedding = True
-            weight.shared = not self.pre_process  # the copy that the gradient norm does not count
-
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         """Return losses (N,) float32 of this rank's loss tokens on the last chunk, else hidden states (s, 1, D). In a
         training with multi-token prediction its losses (M,) follow."""
         if not self.post_process:
             return self.hidden_states(batch)
-        if self.predicts_second:
-            return self._losses_of_two_tokens(batch)
-        hidden = self.hidden_states(batch, self.language.loss_rows(batch.loss_index))
-        return self.language.losses(hidden, batch.labels)
+        if not self.predicts_second:
+            hidden = self.hidden_states(batch, self.language.loss_rows(batch.loss_index))
+            return self.language.losses(hidden, batch.labels)
+        # Multi-token prediction goes on from the hidden states of all tokens, so the last layer computes all of them.
+        embedded, rotation, segments = self.embed(batch), self.rotation(batch), self._segments(batch)
+        hidden = self.language.decoder(embedded.hidden, rotation, segments, embedded.between, None)
+        rows = self.language.loss_rows(batch.loss_index)
+        losses = self.language.losses(rows.of_hidden(hidden), batch.labels)
+        rows = self.language.loss_rows(batch.second_index)
+        hidden = self.language.mtp(hidden, embedded.following, rotation, segments, rows)
+        return torch.cat((losses, self.language.losses(hidden, batch.second_labels)))
 
-    def hidden_states(self, batch: MicroBatch, rows: ChosenRows | None = None) -> torch.Tensor:
-        """Return (s, 1, D) after the last layer (and final norm) of this chunk, or only the chosen rows."""
+    def hidden_states(self, batch: MicroBatch, rows: SelectedRows | None = None) -> torch.Tensor:
+        """Return (s, 1, D) after the last layer (and final norm) of this chunk, or only the selected rows."""
         hidden, between, _ = self.embed(batch) if self.pre_process else (None, None, None)
         return self.language.decoder(hidden, self.rotation(batch), self._segments(batch), between, rows)
 
@@ -184,16 +179,6 @@ class PackedModel(MegatronModule):
             routed = RoutedTokens.of(batch, self.groups.cp, self.groups.tp if self.config.sequence_parallel else None)
         cp = self.parallel.cp
         return PackedSegments.of(batch.cu_seqlens, batch.max_seqlen, cp, batch.cp_order, batch.chunks, routed)
-
-    def _losses_of_two_tokens(self, batch: MicroBatch) -> torch.Tensor:
-        """Return the losses (N + M,): of the next token, then of the token after the next."""
-        embedded, rotation, segments = self.embed(batch), self.rotation(batch), self._segments(batch)
-        hidden = self.language.decoder(embedded.hidden, rotation, segments, embedded.between, None)
-        rows = self.language.loss_rows(batch.loss_index)
-        losses = self.language.losses(rows.of_hidden(hidden), batch.labels)
-        rows = self.language.loss_rows(batch.second_index)
-        hidden = self.language.mtp(hidden, embedded.following, rotation, segments, rows)
-        return torch.cat((losses, self.language.losses(hidden, batch.second_labels)))
 
     def capture_graphs(self, num_micro_batches: int) -> None:
         """Replay the language model's layers as CUDA graphs in training from now on.
@@ -206,7 +191,6 @@ class PackedModel(MegatronModule):
         # A pipeline rank holds no more micro batches of a step than there are ranks from itself to the last one.
         at_a_time = min(num_micro_batches, self.groups.pp.size() - self.groups.pp.rank())
         self.language.decoder.capture(self.seq_len // self.parallel.cp, pairs, levels, at_a_time)
-        self.reports.forget()  # the captures have reported too
 
     def release_graphs(self) -> None:
         """Launch the layers' kernels one by one again, and free the graphs and their memory."""

@@ -1,6 +1,7 @@
-"""The segments of a packed bin and the rotation of their tokens, for everything that mixes the tokens of a segment.
+"""A packed bin as the layers see it: its segments, the rotation of its tokens, the tokens to route or to compute.
 
-T = tokens (or patches) of the bin, h = heads, d = head dim, n = segments.
+T = tokens (or patches) of the bin, t = tokens of this context-parallel rank, s = t / tp with sequence parallel, else t;
+h = heads, d = head dim, D = hidden size, n = segments.
 """
 
 from collections.abc import Sequence
@@ -9,11 +10,15 @@ from functools import cache, cached_property
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
+from trainer.data.micro_batch import MicroBatch
 from trainer.data.packed_chunks import PackedChunks
-from trainer.layers.chosen_rows import RoutedTokens
 from trainer.model.shape import DecoderShape
 
 
@@ -36,6 +41,7 @@ def mrope_angles(position_ids: torch.Tensor, shape: DecoderShape) -> torch.Tenso
     (transformers 5.23, Qwen3VLTextRotaryEmbedding.recomposition_frequencies).
     """
     inverse = inverse_frequencies(shape.rope_theta, shape.rotary_dim, position_ids.device)
+    # float32 is exact up to position 2^24.
     angles = position_ids[..., None].float() * inverse
     mixed = angles[0].clone()
     for axis in (1, 2):
@@ -60,7 +66,7 @@ class Rotation(NamedTuple):
 
     def rotate(self, x_Thd: torch.Tensor) -> torch.Tensor:
         """Rotate queries or keys, each token by its angles."""
-        cos, sin = self.cos[:, None], self.sin[:, None]
+        cos, sin = self.cos[:, None], self.sin[:, None]  # the same for all heads
         turned, rest = x_Thd.split((2 * cos.size(-1), x_Thd.size(-1) - 2 * cos.size(-1)), dim=-1)
         first, second = turned.float().chunk(2, dim=-1)
         turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_Thd.dtype)
@@ -86,6 +92,63 @@ def joined(slices: Sequence[torch.Tensor]) -> torch.Tensor | None:
             return None
         place += x.size(1)
     return first.as_strided((len(first), width), (width, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class SelectedRows:
+    """The tokens of a bin that the rest of the model computes: after the last attention, those with a loss."""
+
+    index: torch.Tensor  # (m,) int64 indices into the t tokens
+    # the tensor-parallel ranks, if sequence parallelism divides the tokens among them. Each rank then holds m / tp of
+    # the selected rows. None if every rank holds all tokens.
+    sharers: ProcessGroup | None
+
+    @classmethod
+    def of(cls, index: torch.Tensor, sharers: ProcessGroup | None, multiple: int) -> "SelectedRows":
+        """Select the rows of `index` (N,), padded to a multiple of `multiple` rows on each rank."""
+        multiple *= 1 if sharers is None else sharers.size()
+        # At least one row, so that no module needs a special case for matrix products of zero rows.
+        size = max(1, -(-len(index) // multiple)) * multiple
+        return cls(F.pad(index, (0, size - len(index))), sharers)
+
+    def of_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Select the rows of (s, 1, D): (m, 1, D), or this rank's (m / tp, 1, D) with sequence parallelism."""
+        if self.sharers is None:
+            return hidden.index_select(0, self.index)
+        whole = gather_from_sequence_parallel_region(hidden, group=self.sharers)
+        return whole.index_select(0, self.index.chunk(self.sharers.size())[self.sharers.rank()])
+
+    def of_attended(self, attended: torch.Tensor) -> torch.Tensor:
+        """Select the rows of this rank's heads: (t, 1, width) -> (m, 1, width)."""
+        return attended.index_select(0, self.index)
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedTokens:
+    """The tokens of a bin that layers route.
+
+    s = tokens of this rank, after context and sequence parallelism.
+    """
+
+    is_token: torch.Tensor  # (s,) bool, False for padding
+    num_tokens: int  # number of tokens of the bin, over all ranks
+    num_loss_tokens: int  # number of loss tokens of the bin, over all ranks
+    sharers: Sequence[ProcessGroup]  # the groups of ranks that hold different tokens of the bin
+
+    @classmethod
+    def of(cls, batch: MicroBatch, cp: ProcessGroup, tp: ProcessGroup | None) -> "RoutedTokens":
+        """Return the tokens of a batch; `tp` are the tensor-parallel ranks if sequence parallelism divides the tokens
+        among them."""
+        is_token, groups = batch.is_token, [group for group in (cp, tp) if group is not None and group.size() > 1]
+        if tp is not None:
+            is_token = is_token.chunk(tp.size())[tp.rank()]
+        return cls(is_token, batch.num_tokens, batch.num_loss_tokens, groups)
+
+    def summed(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a tensor without gradient, summed over all ranks that hold different tokens of the bin."""
+        for group in self.sharers:
+            dist.all_reduce(x, group=group)
+        return x
 
 
 class Places(NamedTuple):
@@ -143,7 +206,6 @@ class PackedSegments(PackedSeqParams):
         """
         starts, stops = self.cu_seqlens_q[:-1].long(), self.cu_seqlens_q[1:].long()
         lengths = stops - starts
-        # One padded call for all segments would be quadratic in the longest; one call for each made 60 calls a layer.
         width = torch.pow(2, torch.ceil(torch.log2(lengths.clamp(min=1).double()))).long()
         groups = []
         # One padded call would be quadratic in the longest segment, which may be the padding at the end of the bin. One

@@ -7,14 +7,14 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 
-def in_runs(place: ShardedTensor, rows: Sequence[int], rank: int, ranks: int) -> ShardedTensorFactory:
+def in_runs(entry: ShardedTensor, rows: Sequence[int], rank: int, ranks: int) -> ShardedTensorFactory:
     """Return the factory of sharded tensors for a parameter with several runs of rows, if a rank holds a part of each.
 
     Args:
-        place: the sharded tensor as if the rank held one run; layers are not stacked.
+        entry: the sharded tensor as if the rank held one run; layers are not stacked.
         rows: number of this rank's rows in each run.
     """
-    whole = place.without_data()
+    whole = entry.without_data()
 
     def build(key: str, tensor: torch.Tensor, replica_id: tuple, flattened_range: slice | None) -> list[ShardedTensor]:
         parts = []
@@ -33,4 +33,4 @@ def in_runs(place: ShardedTensor, rows: Sequence[int], rank: int, ranks: int) ->
             )
         return parts
 
-    return ShardedTensorFactory(place.key, place.data, build, torch.cat, place.replica_id)
+    return ShardedTensorFactory(entry.key, entry.data, build, torch.cat, entry.replica_id)

@@ -107,16 +107,15 @@ class _ShortCopies(DistributedOptimizer):
     def _copy_main_params_to_model_params(self) -> None:
         if self.copies is None:
             sources = itertools.chain(*self.shard_fp32_from_float16_groups, *self.shard_fp32_groups)
-            params = itertools.chain(*self.model_float16_groups, *self.model_fp32_groups)
-            self.copies = [[self._view(param) for param in params], list(sources)]
+            views = []
+            for param in itertools.chain(*self.model_float16_groups, *self.model_fp32_groups):
+                # The part of the parameter that this rank updates, as a view of the parameter's buffer.
+                buffer, _, bucket = self.model_param_gbuf_map[param]
+                place = self._get_model_param_range_map(param)["gbuf_world_in_bucket"]
+                views.append(self.buffers[buffer].buckets[bucket].param_data.view(-1)[place.start : place.end])
+            self.copies = [views, list(sources)]
         if self.copies[0]:
             foreach_copy(*self.copies)
-
-    def _view(self, param: torch.Tensor) -> torch.Tensor:
-        """Return the part of a parameter that this rank updates, as a view of the parameter's buffer."""
-        buffer, _, bucket = self.model_param_gbuf_map[param]
-        place = self._get_model_param_range_map(param)["gbuf_world_in_bucket"]
-        return self.buffers[buffer].buckets[bucket].param_data.view(-1)[place.start : place.end]
 
 
 def replace_readers(planner: type, make_reader: Callable[[Any], object]) -> None:

@@ -8,14 +8,12 @@ from dataset_builders.contracts.manifest import FileEntry
 from trainer.checkpoint import save_and_load as checkpoint
 from trainer.checkpoint.adapter_files import with_adapters, write_peft_directory
 from trainer.checkpoint.directory import read_step
-from trainer.checkpoint.hf_read import HFTensors
-from trainer.checkpoint.hf_write import hf_tensors, save_hf_weights
-from trainer.contract.answer import TrainResult
+from trainer.checkpoint.hf_weights import HFTensors, hf_tensors, save_hf_weights
 from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT
+from trainer.contract.result import TrainResult
 from trainer.contract.run import RunConfig
-from trainer.layers.lora.trained import trained_rules
-from trainer.loop.set_up import build_chunks, give_adapters, log
-from trainer.loop.share_model import DTYPES, weights_dtype
+from trainer.layers.lora.convert import trained_rules
+from trainer.loop.set_up import DTYPES, build_chunks, log, set_up_adapters, weights_dtype
 from trainer.model.registry import read_model
 from trainer.model.rules import stored_rules
 from trainer.model.targets import adapted_layers
@@ -28,7 +26,7 @@ def export(run: RunConfig, mesh: Mesh) -> TrainResult:
     step = read_step(run.checkpoint_dir, run)
     family, shape = read_model(run.hf_dir, run.train)
     chunks = build_chunks(run, family, shape, mesh, weights_dtype(run))
-    give_adapters(chunks, run, family.weight_rules(shape))
+    set_up_adapters(chunks, run, family.weight_rules(shape))
     checkpoint.load_model(chunks, run.checkpoint_dir)
     files = write_weights(chunks, mesh, run)
     log.info("exported %s: %.1f MB", run.output_dir / HF_EXPORT, sum(file.size_bytes for file in files) / 1e6)

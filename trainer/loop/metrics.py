@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from dataset_builders.storage.files import write_text
-from trainer.contract.answer import MetricsRow, read_metrics
 from trainer.contract.names import METRICS_JSONL
+from trainer.contract.result import MetricsRow, read_metrics
 
 # Dense bf16 peaks from NVIDIA's data sheets, FLOP/s.
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "GB200": 2500e12, "B200": 2250e12}

@@ -1,4 +1,8 @@
-"""The optimizer, the learning rate and the gradient norms. AdamW; each part of the model has its own rate and decay."""
+"""The optimizer, the learning rate, the update and the norms. AdamW; each part of the model has its own rate and decay.
+
+megatron-core's optimizer holds the float32 main parameters and divides them over the data-parallel ranks. Its own step
+is not called: it reads the gradient norm on the host before it clips, see `clip_and_update`.
+"""
 
 import functools
 import itertools
@@ -18,7 +22,7 @@ from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_du
 from megatron.core.transformer.module import param_is_not_shared
 from torch.optim.adamw import adamw
 
-from trainer.checkpoint.hf_read import is_of_experts
+from trainer.checkpoint.hf_weights import is_of_experts
 from trainer.contract.run import OptimConfig, TrainConfig
 from trainer.libraries.megatron_private import patch_torch_adam, shorten_copies
 from trainer.libraries.torch_private import foreach_copy, foreach_multiply, foreach_norm
@@ -31,113 +35,8 @@ from trainer.parallel.mesh import Mesh
 # equal keys, one would be loaded into both. This one of the four keys is read nowhere else.
 PART_KEY = "is_decoupled_lr"
 
-
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PIECE = 2**28  # numbers: 2 GB of moments in float32 at a time
-
-
-class PiecewiseAdam(torch.optim.AdamW):
-    """torch's fused AdamW, whose moments may be bfloat16 between two updates. The arithmetic is float32.
-
-    Transformer Engine's Adam can also keep bfloat16 moments. For an update it copies the moments of a whole group to
-    float32, and to save or load it copies those of the whole model: this needs 8 bytes a parameter to save 4. Here an
-    update goes through the parameters piece by piece.
-
-    Args:
-        groups: parameter groups of the optimizer that this one replaces; shared with it.
-    """
-
-    def __init__(self, groups: list[dict[str, Any]], moments: torch.dtype = torch.bfloat16) -> None:
-        super().__init__([torch.empty(0)])
-        self.param_groups, self.moments = groups, moments
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            # Updates are counted by group, as Transformer Engine's Adam does, so that a checkpoint of either loads into
-            # the other.
-            group["step"] = int(group.get("step", 0)) + 1
-            count = torch.tensor(float(group["step"]))  # megatron-core reads it on a CPU
-            held = [param for param in group["params"] if param.grad is not None]
-            for param in held:
-                state = self.state[param]
-                for name in MOMENTS:
-                    state.setdefault(name, torch.zeros_like(param, dtype=self.moments))
-                state["step"] = count
-            for pieces in _bounded(held):
-                self._update(group, pieces)
-
-    def _update(self, group: dict[str, Any], pieces: list[tuple[torch.Tensor, slice]]) -> None:
-        def taken(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-            return [tensor.view(-1)[part] for tensor, (_, part) in zip(tensors, pieces, strict=True)]
-
-        params = [param for param, _ in pieces]
-        stored = [taken(self.state[param][name] for param in params) for name in MOMENTS]
-        moments = [[short.float() for short in shorts] for shorts in stored]
-        before = float(group["step"] - 1)
-        steps = list(torch.full((len(params),), before, device=params[0].device).unbind())
-        beta1, beta2 = group["betas"]
-        numbers = {name: group[name] for name in ("lr", "weight_decay", "eps")}
-        grads = taken(param.grad for param in params)
-        adamw(
-            *(taken(param.detach() for param in params), grads, *moments, [], steps),
-            fused=True,
-            amsgrad=False,
-            maximize=False,
-            beta1=beta1,
-            beta2=beta2,
-            **numbers,
-        )
-        if self.moments is not torch.float32:  # otherwise `moments` are the stored tensors, already updated in place
-            for shorts, updated in zip(stored, moments, strict=True):
-                foreach_copy(shorts, updated)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the groups' numbers with torch, and the moments directly, because torch would make them float32."""
-        super().load_state_dict({**state_dict, "state": {}})
-        params = [(param, group) for group in self.param_groups for param in group["params"]]
-        for number, state in state_dict["state"].items():
-            param, group = params[number]
-            kept = {name: state[name].to(self.moments) for name in MOMENTS}
-            self.state[param] = {"step": torch.tensor(float(group.get("step", 0))), **kept}
-
-
-def _bounded(params: Iterable[torch.Tensor]) -> Iterator[list[tuple[torch.Tensor, slice]]]:
-    """Yield lists of parts of parameters, as (parameter, slice of its flat view), with at most PIECE numbers a list."""
-    pieces, room = [], PIECE
-    for param in params:
-        start = 0
-        while start < param.numel():
-            stop = min(param.numel(), start + room)
-            pieces.append((param, slice(start, stop)))
-            room -= stop - start
-            start = stop
-            if not room:
-                yield pieces
-                pieces, room = [], PIECE
-    if pieces:
-        yield pieces
-
-
-def learning_rate(step: int, config: OptimConfig, num_steps: int, peak: float | None = None) -> float:
-    """Return the rate of the update from `step` to `step` + 1: linear up to the peak, by default `config.lr`, then half
-    a cosine down."""
-    # megatron-core's scheduler begins at 0, so that its first update does nothing. A function of the step has no state
-    # to save or to reshard.
-    peak = config.lr if peak is None else peak
-    if step < config.warmup_steps:
-        # megatron-core's scheduler would begin at 0, so that the first update does nothing.
-        return peak * (step + 1) / config.warmup_steps
-    progress = (step - config.warmup_steps) / max(1, num_steps - 1 - config.warmup_steps)
-    floor = peak * config.min_lr_fraction
-    return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-
-
-def set_learning_rate(optimizer: ChainedOptimizer, step: int, config: OptimConfig, num_steps: int) -> float:
-    """Set each group's rate at this step from the group's own peak, and return the rate with the peak `config.lr`."""
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate(step, config, num_steps, group["max_lr"])
-    return learning_rate(step, config, num_steps)
 
 
 def build_optimizer(
@@ -161,7 +60,7 @@ def build_optimizer(
             adam_eps=optim.adam_eps,
             clip_grad=optim.clip_grad_norm,
             params_dtype=dtype,
-            bf16=dtype is torch.bfloat16,
+            bf16=dtype is torch.bfloat16,  # keeps float32 main parameters; there is no loss scale
             use_distributed_optimizer=model[0].ddp_config.use_distributed_optimizer,
         ),
         model,
@@ -171,7 +70,8 @@ def build_optimizer(
     optimizer = ChainedOptimizer([inner for inner in optimizer.chained_optimizers if not inner.is_stub_optimizer])
     is_cuda = torch.cuda.is_available()
     if optim.moments == "bfloat16" or (is_cuda and not HAVE_TE):
-        if is_cuda:  # on a CPU the runtime shim has already done it
+        # Without Transformer Engine, megatron-core takes torch's AdamW as it is, which is not fused.
+        if is_cuda:  # on a CPU `prepare_runtime` has already done it
             patch_torch_adam()
         for inner in optimizer.chained_optimizers:
             inner.optimizer = PiecewiseAdam(inner.optimizer.param_groups, getattr(torch, optim.moments))
@@ -192,6 +92,7 @@ def _groups(config: TrainConfig, family: Family, dtype: torch.dtype) -> dict[Par
         if own.frozen:
             continue
         for decays in (True, False):
+            # A partial and not a closure, which would see the last values of the loop's variables.
             belongs = functools.partial(_belongs, part=part, part_of=family.part_of, decays=decays)
             key = ParamKey(with_name_predicate=ParamWithNamePredicate(f"{part}, decays={decays}", belongs))
             decay = config.optim.weight_decay if own.weight_decay is None else own.weight_decay
@@ -199,6 +100,8 @@ def _groups(config: TrainConfig, family: Family, dtype: torch.dtype) -> dict[Par
                 PART_KEY: part,
                 "max_lr": config.optim.lr if own.lr is None else own.lr,
                 "weight_decay": decay if decays else 0.0,
+                # Not read for an update. It is one of the four keys by which a checkpoint's groups are matched, and
+                # keeps the two groups of a part apart.
                 "wd_mult": float(decays),
             }
     return groups
@@ -208,6 +111,27 @@ def _belongs(param: torch.nn.Parameter, name: str, *, part: str, part_of: Callab
     is_norm_or_bias = param.dim() == 1 or name.endswith(".bias")
     # DDP holds the model as `module`.
     return part_of(name.removeprefix("module.")) == part and decays is not is_norm_or_bias
+
+
+def learning_rate(step: int, config: OptimConfig, num_steps: int, peak: float | None = None) -> float:
+    """Return the rate of the update from `step` to `step` + 1: linear up to the peak, by default `config.lr`, then half
+    a cosine down."""
+    # A function of the step in place of megatron-core's scheduler: it has no state to save or to reshard.
+    peak = config.lr if peak is None else peak
+    if step < config.warmup_steps:
+        # step + 1: with a rate of 0, where megatron-core's scheduler begins, the first update would do nothing.
+        return peak * (step + 1) / config.warmup_steps
+    # The last update is the one from num_steps - 1, and has the smallest rate.
+    progress = (step - config.warmup_steps) / max(1, num_steps - 1 - config.warmup_steps)
+    floor = peak * config.min_lr_fraction
+    return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def set_learning_rate(optimizer: ChainedOptimizer, step: int, config: OptimConfig, num_steps: int) -> float:
+    """Set each group's rate at this step from the group's own peak, and return the rate with the peak `config.lr`."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(step, config, num_steps, group["max_lr"])
+    return learning_rate(step, config, num_steps)
 
 
 def trained_parts(optimizer: ChainedOptimizer) -> list[str]:
@@ -299,3 +223,86 @@ def _norms(params: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor
             by_dtype.setdefault(param.dtype, []).append(param)
     norms = [torch.stack(foreach_norm(params)) for params in by_dtype.values()]
     return torch.cat(norms) if norms else torch.zeros(0, device=device)
+
+
+class PiecewiseAdam(torch.optim.AdamW):
+    """torch's fused AdamW, whose moments may be bfloat16 between two updates. The arithmetic is float32.
+
+    Transformer Engine's Adam can also keep bfloat16 moments. For an update it copies the moments of a whole group to
+    float32, and to save or load it copies those of the whole model: this needs 8 bytes a parameter to save 4. Here an
+    update goes through the parameters piece by piece.
+
+    Args:
+        groups: parameter groups of the optimizer that this one replaces; shared with it.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], moments: torch.dtype = torch.bfloat16) -> None:
+        super().__init__([torch.empty(0)])
+        self.param_groups, self.moments = groups, moments
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            # Updates are counted by group, as Transformer Engine's Adam does, so that a checkpoint of either loads into
+            # the other.
+            group["step"] = int(group.get("step", 0)) + 1
+            count = torch.tensor(float(group["step"]))  # megatron-core reads it on a CPU
+            held = [param for param in group["params"] if param.grad is not None]
+            for param in held:
+                state = self.state[param]
+                for name in MOMENTS:
+                    state.setdefault(name, torch.zeros_like(param, dtype=self.moments))
+                state["step"] = count
+            for pieces in _bounded(held):
+                self._update(group, pieces)
+
+    def _update(self, group: dict[str, Any], pieces: list[tuple[torch.Tensor, slice]]) -> None:
+        def taken(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+            return [tensor.view(-1)[part] for tensor, (_, part) in zip(tensors, pieces, strict=True)]
+
+        params = [param for param, _ in pieces]
+        stored = [taken(self.state[param][name] for param in params) for name in MOMENTS]
+        moments = [[short.float() for short in shorts] for shorts in stored]
+        before = float(group["step"] - 1)
+        steps = list(torch.full((len(params),), before, device=params[0].device).unbind())
+        beta1, beta2 = group["betas"]
+        numbers = {name: group[name] for name in ("lr", "weight_decay", "eps")}
+        grads = taken(param.grad for param in params)
+        adamw(
+            *(taken(param.detach() for param in params), grads, *moments, [], steps),
+            fused=True,
+            amsgrad=False,
+            maximize=False,
+            beta1=beta1,
+            beta2=beta2,
+            **numbers,
+        )
+        if self.moments is not torch.float32:  # otherwise `moments` are the stored tensors, already updated in place
+            for shorts, updated in zip(stored, moments, strict=True):
+                foreach_copy(shorts, updated)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the groups' numbers with torch, and the moments directly, because torch would make them float32."""
+        super().load_state_dict({**state_dict, "state": {}})
+        params = [(param, group) for group in self.param_groups for param in group["params"]]
+        for number, state in state_dict["state"].items():
+            param, group = params[number]
+            kept = {name: state[name].to(self.moments) for name in MOMENTS}
+            self.state[param] = {"step": torch.tensor(float(group.get("step", 0))), **kept}
+
+
+def _bounded(params: Iterable[torch.Tensor]) -> Iterator[list[tuple[torch.Tensor, slice]]]:
+    """Yield lists of parts of parameters, as (parameter, slice of its flat view), with at most PIECE numbers a list."""
+    pieces, room = [], PIECE
+    for param in params:
+        start = 0
+        while start < param.numel():
+            stop = min(param.numel(), start + room)
+            pieces.append((param, slice(start, stop)))
+            room -= stop - start
+            start = stop
+            if not room:
+                yield pieces
+                pieces, room = [], PIECE
+    if pieces:
+        yield pieces

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from dataset_builders.storage.files import write_text
 from trainer.contract.names import PROFILE
 from trainer.contract.run import ProfileConfig
-from trainer.layers.measures.part_clock import PartClock
+from trainer.layers.measures import PartClock
 
 MARK = "athanor-part:"
 NUM_ROWS = 30

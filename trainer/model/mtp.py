@@ -1,6 +1,6 @@
 """The multi-token prediction (MTP) of a model, described without torch: a layer that predicts the token after the next.
 
-Inference servers draft tokens with it. See `trainer/layers/mtp.py` for its formula.
+Inference servers draft tokens with it. See `MultiTokenPredictor` in `trainer/layers/decoder.py` for its formula.
 """
 
 from collections.abc import Iterator

@@ -14,7 +14,7 @@ from trainer.model.layer import Layer, Mixer, Part
 from trainer.model.mtp import MultiTokenPrediction
 from trainer.model.rules import Rule
 
-# Number of loss tokens whose logits exist at a time; for the reason see trainer/layers/output_loss.py.
+# Number of loss tokens whose logits exist at a time; for the reason see trainer/layers/vocabulary.py.
 LOSS_CHUNK = 4096
 # Tokens per chunk of the gated delta rule: matrix products inside a chunk, a recurrence from chunk to chunk.
 DELTA_CHUNK = 64

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.libraries.megatron_private import DataParallelBase
 from trainer.libraries.torch_private import first_row
-from trainer.parallel.late_memory import give_shares_memory
+from trainer.parallel.meta_parameters import materialise_shards
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -52,9 +52,10 @@ class FullyShardedModel(DataParallelBase):
         super().__init__(module.config, module)
         self.ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=False, grad_reduce_in_fp32=True)
         self.group = group
-        self.places = _places(state)
+        # Made before the model is divided, from whole parameters: so the checkpoint is that of any layout.
+        self.entries = _entries_without_data(state)
         _divide(module, dtype, group, device)
-        give_shares_memory(module, device)
+        materialise_shards(module, device)
         # Valid outside a step: between forward and backward the module holds whole weights under these names.
         self.weights: dict[str, DTensor] = dict(module.named_parameters())
         self.slices: dict[str, torch.nn.Parameter] = {
@@ -93,20 +94,24 @@ class FullyShardedModel(DataParallelBase):
     def checkpoint_state(self, optimizer: ChainedOptimizer, num_updates: int) -> dict[str, Any]:
         """Return the state that dist_checkpointing saves, and loads in place: this rank's slices and their moments. The
         weights have the names and shapes of the bare model, so that any layout can load them."""
-        state = {name: place for name, place in self.places.items() if isinstance(place, ShardedObject)}
-        for group in optimizer.param_groups:
-            for piece in group["params"]:
-                _give_moments(optimizer.optimizer, piece)
+        state = {name: entry for name, entry in self.entries.items() if isinstance(entry, ShardedObject)}
+        adam = optimizer.optimizer
+        for piece in (piece for group in optimizer.param_groups for piece in group["params"]):
+            for key in _MOMENTS:
+                # Zeros before the first update, so that a checkpoint's moments can be loaded into them.
+                if key not in adam.state[piece]:
+                    adam.state[piece][key] = torch.zeros_like(piece)
         for name, piece in self.slices.items():
-            if name in self.places and piece.numel():
-                moments = optimizer.optimizer.state[piece] if piece.requires_grad else {}
+            if name in self.entries and piece.numel():
+                moments = adam.state[piece] if piece.requires_grad else {}
                 tensors = {"": piece.data} | {f"optimizer.state.{key}.": moments[key] for key in _MOMENTS if moments}
                 for prefix, tensor in tensors.items():
-                    state[prefix + name] = _stored(prefix, self.places[name], self.weights[name], tensor)
+                    state[prefix + name] = _entry_of_slice(prefix, self.entries[name], self.weights[name], tensor)
         return state | {"num_updates": num_updates}
 
     def load_checkpoint_state(self, state: dict[str, Any], optimizer: ChainedOptimizer) -> None:
         """Set the number of updates, the only value that is not loaded in place."""
+        # torch's Adam counts updates by parameter, Transformer Engine's by group.
         by_parameter = isinstance(optimizer.optimizer, torch.optim.AdamW)
         for group in optimizer.param_groups:
             group["step"] = state["num_updates"]
@@ -125,44 +130,39 @@ def _divide(module: MegatronModule, dtype: torch.dtype, group: ProcessGroup, dev
     for unit in [unit for unit in module.modules() if getattr(unit, "computes_in_float32", False)]:
         fully_shard(unit, mesh=mesh, mp_policy=exact, reshard_after_forward=False)
     layers = [layer for layer in module.modules() if isinstance(layer, TransformerLayer)]
+    # The model last: FSDP2 leaves out what is divided already, so the model's own unit is what remains of it.
     for unit in (*layers, module):
         fully_shard(unit, mesh=mesh, mp_policy=policy)
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
+            # A sum: `scale_gradients` divides it by the loss tokens of the global batch.
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
 
 
-def _places(state: ShardedStateDict) -> dict[str, ShardedTensor | ShardedObject]:
+def _entries_without_data(state: ShardedStateDict) -> dict[str, ShardedTensor | ShardedObject]:
     """Return the checkpoint entry of each whole parameter of the bare model, without data."""
-    places = {}
+    entries = {}
     for name, value in state.items():
         if isinstance(value, ShardedTensorFactory):
             # The two halves of a gated MLP have the same order in the checkpoint as in the parameter.
             value = value.build()[0]
-        places[name] = value.without_data() if isinstance(value, ShardedTensor) else value
-    return places
+        entries[name] = value.without_data() if isinstance(value, ShardedTensor) else value
+    return entries
 
 
-def _stored(prefix: str, place: ShardedTensor, weight: DTensor, piece: torch.Tensor) -> ShardedTensor:
+def _entry_of_slice(prefix: str, whole: ShardedTensor, weight: DTensor, piece: torch.Tensor) -> ShardedTensor:
     """Return the checkpoint entry of a slice: some rows of a parameter. megatron-core stacks layers on leading axes."""
-    stacked = place.prepend_axis_num
+    stacked = whole.prepend_axis_num
     data = piece.view((1,) * stacked + piece.shape)
-    offset = list(place.global_offset)
+    offset = list(whole.global_offset)
     offset[stacked] += first_row(weight)
     return ShardedTensor(
-        key=prefix + place.key,
+        key=prefix + whole.key,
         data=data,
         dtype=data.dtype,
         local_shape=tuple(data.shape),
-        global_shape=place.global_shape,
+        global_shape=whole.global_shape,
         global_offset=tuple(offset),
         axis_fragmentations=None,  # ranks hold unequal numbers of rows
     )
-
-
-def _give_moments(adam: torch.optim.Optimizer, piece: torch.nn.Parameter) -> None:
-    """Make zero moments before the first update, so that a checkpoint's moments can be loaded into them."""
-    for key in _MOMENTS:
-        if key not in adam.state[piece]:
-            adam.state[piece][key] = torch.zeros_like(piece)

@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
 
 import torch
@@ -17,7 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from trainer.contract.parallel import ParallelConfig
 from trainer.data.slices import RankSlice
 from trainer.parallel.vision.world import VisionWorld, join
-from trainer.parallel.watch import HostPort, watched
+from trainer.parallel.watch import RankAddress, watched
 from trainer.plan.layout import check_world
 
 T = TypeVar("T")
@@ -45,6 +44,7 @@ class Mesh:
     def slice_of_bin(self, parallel: ParallelConfig, *, has_vision: bool = True) -> RankSlice:
         """Return the part of every bin that this rank works on."""
         tp, cp, pp = self.groups.tp, self.groups.cp, self.groups.pp
+        # Tensor-parallel ranks encode different images each, or share the matrices for every image.
         encoders = self.groups.tp_cp if parallel.vision_split == "images" else cp
         is_first, shares, share = pp.rank() == 0, encoders.size(), encoders.rank()
         if parallel.deals_vision:
@@ -130,11 +130,17 @@ def rank_mesh(parallel: ParallelConfig, seed: int, on_lost: Callable[[str], None
     vision_world = None
     if parallel.vision_ranks:
         vision_world = join(rank, world, parallel.vision, TIMEOUT, device)
+        # All that is not tensor parallel is data parallel there.
         parallel = ParallelConfig(tp=parallel.vision.tp) if vision_world.is_vision else parallel
     else:
         _join(rank, world, "nccl" if cuda else "gloo")
+
+    def gather_addresses(own: RankAddress) -> list[RankAddress]:
+        """Gather over the whole job: the process group has only the ranks of this rank's own world."""
+        return [RankAddress.of_text(text) for text in vision_world.gather("watch", own.text())]
+
     try:
-        with watched(rank, world, on_lost, None if vision_world is None else partial(_watch_places, vision_world)):
+        with watched(rank, world, on_lost, gather_addresses if vision_world is not None else None):
             parallel_state.initialize_model_parallel(
                 parallel.tp,
                 parallel.pp,
@@ -144,13 +150,15 @@ def rank_mesh(parallel: ParallelConfig, seed: int, on_lost: Callable[[str], None
                 expert_tensor_parallel_size=1,  # tensor-parallel ranks do not divide an expert
                 create_gloo_process_groups=True,
             )
-            seed_rank(seed)
+            seed_rank(seed)  # megatron-core's generators need the groups
             groups = ProcessGroupCollection.use_mpu_process_groups()
             alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+            # On a CPU the world itself is a gloo group.
             hosts = dist.new_group(backend="gloo", timeout=TIMEOUT) if cuda and dist.get_world_size() > 1 else None
             dp = groups.dp
             if vision_world is not None and not vision_world.is_vision:
-                vision_world.publish_index(dp.rank(), groups.tp_cp.rank() if groups.pp.rank() == 0 else None)
+                # Ranks that encode wait for these in `VisionWorld.places`.
+                vision_world.publish_place(dp.rank(), groups.tp_cp.rank() if groups.pp.rank() == 0 else None)
             yield Mesh(
                 dist.get_rank(), dist.get_world_size(), dp.rank(), dp.size(), device, groups, alone, vision_world, hosts
             )
@@ -164,12 +172,9 @@ def seed_rank(seed: int) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
-def _watch_places(vision_world: VisionWorld, own: HostPort) -> list[HostPort]:
-    return [HostPort.of_text(text) for text in vision_world.gather("watch", own.text())]
-
-
 def _join(rank: int, world: int, backend: str) -> None:
     if "MASTER_ADDR" in os.environ:
         dist.init_process_group(backend, timeout=TIMEOUT)
     else:
+        # Started by hand, or in a test: there is no rendezvous.
         dist.init_process_group(backend, store=dist.HashStore(), rank=rank, world_size=world, timeout=TIMEOUT)

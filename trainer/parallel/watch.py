@@ -30,7 +30,7 @@ KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # a host 
 CONNECT_SECONDS = 5.0  # for one address
 JOIN_SECONDS = 60.0  # for all ranks
 GATHER_SECONDS = 0.5  # for the other ranks of a lost host, whose connections close one after the other
-NEWS_SECONDS = 2.0  # between a collective's error and the closed connection of the rank that caused it
+CAUSE_SECONDS = 2.0  # between a collective's error and the closed connection of the rank that caused it
 FAILED_SECONDS = 10.0  # for the failed rank to report why, before this one ends and torchrun stops all other ranks
 _TOKEN_BYTES = 16
 _LOST = "lost "  # begins the line about ranks that left without a word
@@ -38,7 +38,7 @@ log = logging.getLogger("athanor.trainer")
 
 
 @dataclass(frozen=True, slots=True)
-class HostPort:
+class RankAddress:
     """The location of a rank: the name and addresses of its host; for rank 0 also the port and token of its watch."""
 
     host: str
@@ -51,7 +51,7 @@ class HostPort:
         return json.dumps([self.host, self.addresses, self.port, self.token.hex()])
 
     @classmethod
-    def of_text(cls, text: str) -> "HostPort":
+    def of_text(cls, text: str) -> "RankAddress":
         host, addresses, port, token = json.loads(text)
         return cls(host, tuple(addresses), port, bytes.fromhex(token))
 
@@ -68,7 +68,7 @@ class Watch:
         self, peers: Mapping[int, socket.socket], hosts: Sequence[str], end: Callable[[str, bool], None]
     ) -> None:
         self._peers, self._hosts, self._end = dict(peers), hosts, end
-        self._has_news, self._leaving = threading.Event(), False
+        self._has_cause, self._leaving = threading.Event(), False
         self._selector = selectors.DefaultSelector()
         for rank, connection in self._peers.items():
             connection.settimeout(None)
@@ -84,22 +84,28 @@ class Watch:
         self._leaving = True
         self._tell(why)
 
-    def hold_for_news(self) -> None:
+    def wait_for_cause(self) -> None:
         """Wait after a failed collective; if it failed because a rank is gone, this process ends here."""
-        if self._has_news.wait(NEWS_SECONDS):
+        if self._has_cause.wait(CAUSE_SECONDS):
             time.sleep(2 * FAILED_SECONDS)  # `end` ends this process meanwhile, in the watch's thread
 
     def _listen(self) -> None:
         while self._peers and not self._leaving:
-            lost = [rank for key, _ in self._selector.select() if (rank := self._hear(key)) is not None]
+            lost = self._read_peers()
             if lost and not self._leaving:
-                self._has_news.set()
+                self._has_cause.set()
+                # A host that goes takes several ranks with it, and one line names them all.
                 deadline = time.monotonic() + GATHER_SECONDS
                 while self._peers and (seconds := deadline - time.monotonic()) > 0:
-                    lost += [rank for key, _ in self._selector.select(seconds) if (rank := self._hear(key)) is not None]
+                    lost += self._read_peers(seconds)
                 self._finish(f"{_LOST}{name_ranks(lost, self._hosts)}")
 
-    def _hear(self, key: selectors.SelectorKey) -> int | None:
+    def _read_peers(self, seconds: float | None = None) -> list[int]:
+        """Wait until some peers have sent or closed, or for some seconds; return the ranks that are lost."""
+        ranks = [self._read_peer(key) for key, _ in self._selector.select(seconds)]
+        return [rank for rank in ranks if rank is not None]
+
+    def _read_peer(self, key: selectors.SelectorKey) -> int | None:
         """Read a peer's message and return its rank if it is lost. An empty line, its goodbye, only ends the watch over
         it; the reason of another rank's failure ends this process."""
         try:
@@ -109,7 +115,7 @@ class Watch:
         self._selector.unregister(key.fileobj)
         del self._peers[key.data]
         if message.strip() and not self._leaving:
-            self._has_news.set()
+            self._has_cause.set()
             self._finish(message.strip())
         return None if message else key.data
 
@@ -135,7 +141,10 @@ def name_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def watched(
-    rank: int, world: int, on_lost: Callable[[str], None], gather: Callable[[HostPort], list[HostPort]] | None = None
+    rank: int,
+    world: int,
+    on_lost: Callable[[str], None],
+    gather: Callable[[RankAddress], list[RankAddress]] | None = None,
 ) -> Iterator[None]:
     """Let the ranks watch each other while the context is open; a collective at the start.
 
@@ -156,41 +165,42 @@ def watched(
                 print(line, file=sys.stderr, flush=True)
                 time.sleep(FAILED_SECONDS)
         finally:  # even if nothing can be written, because the main thread waits for a rank that is gone
-            os._exit(EXIT_FAILED)
+            os._exit(EXIT_FAILED)  # this is a thread: `sys.exit` would end only the thread
 
-    watch = _join(rank, world, end, gather or _by_process_group)
+    def gather_by_process_group(own: RankAddress) -> list[RankAddress]:
+        everybody = [own] * world
+        dist.all_gather_object(everybody, own)
+        return everybody
+
+    watch = _join(rank, world, end, gather or gather_by_process_group)
     try:
         yield
     except BaseException as error:
+        # A failed collective is a RuntimeError. Where another rank has made it fail, gloo's or NCCL's message is not
+        # the reason to report.
         if isinstance(error, RuntimeError):
-            watch.hold_for_news()
+            watch.wait_for_cause()
         watch.leave(f"rank {rank} on {platform.node()} failed: {type(error).__name__}: {one_line(error)}")
         raise
     watch.leave()
 
 
-def _by_process_group(own: HostPort) -> list[HostPort]:
-    places = [own] * dist.get_world_size()
-    dist.all_gather_object(places, own)
-    return places
-
-
 def _join(
-    rank: int, world: int, end: Callable[[str, bool], None], gather: Callable[[HostPort], list[HostPort]]
+    rank: int, world: int, end: Callable[[str, bool], None], gather: Callable[[RankAddress], list[RankAddress]]
 ) -> Watch:
     """Return the watch of this rank; if rank 0 cannot be reached, a watch without peers, with a warning."""
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
     server = socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=world) if rank == 0 else None
-    own = HostPort(platform.node(), _own_addresses())
+    own = RankAddress(platform.node(), _own_addresses())
     if server:
-        own = HostPort(own.host, own.addresses, server.getsockname()[1], secrets.token_bytes(_TOKEN_BYTES))
-    places = gather(own)
-    hosts, first = [place.host for place in places], places[0]
+        own = RankAddress(own.host, own.addresses, server.getsockname()[1], secrets.token_bytes(_TOKEN_BYTES))
+    everybody = gather(own)
+    hosts, first = [place.host for place in everybody], everybody[0]
     if server:
         with server:
             return Watch(_accept(server, first.token, world), hosts, end)
-    connection = _call(rank, first, first.host == own.host)
+    connection = _connect(rank, first, first.host == own.host)
     if connection is None:
         reason = "the ranks cannot watch each other: gloo or NCCL will see late that one is gone"
         log.warning("rank %d on %s cannot reach port %d of %s; %s", rank, own.host, first.port, first.host, reason)
@@ -214,7 +224,7 @@ def _accept(server: socket.socket, token: bytes, world: int) -> dict[int, socket
     return ranks
 
 
-def _call(rank: int, first: HostPort, is_here: bool) -> socket.socket | None:
+def _connect(rank: int, first: RankAddress, is_here: bool) -> socket.socket | None:
     """Connect to rank 0's watch by the first of its names and addresses that works; None if none does."""
     addresses = ["127.0.0.1"] if is_here else [first.host, os.environ.get("MASTER_ADDR", ""), *first.addresses]
     for address in filter(None, addresses):

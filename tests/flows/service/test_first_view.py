@@ -7,7 +7,7 @@ import mlflow.server
 
 from flows.libraries.mlflow_private import VIEW_TAG, first_view
 from flows.service import mlflow_app
-from trainer.contract.answer import MetricsRow
+from trainer.contract.result import MetricsRow
 
 
 def test_a_run_gives_results_first_and_the_machine_last():

@@ -34,8 +34,8 @@ from tests.helpers.tracked_run import (
     open_tracker,
     write_live,
 )
-from trainer.contract.answer import MetricsRow
 from trainer.contract.names import METRICS_JSONL
+from trainer.contract.result import MetricsRow
 
 
 @pytest.fixture(scope="module")

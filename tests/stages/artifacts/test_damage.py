@@ -30,7 +30,7 @@ from tests.helpers.raw_rows import plain_rows, write_source
 from tests.helpers.tiers import full
 from tests.helpers.tiny_model import tiny_hf_dir
 from tests.helpers.trees import tree_digest
-from trainer.data.geometry import geometry_of
+from trainer.data.micro_batch import geometry_of
 from trainer.data.reader import BinReader
 from trainer.data.slices import RankSlice
 from trainer.model.registry import read_model

@@ -27,7 +27,7 @@ from tests.helpers.run_dir import make_bins, write_job
 from tests.helpers.tiny_model import tiny_hf_dir
 from tests.helpers.trees import tree_digest
 from trainer.contract.run import RunConfig
-from trainer.data.features import FeatureReader
+from trainer.data.reader import FeatureReader
 
 pytestmark = pytest.mark.promise(
     "Training on features that were stored once equals computing them in eleven layouts, losses to 1e-5 and "

@@ -32,8 +32,8 @@ from tests.helpers.evaluation import (
     talkative_hf_dir,
 )
 from tests.helpers.trees import tree_digest
-from trainer.contract.answer import HeldoutRow
 from trainer.contract.names import HELDOUT_BASE_JSONL, HELDOUT_JSONL
+from trainer.contract.result import HeldoutRow
 
 CONFIG = EvaluateConfig(max_new_tokens=6)
 

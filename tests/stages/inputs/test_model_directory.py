@@ -32,9 +32,8 @@ from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiny_hybrid_model import hybrid_hf_dir, mtp_hf_dir
 from tests.helpers.tiny_model import SHAPES, tiny_hf_dir
 from tests.helpers.tiny_text_model import text_hf_dir
-from trainer.checkpoint.hf_read import HFTensors
-from trainer.data.geometry import geometry_of
-from trainer.data.micro_batch import make_micro_batch
+from trainer.checkpoint.hf_weights import HFTensors
+from trainer.data.micro_batch import geometry_of, make_micro_batch
 from trainer.model.registry import read_model
 
 

@@ -28,7 +28,7 @@ from tests.helpers.pages import parse_page
 from tests.helpers.run_dir import changed
 from tests.helpers.tiers import full
 from tests.helpers.tiny_model import tiny_hf_dir
-from trainer.contract.answer import write_checkpoint_record
+from trainer.contract.checkpoint import write_checkpoint_record
 from trainer.contract.names import EXIT_INPUT, METRICS_JSONL
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import OptimConfig, PartConfig, ProfileConfig, RunConfig, TrainConfig, TrainerExecution

@@ -17,10 +17,9 @@ from tests.helpers.reference import load_reference, reference_logits
 from tests.helpers.single_rank import single_rank
 from tests.helpers.tiers import full
 from trainer.checkpoint.adapter_files import with_adapters
-from trainer.checkpoint.hf_read import HFTensors
+from trainer.checkpoint.hf_weights import HFTensors
 from trainer.contract.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_start
-from trainer.data.geometry import geometry_of
-from trainer.data.micro_batch import make_micro_batch
+from trainer.data.micro_batch import geometry_of, make_micro_batch
 from trainer.loop.export import write_weights
 from trainer.model.registry import read_model
 from trainer.model.targets import adapted_layers

@@ -22,12 +22,11 @@ from trainer.checkpoint import save_and_load as checkpoint
 from trainer.checkpoint.directory import list_checkpoints
 from trainer.checkpoint.reader import CheckpointNotTrusted, CommonState, MetadataReader, _MetadataUnpickler, load_plain
 from trainer.checkpoint.saver import Checkpointer
-from trainer.contract.answer import check_checkpoint, digest_of, write_checkpoint_record
+from trainer.contract.checkpoint import check_checkpoint, digest_of, write_checkpoint_record
 from trainer.contract.run import RunConfig
-from trainer.loop.set_up import build_chunks
-from trainer.loop.share_model import share_model
+from trainer.libraries.megatron_private import patch_torch_adam
+from trainer.loop.set_up import apply_data_parallel, build_chunks
 from trainer.model.registry import read_model
-from trainer.parallel.runtime import cpu_runtime
 
 pytestmark = pytest.mark.promise(
     "A checkpoint with a flipped bit, or a pickle that calls a function, is refused, and training continues "
@@ -49,7 +48,7 @@ class Touch:
 
 def make_parts(run: RunConfig, mesh):
     family, shape = read_model(run.hf_dir)
-    return share_model(build_chunks(run, family, shape, mesh, torch.float32), run, mesh, family)
+    return apply_data_parallel(build_chunks(run, family, shape, mesh, torch.float32), run, mesh, family)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -58,8 +57,8 @@ def torch_adam():
     with pytest.MonkeyPatch.context() as patch:
         for name in ("_set_main_param_and_optimizer_states", "state_dict"):
             patch.setattr(DistributedOptimizer, name, getattr(DistributedOptimizer, name))
-        if cpu_runtime is not None:
-            cpu_runtime.patch_torch_adam()
+        if not torch.cuda.is_available():
+            patch_torch_adam()
         yield
 
 

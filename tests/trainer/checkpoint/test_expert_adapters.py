@@ -18,14 +18,14 @@ from tests.helpers.reference import load_reference
 from tests.helpers.single_rank import single_rank
 from tests.trainer.checkpoint.test_adapter_files import assert_logits_equal
 from trainer.checkpoint.adapter_files import with_adapters
-from trainer.checkpoint.hf_read import HFTensors, is_of_experts
+from trainer.checkpoint.hf_weights import HFTensors, is_of_experts
 from trainer.checkpoint.save_and_load import state_of
 from trainer.contract.adapter import AdapterConfig
 from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT
 from trainer.contract.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_start
-from trainer.layers.lora.trained import trained_parameters
+from trainer.layers.lora.convert import trained_parameters
 from trainer.loop.export import write_weights
-from trainer.loop.share_model import share_model
+from trainer.loop.set_up import apply_data_parallel
 from trainer.model.registry import read_model
 from trainer.model.rules import stored_rules
 from trainer.model.targets import adapted_layers, check_targets
@@ -140,7 +140,7 @@ def test_what_peft_does_not_compute_is_refused(written, changes, words):
 def test_nothing_but_experts_is_trained_and_saved(mesh, targets, tmp_path):
     config = settings(rank=4).model_copy(update={"targets": targets})
     run, model = adapted_model(tmp_path, mesh, "experts-shared", config)
-    chunks, optimizer = share_model([model], run, mesh, read_model(run.hf_dir)[0])
+    chunks, optimizer = apply_data_parallel([model], run, mesh, read_model(run.hf_dir)[0])
     state = state_of(chunks, optimizer, 3, loading=False)["optimizer"]
     parts = [state] if "optimizer" in state else [*state.values()]
     assert len(parts) == len({is_of_experts(param) for param in trained_parameters(model)})

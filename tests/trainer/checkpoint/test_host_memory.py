@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from trainer.checkpoint import host_memory
-from trainer.checkpoint.host_memory import HostMemory, available_memory, copied_one_by_one
+from trainer.checkpoint import saver
+from trainer.checkpoint.saver import HostMemory, available_memory, copied_one_by_one
 
 pytestmark = pytest.mark.promise(
     "Saves change no bit of a training; a kill at any point of a save, or a full disk, costs that save alone; "
@@ -20,7 +20,7 @@ def tensors() -> list[torch.Tensor]:
 
 
 def memory(block: int, monkeypatch) -> HostMemory:
-    monkeypatch.setattr(host_memory, "_BLOCK", block)
+    monkeypatch.setattr(saver, "_BLOCK", block)
     return HostMemory([tensor.nbytes for tensor in tensors()], CPU)
 
 
@@ -47,7 +47,7 @@ def test_a_copy_does_not_follow_its_tensor(monkeypatch):
 
 
 def test_memory_that_cannot_be_had_is_an_error_where_it_is_used(monkeypatch):
-    monkeypatch.setattr(host_memory.mmap, "mmap", lambda *_: (_ for _ in ()).throw(OSError("Cannot allocate memory")))
+    monkeypatch.setattr(saver.mmap, "mmap", lambda *_: (_ for _ in ()).throw(OSError("Cannot allocate memory")))
     with pytest.raises(OSError, match="Cannot allocate"):
         HostMemory([8], CPU).copy([torch.zeros(2)])
 
@@ -63,7 +63,7 @@ def test_the_limit_of_a_control_group_counts(tmp_path, monkeypatch):
         (tmp_path / name).write_text(text)
     (tmp_path / "memory.stat").write_text("anon 1000000\ninactive_file 2000000\nactive_file 500000\n")
     assert available_memory() > 5_000_000
-    monkeypatch.setattr(host_memory, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(saver, "_CGROUPS", tmp_path)
     assert available_memory() == 3_500_000
     (tmp_path / "memory.max").write_text("max\n")
     assert available_memory() > 5_000_000

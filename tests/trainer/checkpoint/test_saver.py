@@ -14,8 +14,7 @@ from tests.helpers.single_rank import single_rank
 from tests.trainer.checkpoint.test_checkpoint_reader import make_parts, torch_adam  # noqa: F401, a fixture
 from trainer.checkpoint import directory, saver
 from trainer.checkpoint.directory import list_checkpoints
-from trainer.checkpoint.saver import Checkpointer
-from trainer.checkpoint.writer import RankFile
+from trainer.checkpoint.saver import Checkpointer, RankFile
 from trainer.model.registry import read_model
 from trainer.plan.estimate import estimate_saved
 

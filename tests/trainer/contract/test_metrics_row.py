@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from tests.helpers.fake_trainer import metrics_row
-from trainer.contract.answer import MetricsRow, parse_metrics
+from trainer.contract.result import MetricsRow, parse_metrics
 
 
 def test_numbers_of_parts_are_read_back_under_their_names():

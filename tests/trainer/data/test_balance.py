@@ -10,8 +10,7 @@ from tests.helpers.bins import ONE_IMAGE, TALL_IMAGE, TEXT_ONLY, TWO_IMAGES, Lis
 from tests.helpers.reference import random_hf_dir
 from trainer.data.balance import TOLERANCE, CostModel, Work, deal, planned_work, spread_images
 from trainer.data.flops import cost_model, model_flops
-from trainer.data.geometry import geometry_of
-from trainer.data.micro_batch import make_micro_batch
+from trainer.data.micro_batch import geometry_of, make_micro_batch
 from trainer.data.order import TrainingOrder, bins_for_step
 from trainer.model.registry import read_model
 

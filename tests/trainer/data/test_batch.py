@@ -9,8 +9,7 @@ from dataset_builders.contracts.tokenized import TokenizedSample
 from tests.helpers.bins import MIXED, TEXT_ONLY, make_samples
 from tests.helpers.hardware import requires_gpus
 from tests.helpers.tiny_text_model import text_hf_dir
-from trainer.data.geometry import geometry_of
-from trainer.data.micro_batch import Geometry, make_micro_batch
+from trainer.data.micro_batch import Geometry, geometry_of, make_micro_batch
 from trainer.data.slices import RankSlice
 from trainer.model.registry import read_model
 

@@ -15,7 +15,7 @@ from tests.helpers.bins import ListedPlan
 from tests.helpers.patience import at_most
 from tests.helpers.run_dir import SEQ_LEN, write_job
 from trainer.data.balance import CostModel
-from trainer.data.geometry import geometry_of
+from trainer.data.micro_batch import geometry_of
 from trainer.data.order import TrainingOrder, bins_at, bins_for_step
 from trainer.data.reader import BinReader, prefetch
 from trainer.data.slices import RankSlice

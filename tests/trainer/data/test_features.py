@@ -15,9 +15,8 @@ from tests.helpers.features import encoded, share_images
 from tests.helpers.run_dir import SEQ_LEN, changed, check_job, make_bins, write_job
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import PartConfig, RunConfig
-from trainer.data.features import FeatureReader
-from trainer.data.geometry import geometry_of
-from trainer.data.reader import BinReader
+from trainer.data.micro_batch import geometry_of
+from trainer.data.reader import BinReader, FeatureReader
 from trainer.data.slices import WHOLE, RankSlice
 from trainer.model.registry import read_model
 from trainer.plan.checks import pieces_of

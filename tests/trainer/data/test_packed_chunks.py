@@ -11,8 +11,7 @@ from tests.helpers.hardware import requires_gpus
 from tests.helpers.reference import random_hf_dir
 from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiny_hybrid_model import hybrid_hf_dir
-from trainer.data.geometry import geometry_of
-from trainer.data.micro_batch import MicroBatch, make_micro_batch
+from trainer.data.micro_batch import MicroBatch, geometry_of, make_micro_batch
 from trainer.data.packed_chunks import CHUNK, PackedChunks
 from trainer.data.slices import RankSlice
 from trainer.model.registry import read_model

@@ -10,9 +10,7 @@ from transformers.vision_utils import get_vision_interpolation_indices_and_weigh
 from dataset_builders.contracts.tokenized import TokenizedSample
 from tests.helpers.hardware import requires_gpus
 from tests.helpers.tiers import full
-from trainer.data.micro_batch import Geometry, make_micro_batch
-from trainer.data.mrope import mrope_positions
-from trainer.data.patch_grid import patch_coordinates
+from trainer.data.micro_batch import Geometry, make_micro_batch, mrope_positions, patch_coordinates
 from trainer.parts.vision.module import position_taps
 
 IMAGE = 9

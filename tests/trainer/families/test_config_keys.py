@@ -25,8 +25,7 @@ from tests.helpers.tiny_experts_model import experts_config
 from tests.helpers.tiny_hybrid_model import hybrid_config
 from tests.helpers.tiny_model import tiny_hf_dir
 from tests.helpers.tiny_text_model import randomize, text_config
-from trainer.data.geometry import geometry_of
-from trainer.data.micro_batch import make_micro_batch
+from trainer.data.micro_batch import geometry_of, make_micro_batch
 from trainer.families.qwen3 import shape as qwen3
 from trainer.families.qwen3_5_moe import shape as qwen3_5_moe
 from trainer.families.qwen3_5_vl import shape as qwen3_5_vl

@@ -13,12 +13,11 @@ from dataset_builders.errors import InputError
 from tests.helpers.bins import MIXED, make_samples
 from tests.helpers.run_dir import model_dir, write_job
 from tests.helpers.single_rank import build_tiny, single_rank
-from trainer.checkpoint import hf_read
+from trainer.checkpoint import hf_weights
 from trainer.contract.adapter import AdapterConfig
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import OptimConfig, TrainConfig
-from trainer.data.geometry import geometry_of
-from trainer.data.micro_batch import make_micro_batch
+from trainer.data.micro_batch import geometry_of, make_micro_batch
 from trainer.layers.lora import float8_base
 from trainer.layers.lora.convert import add_adapters
 from trainer.layers.lora.float8_base import base_packer, pack, pack_layer, unpack
@@ -181,10 +180,10 @@ def test_one_matrix_is_there_unpacked_while_a_base_is_loaded(shape, mesh, monkey
     adapter = AdapterConfig(rank=4, alpha=8, base="float8")
     run = run.model_copy(update={"train": run.train.model_copy(update={"adapter": adapter})})
     made, read, alive = [], [], []
-    with_memory, read_part = hf_read.with_memory, hf_read.read_part
+    materialised, read_part = hf_weights.materialised, hf_weights.read_part
 
     def making(*args):
-        param = with_memory(*args)
+        param = materialised(*args)
         made.append(StorageWeakRef(param.untyped_storage()))
         return param
 
@@ -194,8 +193,8 @@ def test_one_matrix_is_there_unpacked_while_a_base_is_loaded(shape, mesh, monkey
         alive.append(sum(not storage.expired() for storage in read))
         return part
 
-    monkeypatch.setattr(hf_read, "with_memory", making)
-    monkeypatch.setattr(hf_read, "read_part", reading)
+    monkeypatch.setattr(hf_weights, "materialised", making)
+    monkeypatch.setattr(hf_weights, "read_part", reading)
     family, sizes = read_model(run.hf_dir)
     (model,) = build_chunks(run, family, sizes, mesh, torch.float32)
     packed = [param for param in model.parameters() if param.dtype is torch.uint8]

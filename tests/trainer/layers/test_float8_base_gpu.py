@@ -10,14 +10,13 @@ from tests.helpers.hardware import ON_CUDA, requires_gpus
 from tests.helpers.run_dir import model_dir
 from tests.helpers.single_rank import build_tiny, single_rank
 from trainer.contract.adapter import AdapterConfig
-from trainer.data.geometry import geometry_of
-from trainer.data.micro_batch import make_micro_batch
+from trainer.data.micro_batch import geometry_of, make_micro_batch
 from trainer.layers.lora import float8_base
 from trainer.layers.lora.convert import add_adapters
 from trainer.layers.lora.float8_base import base_packer, pack, unpack
 from trainer.model.registry import read_model
 from trainer.model.targets import adapted_layers
-from trainer.parallel.late_memory import parameters_on_meta, with_memory
+from trainer.parallel.meta_parameters import materialised, parameters_on_meta
 
 pytestmark = pytest.mark.promise(
     "Adapters train in every layout as in one process, to 2e-6, also with dropout in recomputed layers and beside "
@@ -110,7 +109,7 @@ def test_a_model_on_its_way_takes_no_more_room_than_packed():
         layers = [torch.nn.Linear(width, width, bias=False, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
     assert all(param.is_meta for layer in layers for param in layer.parameters())
     for layer in layers:
-        torch.nn.init.normal_(with_memory(layer, "weight"))
+        torch.nn.init.normal_(materialised(layer, "weight"))
         layer.config = type("Config", (), {"params_dtype": torch.bfloat16})
         float8_base.pack_layer(layer, torch.device("cuda"))
     one = width * width

@@ -16,11 +16,11 @@ from tests.helpers.single_rank import single_rank
 from tests.helpers.tiers import tiered
 from tests.helpers.tiny_experts_model import experts_hf_dir
 from tests.parity import test_experts, test_qwen3_5_vl, test_qwen3_vl
-from trainer.contract.experts import ExpertsConfig
 from trainer.contract.parallel import ParallelConfig
+from trainer.contract.run import ExpertsConfig
 from trainer.layers import cuda_graphs as layer_graphs
 from trainer.layers.attention_cores import TorchVarlenAttention
-from trainer.layers.cuda_graphs import GraphSection, Slot, plan_pieces
+from trainer.layers.cuda_graphs import GraphSection, Slot, divide_into_pieces
 from trainer.layers.segments import Places, Rotation, joined
 from trainer.loop import train as loop
 from trainer.parts.attention import module as attention
@@ -59,17 +59,17 @@ def test_pieces_lie_between_attentions():
     layers = [MagicMock(layer_number=number) for number in (1, 2, 3, 4)]
     rotation = Rotation(*torch.zeros(2, 1, 1))
     joined = [(None, 1), (1, 2), (2, 3), (3, 4)]
-    assert numbers(plan_pieces(layers, 0, rotation)) == joined
+    assert numbers(divide_into_pieces(layers, 0, rotation)) == joined
     cut = [(None, 1), (1, None), (None, 2), (2, 3), (3, 4)]
-    assert numbers(plan_pieces(layers, 1, rotation)) == cut
-    assert numbers(plan_pieces(layers[:1], 0, rotation)) == [(None, 1)]
+    assert numbers(divide_into_pieces(layers, 1, rotation)) == cut
+    assert numbers(divide_into_pieces(layers[:1], 0, rotation)) == [(None, 1)]
 
 
 def test_every_parameter_before_the_last_attention_belongs_to_one_piece(pair):
     layers = list(pair.ours.language.decoder.layers)
     last = layers[-1]
     after = {id(p) for m in (last.self_attention.linear_proj, last.pre_mlp_layernorm, last.mlp) for p in m.parameters()}
-    pieces = plan_pieces(layers, 1, Rotation(*torch.zeros(2, 1, 1)))
+    pieces = divide_into_pieces(layers, 1, Rotation(*torch.zeros(2, 1, 1)))
     found = [id(param) for piece in pieces for param in piece.trained]
     after |= {id(param) for layer in layers for param in used_in_attention(layer)}
     assert sorted(found) == sorted({id(param) for layer in layers for param in layer.parameters()} - after)
@@ -80,7 +80,10 @@ def in_pieces(model, num_slots: int = 1, num_interrupted: int | None = None):
     """Call each piece in place of its graph."""
     decoder = model.language.decoder
     num_interrupted = model.shape.num_deepstack if num_interrupted is None else num_interrupted
-    with patch.object(Slot, "capture"), patch.object(layer_graphs, "_stand_ins", lambda _: contextlib.nullcontext()):
+    with (
+        patch.object(Slot, "capture"),
+        patch.object(layer_graphs, "_substitute_parameters", lambda _: contextlib.nullcontext()),
+    ):
         decoder.capture(model.seq_len, model.shape.language.rotary_dim // 2, num_interrupted, num_slots)
     try:
         yield decoder.graphs
@@ -308,12 +311,12 @@ def test_graphs_where_they_are_possible(tmp_path, device, update, parallel, expe
     run = write_job(tmp_path, num_steps=3, bins=make_bins())
     train = run.train.model_copy(update={"precision": "bfloat16"})
     run = changed(run, train=train, parallel=ParallelConfig(**parallel), **update)
-    assert loop.captures(run, device) is expected
+    assert loop.can_capture_graphs(run, device) is expected
     for precision in ("float32", "float8"):
         other = run.model_copy(update={"train": train.model_copy(update={"precision": precision})})
-        assert not loop.captures(other, device)
+        assert not loop.can_capture_graphs(other, device)
     balanced = train.model_copy(update={"experts": ExpertsConfig(coefficient=1e-3)})
-    assert not loop.captures(run.model_copy(update={"train": balanced}), device)
+    assert not loop.can_capture_graphs(run.model_copy(update={"train": balanced}), device)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -321,10 +324,10 @@ def test_graphs_are_given_up_however_training_ends(monkeypatch, fails):
     """NCCL would wait for them at the end of the process groups."""
     model = Mock()
     trainer = Mock(chunks=[Mock(module=model)])
-    monkeypatch.setattr(loop, "captures", lambda *_: True)
-    with pytest.raises(RuntimeError) if fails else loop._graphs(trainer):
+    monkeypatch.setattr(loop, "can_capture_graphs", lambda *_: True)
+    with pytest.raises(RuntimeError) if fails else loop.cuda_graphs(trainer):
         if fails:
-            with loop._graphs(trainer):
+            with loop.cuda_graphs(trainer):
                 raise RuntimeError
         model.capture_graphs.assert_called_once()
         model.release_graphs.assert_not_called()

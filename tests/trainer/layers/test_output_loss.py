@@ -20,11 +20,9 @@ from tests.helpers.bins import MIXED, make_samples
 from tests.helpers.reference import random_hf_dir
 from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.world import start_ranks
-from trainer.data.geometry import geometry_of
-from trainer.data.micro_batch import make_micro_batch
-from trainer.layers import output_loss
-from trainer.layers.kernels.input_embedding import add_rows
-from trainer.layers.output_loss import OutputLayer
+from trainer.data.micro_batch import geometry_of, make_micro_batch
+from trainer.layers import vocabulary
+from trainer.layers.vocabulary import OutputLayer, add_rows
 
 WORDS, HIDDEN, CHUNK, SEQ_LEN = 50, 16, 8, 128
 COUNTS = (0, 1, 8, 9, 29)
@@ -102,7 +100,7 @@ def _rank(directory: str) -> None:
     """Write this rank's results. This file is a module that `start_ranks` runs in each of two processes."""
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
-    output_loss.CHUNK = CHUNK
+    vocabulary.CHUNK = CHUNK
     store = dist.FileStore(f"{directory}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     found = {repr(case): ours(*case, dist.group.WORLD) for case in CASES}
@@ -128,7 +126,7 @@ def mesh() -> Iterator:
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(output_loss, "CHUNK", CHUNK)
+    monkeypatch.setattr(vocabulary, "CHUNK", CHUNK)
 
 
 @pytest.mark.parametrize(("count", "dtype", "fuse"), CASES)

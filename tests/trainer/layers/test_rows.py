@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trainer.layers.chosen_rows import ChosenRows
+from trainer.layers.segments import SelectedRows
 
 
 @pytest.mark.parametrize(
@@ -17,12 +17,12 @@ from trainer.layers.chosen_rows import ChosenRows
     ],
 )
 def test_places_are_filled_up_to_a_multiple_and_never_none(places, multiple, expected):
-    rows = ChosenRows.of(torch.tensor(places, dtype=torch.int64), None, multiple)
+    rows = SelectedRows.of(torch.tensor(places, dtype=torch.int64), None, multiple)
     assert rows.index.tolist() == expected
 
 
 def test_rows_of_both_sides_of_an_attention():
-    rows = ChosenRows.of(torch.tensor([1, 3]), None, 1)
+    rows = SelectedRows.of(torch.tensor([1, 3]), None, 1)
     hidden, attended = torch.arange(8.0).view(4, 1, 2), torch.arange(12.0).view(4, 1, 3)
     assert rows.of_hidden(hidden).tolist() == [[[2, 3]], [[6, 7]]]
     assert rows.of_attended(attended).tolist() == [[[3, 4, 5]], [[9, 10, 11]]]

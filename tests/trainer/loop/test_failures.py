@@ -15,11 +15,11 @@ from dataset_builders.errors import InputError
 from tests.helpers.reference import random_hf_dir
 from tests.helpers.run_dir import changed, log_of, make_bins, result_of, run_trainer, write_job
 from trainer.checkpoint.directory import list_checkpoints, read_step
-from trainer.contract.answer import write_checkpoint_record
+from trainer.contract.checkpoint import write_checkpoint_record
 from trainer.contract.names import EXIT_FAILED, EXIT_INPUT
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import OptimConfig, TrainConfig
-from trainer.data.geometry import geometry_of
+from trainer.data.micro_batch import geometry_of
 from trainer.loop import job
 from trainer.model.registry import read_model
 

@@ -11,7 +11,7 @@ from torch.autograd.profiler_util import FunctionEventAvg
 
 from tests.helpers.run_dir import changed, log_of, metrics_of, run_trainer, write_job
 from trainer.contract.run import ProfileConfig
-from trainer.layers.measures.part_clock import PartClock
+from trainer.layers.measures import PartClock
 from trainer.loop.step_trace import MARK, StepTrace, table
 
 PARTS = ("data", "vision", "language", "optimizer")

@@ -12,7 +12,8 @@ from tests.equivalence.test_layouts import KINDS
 from tests.helpers.hardware import requires_gpus
 from tests.helpers.run_dir import make_bins, write_job
 from tests.helpers.world import train_rank
-from trainer.loop.interval import Interval
+from trainer.loop import train as loop
+from trainer.loop.train import StepMetrics
 
 SETTLED = 3  # steps before it compile kernels and plan attention
 WAITED = "synchronizing CUDA operation"
@@ -35,25 +36,35 @@ def places(caught: list[warnings.WarningMessage]) -> list[str]:
 
 
 def places_of_waits(root, global_batch_size: int, steps: int) -> list[list[str]]:
-    """Return for each step where the host waited, until the next step."""
+    """Return for each step where the host waited: in its launch, and while numbers of steps are sent and read."""
     run = write_job(root, num_steps=steps, bins=make_bins("first", KINDS), global_batch_size=global_batch_size)
     settings = {"precision": "bfloat16", "heldout_interval": 1000}
     run = run.model_copy(update={"train": run.train.model_copy(update=settings)})
     (run.output_dir / "run.json").write_text(run.model_dump_json())
     waits: list[list[str]] = []
-    add_step, end_step = Interval.add_step, Interval.end_step
+    train_step, read_pending, end_step = loop.train_step, StepMetrics.read_pending, StepMetrics.end_step
 
-    def adding(self: Interval, *args: object) -> None:
+    def training(*args: object) -> torch.Tensor:
         with recorded() as caught:
-            add_step(self, *args)
+            squared_norms = train_step(*args)
         waits.append(places(caught))
+        return squared_norms
 
-    def ending(self: Interval, **kwargs: object) -> None:
+    def reading(self: StepMetrics) -> None:
         with recorded() as caught:
-            end_step(self, **kwargs)
+            read_pending(self)
         waits[-1] += places(caught)
 
-    with patch.object(Interval, "add_step", adding), patch.object(Interval, "end_step", ending):
+    def ending(self: StepMetrics, *args: object, **kwargs: object) -> None:
+        with recorded() as caught:
+            end_step(self, *args, **kwargs)
+        waits[-1] += places(caught)
+
+    with (
+        patch.object(loop, "train_step", training),
+        patch.object(StepMetrics, "read_pending", reading),
+        patch.object(StepMetrics, "end_step", ending),
+    ):
         train_rank(run.output_dir, 0, save=False)
     return waits[SETTLED:-1]  # the last measures the held-out loss
 

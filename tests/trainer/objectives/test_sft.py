@@ -1,14 +1,15 @@
 """Reporting the losses themselves changes nothing of a step: same loss, same gradient norms, same totals."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 
 from tests.helpers.run_dir import write_job
 from tests.helpers.single_rank import single_rank
 from trainer.data.reader import prefetch
+from trainer.loop import step as loop_step
 from trainer.loop.set_up import set_up
-from trainer.loop.step import run_micro_batches, train_step
-from trainer.objectives.totals import Totals
 
 pytestmark = pytest.mark.promise(
     "Another order in a bin moves losses by at most 2e-6, another image changes only its sample's, and "
@@ -22,22 +23,22 @@ BINS = 3
 def steps(tmp_path_factory):
     """One update with and one without the losses reported: (totals, squared gradient norms, reports)."""
 
-    def step(trainer, mesh, reports_losses: bool):
-        totals, reports = Totals.zero(mesh.device), []
+    def step(trainer, reports_losses: bool):
+        reports, run_micro_batches = [], loop_step.run_micro_batches
         batches = prefetch(trainer.order.reader, iter(range(BINS)), BINS, pin=False)
 
-        def accumulate():
-            reports.extend(
-                run_micro_batches(trainer.chunks, batches, BINS, mesh, totals, return_per_token_outputs=reports_losses)
-            )
+        def reporting(*args):
+            reports.extend(run_micro_batches(*args, return_per_token_outputs=reports_losses))
 
-        return totals, train_step(trainer.chunks, trainer.optimizer, accumulate), reports
+        with patch.object(loop_step, "run_micro_batches", reporting):
+            squares = loop_step.train_step(trainer.chunks, trainer.optimizer, batches, BINS, trainer.context)
+        return trainer.context.totals, squares, reports
 
     taken = {}
     for reports_losses in (False, True):
         run = write_job(tmp_path_factory.mktemp(f"losses-{reports_losses}"), num_steps=9)
         with single_rank() as mesh:
-            taken[reports_losses] = step(set_up(run, mesh), mesh, reports_losses)
+            taken[reports_losses] = step(set_up(run, mesh), reports_losses)
     return taken
 
 

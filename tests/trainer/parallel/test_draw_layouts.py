@@ -31,9 +31,10 @@ from tests.helpers.layout_parts import (
 from trainer.contract.parallel import ParallelConfig
 from trainer.data.micro_batch import make_micro_batch
 from trainer.data.slices import RankSlice
+from trainer.libraries.megatron_private import patch_cuda
 from trainer.parallel import mesh as distributed
 from trainer.parallel.mesh import Mesh, rank_mesh
-from trainer.parallel.runtime import cpu_runtime
+from trainer.parallel.runtime import CpuMode
 
 PAGE = (Path(__file__).parents[3] / "docs/layouts.md").read_text(encoding="utf-8")
 FOURFOLD = ParallelConfig(tp=2, pp=2, cp=2, sequence_parallel=True)
@@ -114,9 +115,9 @@ def real_mesh(parallel: ParallelConfig, rank: int, ranks: int) -> Iterator[Mesh]
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
 
     mode = contextlib.nullcontext()
-    if cpu_runtime is not None:
-        cpu_runtime.patch_cuda()
-        mode = cpu_runtime.CpuMode()
+    if not torch.cuda.is_available():
+        patch_cuda()
+        mode = CpuMode()
     build = parallel_state.initialize_model_parallel
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distributed, "_join", join)

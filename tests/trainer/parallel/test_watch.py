@@ -122,10 +122,10 @@ def test_a_stranger_does_not_become_a_rank():
         found = {}
         accepting = threading.Thread(target=lambda: found.update(watch._accept(server, token, 3)))
         accepting.start()
-        place = watch.HostPort("here", (), server.getsockname()[1], token)
+        place = watch.RankAddress("here", (), server.getsockname()[1], token)
         stranger = socket.create_connection(server.getsockname())
         stranger.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
-        connections = [watch._call(rank, place, True) for rank in (2, 1)]
+        connections = [watch._connect(rank, place, True) for rank in (2, 1)]
         accepting.join(at_most(10))
     assert sorted(found) == [1, 2] and all(connections)
 

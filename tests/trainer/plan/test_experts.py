@@ -7,9 +7,8 @@ from flows.pipeline.plan import check_model
 from flows.pipeline.recipe import load_recipe
 from tests.helpers.run_dir import OPTIM
 from tests.helpers.tiny_experts_model import experts_config
-from trainer.contract.experts import ExpertsConfig
 from trainer.contract.parallel import ParallelConfig
-from trainer.contract.run import TrainConfig
+from trainer.contract.run import ExpertsConfig, TrainConfig
 from trainer.families.qwen3_vl_moe.shape import read_shape
 from trainer.plan.checks import check_experts
 from trainer.plan.estimate import estimate_memory

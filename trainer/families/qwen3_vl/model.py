@@ -20,9 +20,7 @@ from trainer.layers.packed_model import PackedModel
 from trainer.layers.segments import Rotation, mrope_angles
 from trainer.model.shape import VisionShape
 from trainer.parallel.mesh import Mesh
-from trainer.parallel.vision.exchange import Window, pipeline_links
-from trainer.parallel.vision.owner import RemoteOwner, VisionOwner
-from trainer.parallel.vision.worker import PipelineWorker
+from trainer.parallel.vision.exchange import PipelineWorker, RemoteOwner, VisionOwner, Window, pipeline_links
 from trainer.parallel.vision.world import VisionWorld
 from trainer.parts.vision.module import VisionEncoder, vision_config
 

@@ -24,9 +24,9 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 
 from trainer.contract.adapter import AdapterConfig
+from trainer.layers.sharded_runs import in_runs
 from trainer.model.rules import Rule
-from trainer.parallel.late_memory import put
-from trainer.parts.delta.module import in_runs
+from trainer.parallel.meta_parameters import copy_into
 
 
 class Adapter(torch.nn.Module):
@@ -91,7 +91,7 @@ class LinearAdapter(Adapter):
             key = hashlib.sha256(f"{seed} {names[number]}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(key[:8]))
             whole = torch.empty(len(a), a.size(1) * ranks).uniform_(-1, 1, generator=generator)
-            put(a, (whole / math.sqrt(whole.size(1))).chunk(ranks, 1)[rank])
+            copy_into(a, (whole / math.sqrt(whole.size(1))).chunk(ranks, 1)[rank])
 
     @torch.no_grad()
     def measure(self, weight: torch.Tensor) -> None:
@@ -99,7 +99,7 @@ class LinearAdapter(Adapter):
         ranks = self.tp.size() if self.is_column else 1
         lengths = self.packing.split(self._row_lengths(weight, None, None), len(self.rows), ranks)
         for number, magnitude in self.magnitude.items():
-            put(magnitude, lengths[int(number)])
+            copy_into(magnitude, lengths[int(number)])
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None

@@ -1,4 +1,4 @@
-"""Adapters for the layers of a chunk that hold the requested Hugging Face modules."""
+"""The trained parts of a frozen model: adapters of the layers that hold the requested modules, and whole modules."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from trainer.contract.adapter import AdapterConfig
-from trainer.layers.lora.adapter import LinearAdapter
+from trainer.layers.lora.adapter import Adapter, LinearAdapter
 from trainer.model.rules import ExpertsFirst, ExpertsLast, Rule, Stacked, global_names
-from trainer.model.targets import Adapted
+from trainer.model.targets import Adapted, adapted_layers
+from trainer.model.whole_modules import whole_rules
 
 
 def add_adapters(model: torch.nn.Module, layers: Sequence[Adapted], config: AdapterConfig, seed: int) -> None:
@@ -25,9 +26,12 @@ def add_adapters(model: torch.nn.Module, layers: Sequence[Adapted], config: Adap
         if layer.rule.matrices:
             linear.adapt(_parameter_of(layer), config).initialise(layer.modules, seed)
             continue
-        adapter = LinearAdapter(linear, layer.rule, layer.chosen, config, is_column=_is_column(linear))
+        # Ours, megatron-core's and Transformer Engine's classes all have it in their names, and no class in common.
+        is_column = "Column" in type(linear).__name__
+        adapter = LinearAdapter(linear, layer.rule, layer.chosen, config, is_column=is_column)
         adapter.initialise(layer.modules, seed)
         linear.adapter = adapter
+        # The class and not a wrapper around the module: the names of its parameters stay those of a checkpoint.
         linear.__class__ = _with_adapter(type(linear))
 
 
@@ -60,10 +64,6 @@ def _parameter_of(layer: Adapted) -> str:
     return layer.ours.rpartition(".")[2]
 
 
-def _is_column(linear: torch.nn.Module) -> bool:
-    return "Column" in type(linear).__name__
-
-
 @functools.cache
 def _with_adapter(kind: type) -> type:
     """Return the subclass of `kind` for linear layers that have an adapter."""
@@ -71,7 +71,11 @@ def _with_adapter(kind: type) -> type:
     class WithAdapter(kind):
         def forward(self, x: torch.Tensor, *args: object, **kwargs: object):
             out, bias = super().forward(x, *args, **kwargs)
-            return self.adapter(self, x, out, _bias_within(self)), bias
+            is_returned = self.te_return_bias if hasattr(self, "te_return_bias") else self.skip_bias_add
+            has_none = self.bias is None or not self.bias.numel()  # Transformer Engine has an empty bias then
+            # The bias that `out` already contains, which DoRA must not scale.
+            added = None if is_returned or has_none else self.bias
+            return self.adapter(self, x, out, added), bias
 
         def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
             state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
@@ -79,13 +83,6 @@ def _with_adapter(kind: type) -> type:
 
     WithAdapter.__name__ = f"{kind.__name__}WithAdapter"
     return WithAdapter
-
-
-def _bias_within(linear: torch.nn.Module) -> torch.Tensor | None:
-    """Return the bias that the layer has already added to its output; None if there is none or it is returned."""
-    is_returned = linear.te_return_bias if hasattr(linear, "te_return_bias") else linear.skip_bias_add
-    has_none = linear.bias is None or not linear.bias.numel()  # Transformer Engine has an empty bias then
-    return None if is_returned or has_none else linear.bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,3 +115,24 @@ def adapter_rules(layers: Sequence[Adapted], config: AdapterConfig) -> list[Rule
             if config.kind == "dora":
                 rules.append(Rule(f"{ours}.magnitude.{number}", (f"{module}.lora_magnitude_vector",), packing))
     return rules
+
+
+def trained_rules(rules: Sequence[Rule], config: AdapterConfig) -> list[Rule]:
+    """Return the table of all trained weights with PEFT's names, adapters first."""
+    return [*adapter_rules(adapted_layers(rules, config), config), *whole_rules(rules, config)]
+
+
+def train_whole(model: torch.nn.Module, rules: Sequence[Rule]) -> None:
+    """Mark the parameters of a chunk that these rules name as trained whole."""
+    ours = {rule.ours for rule in rules}
+    for name, param in global_names(model):
+        if name in ours:
+            param.requires_grad = param.trained_whole = True
+
+
+def trained_parameters(model: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+    """Yield the parameters of a chunk's adapters and of its modules trained whole, whether or not currently frozen."""
+    for module in model.modules():
+        if isinstance(module, Adapter):
+            yield from module.parameters()
+    yield from (param for param in model.parameters() if getattr(param, "trained_whole", False))

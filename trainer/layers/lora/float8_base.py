@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup
 
-from trainer.layers.kernels.permission import can_import, kernels_run
+from trainer.layers.kernels.dispatch import can_import, kernels_run
 from trainer.libraries.torch_private import innermost_hooks, parameters_of
 from trainer.model.rules import global_names
 
@@ -49,7 +49,7 @@ def unpack(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torc
     return codes.view(torch.float8_e4m3fn).to(dtype).mul_(scale[:, None])
 
 
-class _Part(NamedTuple):
+class _WeightView(NamedTuple):
     """A view of an unpacked weight."""
 
     size: torch.Size
@@ -57,7 +57,7 @@ class _Part(NamedTuple):
     offset: int
 
 
-class _Graph:
+class _SavedWeight:
     """The hooks for tensors that autograd saves in one forward pass of a packed layer.
 
     A view of the weight is saved as its size, stride and offset, every other tensor as it is. A layer may save its
@@ -66,21 +66,22 @@ class _Graph:
 
     def __init__(self, linear: Any) -> None:
         self._linear, self._unpacked = linear, None
-        self._saved = self._taken = 0
+        self._saved = self._taken = 0  # counted, because the unpacked weight is freed with the last that is taken
         # torch calls only the innermost hooks, so these pass all other tensors on to the outer ones, which a
         # recomputation needs.
         outer = innermost_hooks()
-        self._keep, self._give = outer or (_itself, _itself)
+        self._outer_pack, self._outer_unpack = outer or (_itself, _itself)
 
     def save(self, tensor: torch.Tensor) -> object:
+        # The same memory, and so the weight or a view of it: its transpose, or what Transformer Engine reshapes.
         if tensor.untyped_storage().data_ptr() != self._linear.weight.untyped_storage().data_ptr():
-            return self._keep(tensor)
+            return self._outer_pack(tensor)
         self._saved += 1
-        return _Part(tensor.size(), tensor.stride(), tensor.storage_offset())
+        return _WeightView(tensor.size(), tensor.stride(), tensor.storage_offset())
 
     def restore(self, kept: object) -> torch.Tensor:
-        if not isinstance(kept, _Part):
-            return self._give(kept)
+        if not isinstance(kept, _WeightView):
+            return self._outer_unpack(kept)
         weight = self._linear.weight if self._unpacked is None else self._unpacked
         self._taken += 1
         self._unpacked = weight if self._taken % self._saved else None
@@ -105,10 +106,10 @@ def _with_float8(kind: type) -> type:
             return unpack(held.detach(), self.row_scale, self.config.params_dtype)
 
         def forward(self, *args: object, **kwargs: object):
-            codes, weight, graph = parameters_of(self)["weight"], self.weight, _Graph(self)
+            codes, weight, saved = parameters_of(self)["weight"], self.weight, _SavedWeight(self)
             parameters_of(self)["weight"] = weight  # Transformer Engine checks the dtypes of all parameters
             try:
-                with saved_tensors_hooks(graph.save, graph.restore):
+                with saved_tensors_hooks(saved.save, saved.restore):
                     return super().forward(*args, **kwargs)
             finally:
                 parameters_of(self)["weight"] = codes

@@ -11,7 +11,7 @@ from megatron.core.models.backends import BackendSpecProvider
 from dataset_builders.known_version import installed_version
 from dataset_builders.storage.local_cache import cache_dir
 from trainer.contract.machine.modules import Host, Wanted, describe, modules_of
-from trainer.layers.kernels.permission import allow_kernels
+from trainer.layers.kernels.dispatch import allow_kernels
 from trainer.layers.module_set import TorchModules
 from trainer.layers.modules.plain import PlainModules
 from trainer.model.late_import import load
@@ -51,12 +51,12 @@ def choose_modules(wanted: Wanted, device: torch.device, cp: int = 1) -> Backend
         return TorchModules()
     fast_attention = None
     if modules != "portable" and host.has_flash:
-        _keep_kernels()
+        _cache_compiled_kernels()
         fast_attention = load(_FAST_ATTENTION)
     return FusedModules(fast_attention, cp) if modules == "engine" else PlainModules(fast_attention)
 
 
-def _keep_kernels() -> None:
+def _cache_compiled_kernels() -> None:
     """Let FlashAttention 4, before it is imported, keep compiled kernels in a directory of the user.
 
     On an H200 compiling for one head dim took 9 s, and reading compiled kernels 1 s. Unless asked, it keeps none.

@@ -28,7 +28,7 @@ from transformer_engine.pytorch.cpp_extensions.gemm import general_gemm
 
 from dataset_builders.known_version import check_version
 from trainer.layers.attention_cores import CUDNN_HEAD_DIM, FlashAttention
-from trainer.layers.modules.norm import OnePassNorm
+from trainer.layers.modules.plain import OnePassNorm
 from trainer.layers.segments import PackedSegments
 
 KNOWN = "==2.11.0"

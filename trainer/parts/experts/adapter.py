@@ -15,7 +15,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from trainer.contract.adapter import AdapterConfig
 from trainer.layers.lora.adapter import Adapter
-from trainer.parallel.late_memory import put
+from trainer.parallel.meta_parameters import copy_into
 from trainer.parts.experts.products import ROW_MULTIPLE, grouped_product
 
 
@@ -45,7 +45,7 @@ class ExpertsAdapter(Adapter):
         key = hashlib.sha256(f"{seed} {name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(key[:8]))
         whole = torch.empty(len(self.a) * group.size(), *self.a.shape[1:]).uniform_(-1, 1, generator=generator)
-        put(self.a, (whole / math.sqrt(whole.size(2))).chunk(group.size())[group.rank()])
+        copy_into(self.a, (whole / math.sqrt(whole.size(2))).chunk(group.size())[group.rank()])
 
     def forward(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """Return what the adapters add to the products of rows (R, in): (R, out)."""

@@ -18,13 +18,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from trainer.contract.adapter import AdapterConfig
-from trainer.contract.experts import ExpertsConfig
-from trainer.contract.run import TrainConfig
-from trainer.layers.chosen_rows import ChosenRows, RoutedTokens
-from trainer.layers.kernels.permission import can_import, kernels_run
+from trainer.contract.run import ExpertsConfig, TrainConfig
+from trainer.layers.kernels.dispatch import can_import, kernels_run
 from trainer.layers.lora.float8_base import pack
-from trainer.layers.measures.reports import Reports
+from trainer.layers.measures import Reports
 from trainer.layers.module_set import ACTIVATIONS
+from trainer.layers.segments import RoutedTokens, SelectedRows
 from trainer.libraries.torch_private import parameters_of
 from trainer.parts.experts.adapter import ExpertsAdapter, mark_of_experts
 from trainer.parts.experts.exchange import compute_on_ranks
@@ -94,7 +93,7 @@ class RoutedExperts(MegatronModule):
         parameters_of(self)[name] = param
         self.register_buffer(f"{name}_scale", scale, persistent=False)
 
-    def forward(self, hidden: torch.Tensor, rows: ChosenRows | None, tokens: RoutedTokens) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, rows: SelectedRows | None, tokens: RoutedTokens) -> torch.Tensor:
         """Map (s, 1, D) to (s, 1, D), or only to the chosen rows (m, 1, D)."""
         # All tokens are routed, so that loads and auxiliary loss cover them; padding is counted nowhere.
         is_trained = torch.is_grad_enabled() and (rows is None or self.settings.coefficient > 0)

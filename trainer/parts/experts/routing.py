@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from trainer.layers.chosen_rows import RoutedTokens
+from trainer.layers.segments import RoutedTokens
 
 
 class Routing(NamedTuple):

@@ -12,8 +12,7 @@ from tests.helpers.reference import load_reference, random_hf_dir, reference_inp
 from trainer.contract.adapter import ROLES, AdapterConfig
 from trainer.contract.run import OptimConfig, PartConfig, TrainConfig
 from trainer.data.flops import cost_model, model_flops, training_cost
-from trainer.data.geometry import geometry_of
-from trainer.data.micro_batch import make_micro_batch
+from trainer.data.micro_batch import geometry_of, make_micro_batch
 from trainer.model.registry import read_model
 from trainer.model.shape import DecoderShape
 from trainer.model.targets import adapted_layers

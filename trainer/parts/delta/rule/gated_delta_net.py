@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from trainer.data.packed_chunks import PackedChunks
-from trainer.layers.kernels.permission import can_import, hopper_kernels_run
+from trainer.layers.kernels.dispatch import can_import, hopper_kernels_run
 from trainer.layers.segments import Places
 from trainer.parts.delta.rule import plain
 

@@ -1,22 +1,24 @@
-"""Output layer and cross entropy in one, computed per chunk of loss tokens, so that all logits never exist at once.
+"""The two layers as large as the vocabulary: the input embedding, and the output layer with its cross entropy.
 
-N = loss tokens, D = hidden size, W = words of the vocabulary that this tensor-parallel rank holds. A chunk's logits are
-in the weight's dtype, sums over the vocabulary in float32.
+The output layer and the loss are one, computed per chunk of loss tokens, so that all logits never exist at once. A
+chunk's logits are in the weight's dtype, sums over the vocabulary in float32.
 
-Gradients are computed in backward, where the gradient of each loss is known: the weight's gradient is a sum over
-tokens, so a factor per token could not correct it later. So backward computes the logits again, except the logits of
-the first chunk, which stay in memory from forward to backward. Up to CHUNK loss tokens nothing is computed twice.
+The loss's gradients are computed in backward, where the gradient of each loss is known: the weight's gradient is a sum
+over tokens, so a factor per token could not correct it later. So backward computes the logits again, except the logits
+of the first chunk, which stay in memory from forward to backward. Up to CHUNK loss tokens nothing is computed twice.
+
+T = tokens, N = loss tokens, D = hidden size, W = words of the vocabulary that this tensor-parallel rank holds.
 """
 
 from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from trainer.layers.kernels.permission import can_import, kernels_run
+from trainer.layers.kernels.dispatch import can_import, kernels_run
 from trainer.model.shape import LOSS_CHUNK
 
 if can_import():
@@ -26,6 +28,59 @@ if can_import():
 # one chunk. Smaller chunks cost time, as each chunk reads and writes the whole float32 gradient of the weight. This
 # takes a sixth of the time of the product itself at 4,096 tokens, and two thirds at 1,024.
 CHUNK = LOSS_CHUNK  # other sizes: tests/bench/results/training_step.md
+
+
+class InputEmbedding(VocabParallelEmbedding):
+    """megatron-core's embedding; a rank that holds all words can add its weight's gradient to `main_grad` directly.
+
+    The gradient reads and writes the rows of a bin's words alone. torch makes a gradient as large as the whole
+    vocabulary, and adding it to the float32 sums reads and writes all of them: 3 ms a bin at 248,320 words of 2,560
+    numbers on an H200, for the few thousand words of a bin.
+    """
+
+    # True if the weight has `main_grad`, a float32 buffer of its gradient.
+    fuse_wgrad_accumulation = False
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Map words, int64 of any shape, to their vectors, that shape and (D,)."""
+        if self.fuse_wgrad_accumulation and self.tp_group.size() == 1:
+            return _Embed.apply(tokens, self.weight)
+        return super().forward(tokens)
+
+
+class _Embed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tokens, weight):
+        ctx.save_for_backward(tokens)
+        ctx.main_grad = weight.main_grad if ctx.needs_input_grad[1] else None
+        return torch.nn.functional.embedding(tokens, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        if ctx.main_grad is not None:
+            add_rows(ctx.main_grad, ctx.saved_tensors[0].flatten(), grad.flatten(0, -2))
+        return None, None
+
+
+def add_rows(buffer: torch.Tensor, tokens: torch.Tensor, grad: torch.Tensor) -> None:
+    """Add the sum of each word's gradients, rounded to their dtype, to the word's row: the bits of a whole gradient.
+
+    Args:
+        buffer: (W, D) float32.
+        tokens: (T,) int64.
+        grad: (T, D).
+    """
+    words, places = tokens.sort(stable=True)
+    is_next = torch.ones_like(words)
+    is_next[1:] = words[1:] != words[:-1]
+    numbers = is_next.cumsum(0) - 1
+    of_tokens = torch.empty_like(numbers).scatter_(0, places, numbers)
+    # The host does not wait for the number of different words: the sums are the first of T rows, in the words' order,
+    # and the other rows add zeros to word 0.
+    sums = torch.ops.aten.embedding_dense_backward(grad, of_tokens, len(tokens), -1, False)
+    rows = torch.zeros_like(words).scatter_(0, numbers, words)
+    buffer.index_add_(0, rows, sums.to(buffer.dtype))
 
 
 class OutputLayer(ColumnParallelLinear):
@@ -67,7 +122,10 @@ class _OutputLoss(torch.autograd.Function):
         first_logits, ctx.first_logits = ctx.first_logits, None  # overwritten below
         logits = _new_chunk(hidden, weight) if first_logits is None else first_logits
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        grad_weight = _gradient_buffer(ctx.main_grad, weight, len(hidden)) if ctx.needs_input_grad[1] else None
+        grad_weight = ctx.main_grad
+        if grad_weight is None and ctx.needs_input_grad[1]:
+            # float32 for the sum over chunks; a single chunk has no sum to round.
+            grad_weight = torch.zeros_like(weight, dtype=torch.float32 if len(hidden) > CHUNK else weight.dtype)
         sums = []
         for part in _chunks(len(hidden)):
             is_there = part.start == 0 and first_logits is not None
@@ -110,13 +168,6 @@ def _over_ranks(own: torch.Tensor, group: ProcessGroup) -> tuple[torch.Tensor, t
     each_largest, each_total, each_chosen = torch.stack(ranks, dim=1).unbind()
     largest = each_largest.amax(0)
     return largest, (each_total * (each_largest - largest).exp()).sum(0), each_chosen.sum(0)
-
-
-def _gradient_buffer(main_grad: torch.Tensor | None, weight: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the buffer that chunks add to: `main_grad`, or float32 zeros (in the weight's dtype for one chunk)."""
-    if main_grad is not None:
-        return main_grad
-    return torch.zeros_like(weight, dtype=torch.float32 if count > CHUNK else weight.dtype)
 
 
 def add_product(buffer: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) -> None:

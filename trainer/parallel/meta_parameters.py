@@ -1,4 +1,4 @@
-"""Models built without memory: each parameter, or a rank's rows of it, gets memory when its numbers are loaded."""
+"""Models built on the meta device: each parameter, or a rank's rows of it, gets memory when its numbers are loaded."""
 
 import contextlib
 import ctypes
@@ -27,7 +27,7 @@ def parameters_on_meta() -> Iterator[None]:
         hook.remove()
 
 
-def with_memory(model: torch.nn.Module, name: str) -> torch.nn.Parameter:
+def materialised(model: torch.nn.Module, name: str) -> torch.nn.Parameter:
     """Return a parameter by its name in the model. One without memory first gets uninitialised memory on the CPU."""
     module, _, own = name.rpartition(".")
     held = parameters_of(model.get_submodule(module))
@@ -36,10 +36,10 @@ def with_memory(model: torch.nn.Module, name: str) -> torch.nn.Parameter:
     return held[own]
 
 
-def all_with_memory(model: torch.nn.Module) -> None:
+def materialise_all(model: torch.nn.Module) -> None:
     """Give every parameter without memory uninitialised memory on the CPU."""
     for name in [name for name, _ in model.named_parameters()]:
-        with_memory(model, name)
+        materialised(model, name)
 
 
 def _like(param: torch.nn.Parameter, device: str) -> torch.nn.Parameter:
@@ -48,7 +48,7 @@ def _like(param: torch.nn.Parameter, device: str) -> torch.nn.Parameter:
     return moved
 
 
-def return_freed_matrices() -> None:
+def return_freed_memory() -> None:
     """Make glibc map every allocation of a megabyte or more separately, and unmap it when it is freed."""
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
@@ -59,14 +59,14 @@ def return_freed_matrices() -> None:
 
 
 @torch.no_grad()
-def give_shares_memory(model: torch.nn.Module, device: torch.device) -> None:
+def materialise_shards(model: torch.nn.Module, device: torch.device) -> None:
     """Allocate zeros on the device for a rank's rows of every parameter that FSDP2 divided without memory. Tensors with
     memory are moved there unchanged."""
     replace_tensors(model, lambda held: torch.zeros_like(held, device=device) if held.is_meta else held.to(device))
 
 
 @torch.no_grad()
-def put(param: torch.Tensor, whole: torch.Tensor) -> None:
+def copy_into(param: torch.Tensor, whole: torch.Tensor) -> None:
     """Copy a whole tensor into a parameter; into a divided parameter, only this rank's rows."""
     if not isinstance(param, DTensor):
         param.copy_(whole)

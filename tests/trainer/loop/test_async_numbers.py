@@ -14,21 +14,21 @@ from tests.helpers.tiers import full
 from trainer.checkpoint.directory import list_checkpoints
 from trainer.contract.run import RunConfig
 from trainer.data.order import bins_for_step
-from trainer.layers.measures.late_numbers import LateNumbers
-from trainer.loop import interval, set_up, step
-from trainer.loop.train import train
+from trainer.layers.measures import AsyncNumbers
+from trainer.loop import set_up, step
+from trainer.loop import train as loop
 
 STEPS = 6
 READS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__float__", "__int__", "__index__")
 NUMBERS = ("step", "loss", "heldout_loss", "grad_norm", "language_grad_norm", "param_norm", "tokens", "loss_tokens")
 
 
-class Late(LateNumbers):
+class Late(AsyncNumbers):
     """Numbers of a CPU that behave as those of a GPU."""
 
     def __init__(self, numbers: torch.Tensor) -> None:
         super().__init__(numbers)
-        self.are_late, self._arrival = True, SimpleNamespace(synchronize=lambda: None)
+        self.is_async, self._arrival = True, SimpleNamespace(synchronize=lambda: None)
 
 
 class Reads(TorchFunctionMode):
@@ -76,12 +76,12 @@ def test_nothing_is_read_from_the_end_of_backward_to_the_next_step(tmp_path, mon
 
     watched(set_up, "finalize_gradients")
     watched(step, "clip_and_update")
-    watched(interval.Interval, "end_step")
+    watched(loop.StepMetrics, "end_step")
     left_out(torch.optim.AdamW, "step")  # on a GPU Adam is another one
-    left_out(interval.Interval, "_settle")  # at the last step
-    monkeypatch.setattr(interval, "LateNumbers", Late)
+    left_out(loop.StepMetrics, "read_pending")  # at the last step
+    monkeypatch.setattr(loop, "AsyncNumbers", Late)
     with single_rank() as mesh:
-        train(job(tmp_path, heldout_interval=1000), mesh)
+        loop.train(job(tmp_path, heldout_interval=1000), mesh)
     assert reads.names == []
 
 
@@ -92,10 +92,10 @@ def test_a_line_is_written_after_the_next_launch_and_has_the_same_numbers(tmp_pa
         run = job(tmp_path, name, save_interval=4)
         order.clear()
         with single_rank() as mesh:
-            train(run, mesh)
+            loop.train(run, mesh)
         return [tuple(getattr(row, name) for name in NUMBERS) for row in metrics_of(run)]
 
-    train_step, row = interval.train_step, interval.Interval._row
+    train_step, row = loop.train_step, loop.StepMetrics._row
 
     def launching(*args):
         order.append(("launched", sum(kind == "launched" for kind, _ in order) + 1))
@@ -105,11 +105,11 @@ def test_a_line_is_written_after_the_next_launch_and_has_the_same_numbers(tmp_pa
         order.append(("written", number))
         return row(self, number, *args)
 
-    monkeypatch.setattr(interval, "train_step", launching)
-    monkeypatch.setattr(interval.Interval, "_row", writing)
+    monkeypatch.setattr(loop, "train_step", launching)
+    monkeypatch.setattr(loop.StepMetrics, "_row", writing)
     at_once = trained("at-once")
     assert [number for _, number in order] == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6]
-    monkeypatch.setattr(interval, "LateNumbers", Late)
+    monkeypatch.setattr(loop, "AsyncNumbers", Late)
     assert trained("late") == at_once
     # Steps 3 and 6 measure the held-out loss, steps 4 and 6 save.
     assert [number for kind, number in order if kind == "launched"] == [1, 2, 3, 4, 5, 6]
@@ -125,10 +125,10 @@ def test_a_gradient_that_is_not_finite_is_seen_before_its_step_is_saved(save_int
         return update(*args) * (math.nan if len(updates) == 3 else 1)
 
     monkeypatch.setattr(step, "clip_and_update", poisoned)
-    monkeypatch.setattr(interval, "LateNumbers", Late)
+    monkeypatch.setattr(loop, "AsyncNumbers", Late)
     run, earlier = job(tmp_path, save_interval=save_interval, heldout_interval=1000), set(threading.enumerate())
-    with single_rank() as mesh, pytest.raises(interval.NotFinite, match="step 2: gradient norm is nan") as raised:
-        train(run, mesh)
+    with single_rank() as mesh, pytest.raises(loop.NotFinite, match="step 2: gradient norm is nan") as raised:
+        loop.train(run, mesh)
     assert raised.value.step == 2 and len(updates) == launched
     bins = bins_for_step([len(make_bins())], seed=run.train.seed, step=2, global_batch_size=2)
     assert {int(key.removeprefix("train/")[:4]) for key in raised.value.keys} == set(bins)
