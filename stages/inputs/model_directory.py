@@ -134,7 +134,7 @@ class ModelDirectory:
         """Name -> tensor in the files that `from_pretrained` reads, see `stored_tensors`."""
         return stored_tensors(self.path)
 
-    def as_input(self, names: Sequence[str]) -> tuple[dict[Path, list[int]], dict[str, str]]:
+    def digests_of(self, names: Sequence[str]) -> tuple[dict[Path, list[int]], dict[str, str]]:
         """Return path -> state, see `state_of`, and name -> SHA-256 of files of the directory; each is read once."""
         unread = [name for name in names if name not in self._read]
         # The state first: a file that changes while it is read has another state afterwards.
@@ -236,7 +236,7 @@ def processor_input(model: ModelDirectory) -> External:
     # If both files have image settings, these are equal.
     images = [file.name for file in [*model.image_settings][-1:]]
     names = [name for name in _PROCESSOR_FILES if (path / name).is_file()] + images
-    states, digests = model.as_input(["config.json", *names])
+    states, digests = model.digests_of(["config.json", *names])
     identity = {
         "files": {name: digests[name] for name in names},
         "ids": {key: value for key, value in config.items() if key.endswith("_token_id")},
@@ -250,7 +250,7 @@ def model_input(model: ModelDirectory) -> External:
     """Return the whole model as an input: every file that `from_pretrained` may read, by its full SHA-256."""
     path = model.path
     names = {file.name for pattern in _MODEL_FILE_PATTERNS for file in path.glob(pattern) if file.is_file()}
-    states, digests = model.as_input(sorted(names))
+    states, digests = model.digests_of(sorted(names))
     check_written(path)
     return External(dir=path, name="hf_dir", digest=fingerprint(digests), states=states, opened=model)
 
