@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 
 import numpy as np
 import torch
@@ -20,7 +21,6 @@ from stages.inputs.adapter_layers import add_adapters
 from stages.inputs.ends import end_ids
 from stages.inputs.hf_directory import check_hf_dir
 from stages.inputs.transformers_progress import no_progress_bar
-from trainer.model.late_import import load
 from trainer.model.registry import read_model
 
 _UNLIMITED = PoolLimits(rows=1 << 30, tokens=1 << 60)
@@ -122,7 +122,7 @@ def _load(hf_dir: Path, device: int | None) -> "transformers.PreTrainedModel":
         transformers.logging.get_logger("transformers.integrations.hub_kernels").setLevel(transformers.logging.ERROR)
     with no_progress_bar():
         try:
-            model, info = load(family.reference).from_pretrained(
+            model, info = resolve_name(family.reference).from_pretrained(
                 hf_dir,
                 dtype=dtype,
                 attn_implementation="sdpa",

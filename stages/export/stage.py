@@ -19,8 +19,8 @@ from stages.artifacts.intact import file_entries
 from stages.artifacts.workers import StageResources
 from stages.encode.chat import SYSTEM_PROMPT
 from stages.encode.images import write_pixel_limits
-from stages.export.carried import count_carried
 from stages.export.config import ExportConfig
+from stages.export.copied import count_copied
 from stages.inputs.ends import add_end
 from stages.inputs.hf_directory import count_parameters, hf_dir_of, read_json, safetensors_header, weight_files
 from stages.inputs.remote_code import drop_auto_maps
@@ -62,14 +62,14 @@ def export(config: ExportConfig, inputs: Mapping[str, Input], work_dir: Path, re
         "dtype": written_dtype(hf_dir),
         "parameters": count_parameters(hf_dir),
         "active_parameters": read_model(hf_dir)[1].active_parameters,
-        "carried": count_carried(hf_dir, run.train),
+        "carried": count_copied(hf_dir, run.train),
         "steps": trained["steps"],
         "checkpoint": trained["checkpoint"],
     }
     if added:
         stats["added_end"] = end
     if run.train.mtp_loss_scaling_factor:
-        stats["mtp"] = sum(count_carried(hf_dir).values()) - sum(stats["carried"].values())
+        stats["mtp"] = sum(count_copied(hf_dir).values()) - sum(stats["carried"].values())
     if run.train.adapter:
         stats["adapter"] = _adapter_facts(work_dir / ADAPTER_EXPORT, run.train.adapter)
     _write_report(work_dir, stats)
@@ -91,8 +91,8 @@ def _write_report(work_dir: Path, stats: Mapping[str, Any]) -> None:
     summary = {"dtype": stats["dtype"], "parameters": sum(stats["parameters"].values()), "steps": stats["steps"]}
     sections = [parameters]
     if stats["carried"]:
-        carried = [(f"{prefix}*", number) for prefix, number in stats["carried"].items()]
-        sections.append(Table("Carried from the base model, not trained", ("names", "tensors"), carried))
+        copied = [(f"{prefix}*", number) for prefix, number in stats["carried"].items()]
+        sections.append(Table("Copied from the base model, not trained", ("names", "tensors"), copied))
     if "added_end" in stats:
         summary["end of the trained turns, added to generation_config.json"] = stats["added_end"]
     if "mtp" in stats:

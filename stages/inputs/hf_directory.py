@@ -156,8 +156,8 @@ def count_parameters(path: Path) -> dict[str, int]:
     counts = dict.fromkeys(family.parts, 0)
     for file in weight_files(path):
         for name, entry in safetensors_header(path / file).items():
-            # A carried tensor is not counted; one that the family does not know counts for the last part.
-            if not name.startswith(family.carried):
+            # A tensor that exports copy is not counted; one that the family does not know counts for the last part.
+            if not name.startswith(family.copied):
                 counts[part_of.get(name, family.parts[-1])] += math.prod(entry["shape"])
     return counts
 
@@ -246,7 +246,7 @@ def _check_weights(path: Path, family: Family, shape: ModelShape) -> None:
                 )
             places[tensor] = path / name
             is_twice = tensor == _TIED and shape.language.tie_word_embeddings and entry["shape"] == head
-            numbers += 0 if is_twice or tensor.startswith(family.carried) else math.prod(entry["shape"])
+            numbers += 0 if is_twice or tensor.startswith(family.copied) else math.prod(entry["shape"])
     expected = sum(shape.parameters.values())
     if numbers != expected:
         raise InputError(

@@ -1,5 +1,5 @@
 """The comparison of an exported directory with the model that its training started from, by headers, small files and
-the bytes of carried tensors.
+the bytes of copied tensors.
 
 Greedy answers do not change if the weights of a draft layer are lost or damaged, if weights are stored in another dtype
 or if a tied matrix is stored twice. Other programs then fail, take twice the memory, or draft worse.
@@ -28,12 +28,12 @@ _PIXEL_LIMITS = {"size", "min_pixels", "max_pixels"}  # the training's limits
 _OUTPUT = "lm_head.weight"
 
 
-def differences(hf_dir: Path, source: Path, carried: Collection[str] = ()) -> list[str]:
+def differences(hf_dir: Path, source: Path, copied: Collection[str] = ()) -> list[str]:
     """Return one line per difference that an export must not have; [] if there is none. `source` is the HF directory
-    that the training started from; `carried` are prefixes of the names of tensors that the export copies from it."""
+    that the training started from; `copied` are prefixes of the names of tensors that the export copies from it."""
     is_tied = read_model(source)[1].language.tie_word_embeddings
     ours, theirs = _headers(hf_dir), _headers(source)
-    return [*_of_files(hf_dir, source), *_of_weights(ours, theirs, is_tied), *_of_bytes(ours, theirs, tuple(carried))]
+    return [*_of_files(hf_dir, source), *_of_weights(ours, theirs, is_tied), *_of_bytes(ours, theirs, tuple(copied))]
 
 
 def _of_files(hf_dir: Path, source: Path) -> Iterator[str]:
@@ -76,7 +76,7 @@ def _of_bytes(ours: Mapping[str, Any], source: Mapping[str, Any], prefixes: tupl
     names = sorted(name for name in alike if name.startswith(prefixes))
     digests = [tensor_digests({name: side[name]["path"] for name in names}) for side in (ours, source)]
     if changed := [name for name in names if digests[0][name] != digests[1][name]]:
-        yield f"{len(changed)} carried tensors have other bytes than the source's, the first is {changed[0]}"
+        yield f"{len(changed)} copied tensors have other bytes than the source's, the first is {changed[0]}"
 
 
 def _headers(directory: Path) -> dict[str, Any]:

@@ -41,7 +41,7 @@ from stages.scoring.names import SAME_ANSWERS
 from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT
 from trainer.model.registry import read_model
 
-VERSION = 2  # 2: bytes of carried tensors
+VERSION = 2  # 2: bytes of copied tensors
 JOB_DIR, ROWS = "job", "loaders.json"
 SERVERS = ("vllm",)  # checked only where it is installed and loads the directory
 
@@ -53,13 +53,13 @@ def reload(
     training started from)."""
     exported, source = inputs["export"], hf_dir_of(inputs["model"])
     facts = exported.manifest.stats
-    carried = () if "mtp" in facts else facts.get("carried", ())  # a trained draft layer has the prefix of a copied one
+    copied = () if "mtp" in facts else facts.get("carried", ())  # a trained draft layer has the prefix of a copied one
     write_directory(work, exported, inputs["samples"], None, config.max_new_tokens)
     hf_dir = work / HF_EXPORT
     answers = [
         line for line in read_answers(inputs["answers"].dir / ANSWERS_JSONL) if isinstance(line, GeneratedAnswer)
     ]
-    faults, questions, loaders, results = differences(hf_dir, source, carried), [], {}, {}
+    faults, questions, loaders, results = differences(hf_dir, source, copied), [], {}, {}
     try:
         prompt = read_prompt_format(hf_dir)
         chat = ChatEncoder(hf_dir, system_prompt=prompt.system_prompt)

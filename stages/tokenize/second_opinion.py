@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,6 @@ from dataset_builders.pictures.pixels import encode_rgb, pixel_values
 from stages.encode.chat import ChatEncoder, learnt_answers
 from stages.encode.template import REASONING, Messages
 from stages.inputs.hf_directory import image_settings
-from trainer.model.late_import import load
 from trainer.model.registry import read_model
 
 WITHOUT_TORCHVISION = (
@@ -151,4 +151,4 @@ def _image_processor(hf_dir: Path, min_pixels: int, max_pixels: int) -> Any | No
     raw, *_ = image_settings(hf_dir).values()
     fields = {name: raw[name] for name in _PROCESSOR_FIELDS if name in raw}
     fields["size"] = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
-    return load(family.image_processor.reference)(**fields)
+    return resolve_name(family.image_processor.reference)(**fields)

@@ -24,8 +24,8 @@ from stages.train.run_trainer import run_trainer
 from trainer.contract.answer import check_checkpoint, read_metrics
 from trainer.contract.names import HELDOUT_BASE_JSONL, HELDOUT_JSONL
 from trainer.contract.run import RunConfig, TrainConfig
+from trainer.model.adapters import adapter_sizes
 from trainer.model.registry import read_model
-from trainer.model.targets import adapter_sizes
 from trainer.plan.checks import check_run
 from trainer.plan.pieces import mean_work
 from trainer.plan.placement import Placement, PlacementJob, current_placement

@@ -35,8 +35,8 @@ from trainer.contract.adapter import AdapterConfig
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import TrainConfig
 from trainer.loop import interval, job
+from trainer.model.adapters import adapter_sizes
 from trainer.model.registry import get_family
-from trainer.model.targets import adapter_sizes
 from trainer.plan.estimate import estimate_memory
 
 PEAKS = "peaks.json"

@@ -16,7 +16,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeDecoderLayer
 
 from dataset_builders.contracts.tokenized import TokenizedSample
-from stages.export.carried import count_carried
+from stages.export.copied import count_copied
 from tests.helpers.bins import MIXED, Kind, make_samples
 from tests.helpers.reference import load_reference, reference_inputs
 from tests.helpers.run_dir import OPTIM, model_dir
@@ -246,7 +246,7 @@ def test_experts_may_be_stored_in_one_tensor(mesh, tmp_path):
     save_hf_weights(models[1:], mesh, rules, stacked_dir, tmp_path / "out")
     after = load_file(tmp_path / "out" / "model.safetensors")
     assert after.keys() == tensors.keys() and all(torch.equal(after[name], tensors[name]) for name in after)
-    assert count_carried(stacked_dir, TRAIN) == {} != count_carried(stacked_dir)
+    assert count_copied(stacked_dir, TRAIN) == {} != count_copied(stacked_dir)
 
 
 @pytest.mark.promise(

@@ -21,7 +21,7 @@ from trainer.checkpoint.hf_read import HFTensors
 from trainer.checkpoint.hf_write import save_hf_weights
 from trainer.data.geometry import geometry_of
 from trainer.data.micro_batch import make_micro_batch
-from trainer.families.qwen3_vl.weights import rules
+from trainer.families.qwen3_vl.family import rules
 from trainer.layers.segments import mrope_angles
 from trainer.parts.attention.part import Attention
 

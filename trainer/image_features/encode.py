@@ -7,6 +7,7 @@ number of ranks. A finished shard is not written again.
 import logging
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from pkgutil import resolve_name
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -28,7 +29,6 @@ from trainer.data.geometry import geometry_of
 from trainer.data.micro_batch import MicroBatch, make_micro_batch
 from trainer.data.reader import PREFETCH_DEPTH, prefetch
 from trainer.layers.modules.choice import choose_modules
-from trainer.model.late_import import load
 from trainer.model.registry import read_model
 from trainer.parallel.mesh import Mesh
 
@@ -71,9 +71,9 @@ def _encoder(run: EncodeRun, mesh: Mesh) -> ImageEncoder:
     family, shape = read_model(run.hf_dir)
     modules = choose_modules(run.execution.modules, mesh.device)
     dtype = getattr(torch, run.precision)
-    vision = load(family.encoder)(shape.vision, run.execution.parallel, dtype, modules, mesh)
+    vision = resolve_name(family.encoder)(shape.vision, run.execution.parallel, dtype, modules, mesh)
     encoder = ImageEncoder(vision, shape.language.tie_word_embeddings, mesh)
-    load_hf_weights(encoder, run.hf_dir, family.weight_rules(shape), family.carried)
+    load_hf_weights(encoder, run.hf_dir, family.weight_rules(shape), family.copied)
     pixels = read_pixel_store(run.tokenized_dir, load_manifest(run.tokenized_dir).stats)
     patch_format = pixels.config.patch_format
     vision.patch_embed.set_normalisation(patch_format.image_mean, patch_format.image_std)

@@ -8,6 +8,7 @@ D = hidden size.
 """
 
 from collections.abc import Sequence
+from pkgutil import resolve_name
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor
@@ -32,7 +33,6 @@ from trainer.layers.module_set import layer_around, mark_tensor_parallel
 from trainer.layers.mtp import MultiTokenPredictor
 from trainer.layers.packed_layer import PackedLayer
 from trainer.layers.segments import PackedSegments, Rotation
-from trainer.model.late_import import load
 from trainer.model.layer import Layer
 from trainer.model.shape import ModelShape
 from trainer.parallel.mesh import Mesh
@@ -80,7 +80,7 @@ class PackedModel(MegatronModule):
         self.exchange: VisionOwner | PipelineWorker | None = None
         for mixer in shape.language.mixers:
             if mixer.check_device:
-                load(mixer.check_device)(mixer, config.params_dtype, mesh.device)
+                resolve_name(mixer.check_device)(mixer, config.params_dtype, mesh.device)
         self.build_parts(config.params_dtype, modules)
         first = get_transformer_layer_offset(config, vp_stage, pp.rank())
         numbers = range(first, first + get_num_layers_to_build(config, vp_stage, pp.rank()))
@@ -111,7 +111,7 @@ class PackedModel(MegatronModule):
     def layer_spec(self, modules: BackendSpecProvider, layer: Layer) -> ModuleSpec:
         """Return the spec of a layer: a `PackedLayer`, or a module with its methods."""
         mixer, feed_forward = layer.halves
-        specs = (load(half.spec)(half, modules) for half in (mixer, feed_forward))
+        specs = (resolve_name(half.spec)(half, modules) for half in (mixer, feed_forward))
         return layer_around(*specs, modules)
 
     @property

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
@@ -31,14 +32,11 @@ from trainer.layers.module_set import check_float8, mark_tensor_parallel
 from trainer.layers.modules.choice import choose_modules, host_of
 from trainer.loop.share_model import Chunk, share_model, weights_dtype
 from trainer.loop.step import finalize_gradients
-from trainer.model.family import Family
-from trainer.model.freeze import freeze
-from trainer.model.late_import import load
+from trainer.model.adapters import adapted_layers, rules_to_save
+from trainer.model.family import Family, freeze
 from trainer.model.registry import read_model
 from trainer.model.rules import Rule
 from trainer.model.shape import ModelShape
-from trainer.model.targets import adapted_layers
-from trainer.model.whole_modules import whole_rules
 from trainer.parallel.late_memory import all_with_memory, parameters_on_meta, return_freed_matrices
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.vision.exchange import Message, Window
@@ -107,7 +105,7 @@ def build_chunks(
 ) -> list[torch.nn.Module]:
     """Build the chunks of the model that this rank holds, with the weights of `run.hf_dir`, on its device; or without
     memory (`is_empty`), for `share_model` to divide and fill them."""
-    build, rules, parallel = load(family.model), family.weight_rules(shape), run.execution.parallel
+    build, rules, parallel = resolve_name(family.model), family.weight_rules(shape), run.execution.parallel
     check_precision(run.train.precision, run.execution.modules, host_of(mesh.device))
     modules = choose_modules(run.execution.modules, mesh.device, run.execution.parallel.cp)
     stages = range(parallel.vpp) if parallel.vpp > 1 else [None]
@@ -143,11 +141,11 @@ def _load_weights(
 ) -> None:
     """Fill the chunks with the weights of `run.hf_dir`; a float8 base is packed on the device."""
     has_float8, count = run.train.has_float8_base, 0
-    whole = whole_rules(rules, run.train.adapter) if has_float8 else []
+    whole = rules_to_save(rules, run.train.adapter) if has_float8 else []
     packed = {rule.ours for rule in rules if rule.sizes and rule not in whole}
     for chunk in chunks:
         pack = base_packer(chunk, mesh.device, packed) if has_float8 else None
-        count += load_hf_weights(chunk, run.hf_dir, rules, family.carried, pack)
+        count += load_hf_weights(chunk, run.hf_dir, rules, family.copied, pack)
         if chunk.exchange:
             all_with_memory(chunk.exchange.part)
     log.info("weights: %s (%d parameters' tensors on this rank, %s)", run.hf_dir, count, weights_dtype(run))
@@ -164,7 +162,7 @@ def give_adapters(
     config = run.train.adapter
     if config is None:
         return
-    layers, whole = adapted_layers(rules, config), whole_rules(rules, config)
+    layers, whole = adapted_layers(rules, config), rules_to_save(rules, config)
     for model in models:
         add_adapters(model, layers, config, run.train.seed)
         train_whole(model, whole)
@@ -228,7 +226,7 @@ def set_up_vision_rank(run: RunConfig, mesh: Mesh) -> Serving:
     # This encoder divides matrices over its tensor-parallel ranks, whatever the language model's ranks share.
     own = parallel.model_copy(update={"tp": parallel.vision.tp, "vision_split": "tensor_parallel"})
     modules = choose_modules(run.execution.modules, mesh.device, run.execution.parallel.cp)
-    encoder = load(family.encoder)(shape.vision, own, weights_dtype(run), modules, mesh)
+    encoder = resolve_name(family.encoder)(shape.vision, own, weights_dtype(run), modules, mesh)
     mark_tensor_parallel(encoder)
     patch_format = readers[0].patch_format
     encoder.patch_embed.set_normalisation(patch_format.image_mean, patch_format.image_std)

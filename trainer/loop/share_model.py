@@ -19,8 +19,8 @@ from trainer.contract.run import RunConfig
 from trainer.layers.lora.convert import begin_adapters
 from trainer.layers.lora.trained import trained_rules
 from trainer.loop.optim import build_optimizer
+from trainer.model.adapters import adapted_layers
 from trainer.model.family import Family
-from trainer.model.targets import adapted_layers
 from trainer.parallel.fsdp import FullyShardedModel
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.vision.main_grads import fuse_gradients
@@ -58,7 +58,7 @@ def share_model(
 def _fill(model: MegatronModule, run: RunConfig, family: Family) -> None:
     """Fill the slices of a divided model with the weights of `run.hf_dir`, and initialise its adapters."""
     rules, config = family.weight_rules(model.shape), run.train.adapter
-    load_hf_weights(model, run.hf_dir, rules, family.carried)
+    load_hf_weights(model, run.hf_dir, rules, family.copied)
     if config is None:
         return
     source = HFTensors(run.hf_dir)

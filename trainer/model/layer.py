@@ -164,3 +164,43 @@ class Layer:
     def largest_matrix(self) -> int:
         """Number of elements of the largest matrix of the layer."""
         return max(rule.numbers for rule in self.rules("", ""))
+
+
+@dataclass(frozen=True, slots=True)
+class MultiTokenPrediction:
+    """Multi-token prediction (MTP): a layer that predicts the token after the next, with which inference servers draft
+    tokens; see `trainer/layers/mtp.py` for its formula.
+
+    It is a projection of a hidden state and an embedding to the model's width, a layer, and three norms. Embedding and
+    output projection are the model's own.
+    """
+
+    layer: Layer
+
+    @property
+    def undivided(self) -> int:
+        """Number of the parameters that no ranks divide: the projection and the norms."""
+        width = self.layer.width
+        return 2 * width * width + 3 * width
+
+    @property
+    def parameters(self) -> int:
+        return self.undivided + self.layer.parameters
+
+    @property
+    def flops(self) -> LayerFlops:
+        """Forward FLOPs of the projection and the layer, without logits; only loss tokens need `after`."""
+        before, after, squared = self.layer.flops
+        return LayerFlops(4 * self.layer.width**2 + before, after, squared)
+
+    def kept_numbers(self, *, selective: bool) -> int:
+        """Return the number of values per token that are kept for backward in addition to the inputs of the halves."""
+        # Those of the layer, the inputs of two norms, and the input of the projection, which is twice as wide.
+        return self.layer.kept_numbers(selective=selective) + 4 * self.layer.width
+
+    def rules(self) -> Iterator[Rule]:
+        """Yield the table of weights in Hugging Face's order."""
+        yield Rule("language.mtp.fc", ("mtp.fc.weight",))
+        yield from self.layer.rules("language.mtp.layer.", "mtp.layers.0.")
+        for norm in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
+            yield Rule(f"language.mtp.{norm}.weight", (f"mtp.{norm}.weight",))

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from trainer.contract.run import TrainConfig
-from trainer.model.layer import Layer, Mixer, Part
-from trainer.model.mtp import MultiTokenPrediction
+from trainer.model.layer import Layer, Mixer, MultiTokenPrediction, Part
 from trainer.model.rules import Rule
 
 # Number of loss tokens whose logits exist at a time; for the reason see trainer/layers/output_loss.py.

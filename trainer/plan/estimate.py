@@ -6,7 +6,7 @@ from itertools import chain
 
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import TrainConfig
-from trainer.model.adapter_sizes import AdapterSizes, PlaceSizes
+from trainer.model.adapters import AdapterSizes, LayerAdapterSizes
 from trainer.model.shape import LOSS_CHUNK, ModelShape, VisionShape
 
 # Memory that torch's allocator holds in addition to the activations, as a fraction of them.
@@ -43,7 +43,7 @@ def estimate_memory(
     Args:
         pieces: the language layers of each piece of the pipeline, see `pipeline_pieces`.
         dp: number of data-parallel ranks.
-        adapters: see `trainer.model.targets.adapter_sizes`.
+        adapters: see `trainer.model.adapters.adapter_sizes`.
     """
     num_micro_batches = train.global_batch_size // dp
     sizes = (seq_len, max_patches, *_sizes(train))
@@ -117,7 +117,7 @@ def _layer_bytes(
     return in_flight * sum(layers)
 
 
-def _adapter_bytes(place: PlaceSizes, tokens: float, size: int, tp: int) -> float:
+def _adapter_bytes(place: LayerAdapterSizes, tokens: float, size: int, tp: int) -> float:
     """Return the bytes that the adapters at one point of the model keep for backward."""
     return size * (tokens * place.per_token.on(tp) + place.products.on(tp))
 
@@ -279,7 +279,7 @@ class _Process:
             weights += self.size * self._trained_experts(rank)
         return weights + (self._vision.weights if rank == 0 else 0)
 
-    def _places(self, rank: int) -> list[PlaceSizes]:
+    def _places(self, rank: int) -> list[LayerAdapterSizes]:
         """Return the sizes of the adapters in each language layer of a pipeline rank; empty without adapters."""
         return [] if self.adapters is None else [self.adapters.language[number] for number in self._layers(rank)]
 

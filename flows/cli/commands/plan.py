@@ -24,17 +24,17 @@ from stages.answer.stage import answers_apart
 from stages.artifacts.artifact import Artifact, Input, stage_identity
 from stages.artifacts.run_stage import scratch_dir
 from stages.encode_images.stage import JOB_DIR as ENCODE_JOB_DIR
-from stages.export.carried import count_carried
+from stages.export.copied import count_copied
 from stages.export.stage import JOB_DIR
 from stages.inputs.hf_directory import hf_dir_of
 from stages.launchers.job import Job, make_launcher
 from stages.train.run_trainer import trainer_job
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import TrainConfig
+from trainer.model.adapters import adapter_sizes, list_matches
 from trainer.model.family import Family
 from trainer.model.registry import get_family, read_model
 from trainer.model.shape import ModelShape
-from trainer.model.targets import adapter_sizes, list_matches
 from trainer.plan.estimate import estimate_saved
 from trainer.plan.pieces import language_flops, mean_work, vision_flops
 from trainer.plan.placement import PlacementJob, current_placement, placements
@@ -151,7 +151,7 @@ def size_rows(plan: Plan) -> list[tuple[str, str]]:
         *_adapters(job),
         *_layers(job.parallel, job.pieces, bins),
         *_features(plan, job.shape),
-        *_carried(plan.given.get("model"), job.train),
+        *_copied(plan.given.get("model"), job.train),
         *_mtp(job),
         (
             "memory",
@@ -163,11 +163,11 @@ def size_rows(plan: Plan) -> list[tuple[str, str]]:
     ]
 
 
-def _carried(model: Input | None, train: TrainConfig) -> list[tuple[str, str]]:
+def _copied(model: Input | None, train: TrainConfig) -> list[tuple[str, str]]:
     """Return a row if the model has tensors that are exported without being trained."""
-    carried = {} if model is None else count_carried(hf_dir_of(model), train)
-    names = ", ".join(f"{number} tensors {prefix}*" for prefix, number in carried.items())
-    return [("carried", f"{names}: exported as they are, not trained")] if carried else []
+    copied = {} if model is None else count_copied(hf_dir_of(model), train)
+    names = ", ".join(f"{number} tensors {prefix}*" for prefix, number in copied.items())
+    return [("copied", f"{names}: exported as they are, not trained")] if copied else []
 
 
 def _mtp(job: PlacementJob) -> list[tuple[str, str]]:

@@ -14,7 +14,7 @@ import torch
 from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiny_hybrid_model import hybrid_config, hybrid_hf_dir
 from trainer.data.packed_chunks import PackedChunks
-from trainer.families.qwen3_5_vl.shape import read_shape
+from trainer.families.qwen3_5_vl.family import read_shape
 from trainer.layers.segments import PackedSegments
 from trainer.parts.attention.module import GatedSelfAttention, RotarySelfAttention
 from trainer.parts.delta.module import DeltaAttention

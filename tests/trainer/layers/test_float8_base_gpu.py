@@ -15,8 +15,8 @@ from trainer.data.micro_batch import make_micro_batch
 from trainer.layers.lora import float8_base
 from trainer.layers.lora.convert import add_adapters
 from trainer.layers.lora.float8_base import base_packer, pack, unpack
+from trainer.model.adapters import adapted_layers
 from trainer.model.registry import read_model
-from trainer.model.targets import adapted_layers
 from trainer.parallel.late_memory import parameters_on_meta, with_memory
 
 pytestmark = pytest.mark.promise(

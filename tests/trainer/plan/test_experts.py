@@ -10,7 +10,7 @@ from tests.helpers.tiny_experts_model import experts_config
 from trainer.contract.experts import ExpertsConfig
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import TrainConfig
-from trainer.families.qwen3_vl_moe.shape import read_shape
+from trainer.families.qwen3_vl_moe.family import read_shape
 from trainer.plan.checks import check_experts
 from trainer.plan.estimate import estimate_memory
 from trainer.plan.layout import check_layout

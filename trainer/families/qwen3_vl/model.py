@@ -1,5 +1,25 @@
 """Qwen3-VL: the vision encoder in front of the language model.
 
+The forward pass of a bin (`PackedModel.forward` in trainer/layers/packed_model.py), step by step:
+
+1. Positions. `MicroBatch.position_ids` has a time, a row and a column of each token (trainer/data/); `rotation` makes
+   one angle of each rotary pair from one of the three (`mrope_angles`, trainer/layers/segments.py).
+2. Images, on the first pipeline rank (`encode`): patches are normalised, embedded, given learned positions, and pass
+   through layers with full attention inside each image. A merger makes one image token of 2 x 2 patches; after some
+   layers another merger makes the token's deepstack feature (trainer/parts/vision/module.py).
+3. Exchange. Ranks may share the images of a bin, so each gathers the image tokens of its own text
+   (`gather_rows`, trainer/layers/gather.py); with images on other pipeline ranks or on ranks of their own, `exchange`
+   brings them (trainer/parallel/vision/).
+4. Embedding (`embed`): ids of tokens are looked up, and image tokens take the places of the image ids.
+5. Layers (trainer/layers/packed_layer.py): a norm, attention (trainer/parts/attention/module.py), a norm, an MLP or
+   experts (trainer/parts/mlp/, trainer/parts/experts/module.py). After layer i the deepstack feature i is added to
+   the image tokens (`add_feature`, called by trainer/layers/decoder.py).
+6. After the attention of the last layer only the tokens with loss go on (trainer/layers/chosen_rows.py): final norm,
+   logits and cross entropy (trainer/layers/output_loss.py).
+7. Their sum and number are the loss (trainer/objectives/sft.py).
+
+The other families of vision-language models use this file too: they differ in the parts of their layers (step 5).
+
 s = tokens of this rank's part of the sequence, V = image tokens among the s, D = hidden size, L = deepstack levels.
 """
 

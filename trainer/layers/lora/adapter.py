@@ -24,9 +24,9 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 
 from trainer.contract.adapter import AdapterConfig
+from trainer.layers.sharded_runs import in_runs
 from trainer.model.rules import Rule
 from trainer.parallel.late_memory import put
-from trainer.parts.delta.module import in_runs
 
 
 class Adapter(torch.nn.Module):

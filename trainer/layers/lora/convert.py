@@ -8,8 +8,8 @@ import torch
 
 from trainer.contract.adapter import AdapterConfig
 from trainer.layers.lora.adapter import LinearAdapter
+from trainer.model.adapters import Adapted
 from trainer.model.rules import ExpertsFirst, ExpertsLast, Rule, Stacked, global_names
-from trainer.model.targets import Adapted
 
 
 def add_adapters(model: torch.nn.Module, layers: Sequence[Adapted], config: AdapterConfig, seed: int) -> None:

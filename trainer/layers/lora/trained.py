@@ -7,14 +7,13 @@ import torch
 from trainer.contract.adapter import AdapterConfig
 from trainer.layers.lora.adapter import Adapter
 from trainer.layers.lora.convert import adapter_rules
+from trainer.model.adapters import adapted_layers, rules_to_save
 from trainer.model.rules import Rule, global_names
-from trainer.model.targets import adapted_layers
-from trainer.model.whole_modules import whole_rules
 
 
 def trained_rules(rules: Sequence[Rule], config: AdapterConfig) -> list[Rule]:
     """Return the table of all trained weights with PEFT's names, adapters first."""
-    return [*adapter_rules(adapted_layers(rules, config), config), *whole_rules(rules, config)]
+    return [*adapter_rules(adapted_layers(rules, config), config), *rules_to_save(rules, config)]
 
 
 def train_whole(model: torch.nn.Module, rules: Sequence[Rule]) -> None:

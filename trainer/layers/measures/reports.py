@@ -2,13 +2,13 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from pkgutil import resolve_name
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from trainer.libraries.torch_private import foreach_zero
-from trainer.model.late_import import load
 
 T = TypeVar("T")
 
@@ -64,4 +64,4 @@ class Reports:
         for (reduce, layer), values in (item for ranks in everybody for item in sorted(ranks.items())):
             before = sums[reduce].get(layer, [0.0] * len(values))
             sums[reduce][layer] = [a + b for a, b in zip(before, values, strict=True)]
-        return {name: value for reduce, layers in sums.items() for name, value in load(reduce)(layers).items()}
+        return {name: value for reduce, layers in sums.items() for name, value in resolve_name(reduce)(layers).items()}

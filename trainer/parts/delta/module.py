@@ -6,6 +6,7 @@ rank, d = head dim, D = hidden size. A row of the input projection is [q | k | v
 
 from dataclasses import dataclass
 from functools import partial
+from pkgutil import resolve_name
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
@@ -20,7 +21,6 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, mak
 from trainer.layers.gather import to_heads, to_sequence
 from trainer.layers.segments import PackedSegments, Rotation, joined, recomputed
 from trainer.layers.sharded_runs import in_runs
-from trainer.model.late_import import load
 from trainer.parts.delta.part import DeltaNet
 from trainer.parts.delta.rule.gated_delta_net import DeltaHeads, DeltaParameters, gated_delta_net, kernels_fit
 
@@ -210,4 +210,4 @@ def spec(part: DeltaNet, modules: BackendSpecProvider) -> ModuleSpec:
 def check_device(part: DeltaNet, dtype: torch.dtype, device: torch.device) -> None:
     """Raise RuntimeError if the delta rule's kernels would be used and the compiler gets them wrong."""
     if kernels_fit(torch.empty(0, dtype=dtype, device=device), _heads(part)):
-        load("trainer.parts.delta.rule.kernel_check:prove_kernels")(device.index)
+        resolve_name("trainer.parts.delta.rule.kernel_check:prove_kernels")(device.index)
