@@ -26,14 +26,14 @@ pytestmark = pytest.mark.promise(
 )
 
 PACKAGE = "trainer.parts.delta.rule"
+# function -> its module
 FUNCTIONS = {
-    "convolution": "convolve_heads",
-    "gated_norm": "gated_norm",
-    "gates": "delta_gates",
-    "kernel_rule": "gated_delta_rule",
+    "convolve_heads": "convolution",
+    "delta_gates": "gates",
+    "gated_norm": "gates",
+    "gated_delta_rule": "kernels",
 }
 SHAPE = read_shape(hybrid_config("third")).language
-KERNELS = ("chunk_kernel", "gradient_kernel", "state_kernels", *FUNCTIONS)
 LENGTHS = [128, 64, 192]  # whole chunks: a chunk that is not full has gates for 64 tokens all the same
 
 
@@ -43,7 +43,7 @@ def take_kernel_path(monkeypatch) -> None:
         monkeypatch.setitem(sys.modules, name, MagicMock())
     sys.modules["triton"].cdiv = lambda a, b: -(-a // b)
     sys.modules["triton"].next_power_of_2 = lambda n: 1 << (n - 1).bit_length()
-    for module, function in FUNCTIONS.items():
+    for function, module in FUNCTIONS.items():
         loaded = importlib.import_module(f"{PACKAGE}.{module}")
         monkeypatch.setattr(gated_delta_net, function, getattr(loaded, function), raising=False)
     monkeypatch.setattr(gated_delta_net, "kernels_fit", lambda mixed, heads: True)
@@ -53,7 +53,7 @@ def take_kernel_path(monkeypatch) -> None:
 def forget_kernels():
     """Modules that were loaded without Triton are loaded anew by the next test that wants them."""
     yield
-    for name in KERNELS:
+    for name in FUNCTIONS.values():
         sys.modules.pop(f"{PACKAGE}.{name}", None)
 
 

@@ -1,5 +1,5 @@
 """The experts of a layer as one function: torch's grouped products, and kernels for what is between them (Triton, CUDA
-only).
+only). `mixed_experts`, at the end, is what others call.
 
 The routing weights are applied where the gates are, so that the sum over a token's experts reads each row once, and
 their gradient is a sum over an expert's width, as in SonicMoE (arXiv:2512.14080).
@@ -20,8 +20,9 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from trainer.layers.kernels.float8 import unpack_rows
-from trainer.parts.experts.products import Order
+from trainer.parts.experts.dispatch import Order
 
+# Warps of every kernel here, and columns of a token that one program copies or sums.
 _WARPS, _COLUMNS = 4, 2048
 
 
@@ -133,11 +134,12 @@ class _Mixed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weights, order, inverse, ends, *matrices):
         gate_up, down = Matrices(*matrices[:4]), Matrices(*matrices[4:])
-        rows = _to_rows(hidden, inverse, gate_up.rank)
-        of_hidden = _follow(rows, gate_up.a, ends)
+        rows = _to_rows(hidden, inverse, gate_up.rank)  # (R, D + r)
+        of_hidden = _follow(rows, gate_up.a, ends)  # (R, r): the products with A stand behind each row
+        # [x | x A^T] @ [W | B]^T = x W^T + x A^T B^T: one product for the matrix and its adapter.
         gates = F.grouped_mm(rows, gate_up.wide().transpose(1, 2), offs=ends)
         width = gates.size(1) // 2
-        inner = gates.new_empty(len(gates), width + down.rank)
+        inner = gates.new_empty(len(gates), width + down.rank)  # (R, N + r)
         _gate_fwd[(len(gates),)](gates, weights, order, inner, width, inner.size(1), **_whole(width))
         of_inner = _follow(inner, down.a, ends)
         ctx.save_for_backward(hidden, weights, order, inverse, ends, gates, of_hidden, of_inner, *matrices)
@@ -149,6 +151,7 @@ class _Mixed(torch.autograd.Function):
         hidden, weights, order, inverse, ends, gates, of_hidden, of_inner, *matrices = ctx.saved_tensors
         gate_up, down = Matrices(*matrices[:4]), Matrices(*matrices[4:])
         needs = ctx.needs_input_grad
+        # As forward, with the transposed matrices: [dy | dy B] @ [W ; A] = dy W + dy B A.
         rows, size = _to_rows(grad.contiguous(), inverse, down.rank), grad.size(1)
         low = _follow(rows, None if down.b is None else down.b.transpose(1, 2), ends)
         d_inner = F.grouped_mm(rows, down.tall(), offs=ends)
@@ -161,6 +164,7 @@ class _Mixed(torch.autograd.Function):
         of_down = _gradients(rows[:, :size], inner, low, of_inner, ends, needs[9:])
         low = _follow(d_gates, None if gate_up.b is None else gate_up.b.transpose(1, 2), ends)
         d_hidden = _to_tokens(F.grouped_mm(d_gates, gate_up.tall(), offs=ends), inverse) if needs[0] else None
+        # The inputs of the first product, only if W or A of gate and up are trained (inputs 5 and 7 of forward).
         rows = _to_rows(hidden, inverse) if needs[5] or needs[7] else None
         of_gate_up = _gradients(d_gates[:, : 2 * width], rows, low, of_hidden, ends, needs[5:9])
         return d_hidden, d_weights, None, None, None, *of_gate_up, *of_down
@@ -173,7 +177,7 @@ def _follow(rows: torch.Tensor, matrices: torch.Tensor | None, ends: torch.Tenso
     width = matrices.size(2)
     products = F.grouped_mm(rows[:, :width], matrices.transpose(1, 2), offs=ends)
     rows[:, width:] = products
-    return products
+    return products  # a tensor of its own, because a view that is saved for backward would keep all of `rows`
 
 
 def _gradients(
@@ -236,5 +240,5 @@ def mixed_experts(
         gate_up: out = 2 N, in = D; the rank of adapters is a multiple of ROW_MULTIPLE.
         down: out = D, in = N.
     """
-    of_order = order.order, order.inverse, order.ends
+    of_order = order.permutation, order.inverse, order.ends
     return _Mixed.apply(hidden.contiguous(), weights.contiguous(), *of_order, *gate_up, *down)

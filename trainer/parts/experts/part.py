@@ -57,7 +57,7 @@ class Experts(FeedForward):
     def kept_numbers(self, *, selective: bool) -> int:
         """Return the kept numbers per token."""
         # The kernels of a GPU keep gate and up of each chosen expert, and compute its other numbers again. The router
-        # keeps its probabilities in float32. The shared expert keeps what a dense MLP keeps.
+        # keeps its probabilities in float32, which count twice. The shared expert keeps what a dense MLP keeps.
         return 2 * self.top_k * self.intermediate_size + 2 * self.num_experts + 3 * self.shared_size
 
     @property
@@ -91,6 +91,7 @@ class Experts(FeedForward):
         ):
             packing = EitherWay(matrix=matrix) if self.may_be_transposed else STACKED
             each = tuple(f"{experts}{number}.{part}.weight" for number in range(self.num_experts) for part in own)
+            # Some directories have tensors for each expert in place of one for all.
             stored_by_expert = Rule(ours + name, each, one_by_one, group="ep")
             yield Rule(
                 ours + name,
