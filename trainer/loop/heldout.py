@@ -11,7 +11,7 @@ from trainer.data.order import heldout_bins
 from trainer.data.reader import PREFETCH_DEPTH, BinReader, prefetch
 from trainer.loop.share_model import Chunk
 from trainer.loop.step import run_micro_batches
-from trainer.objectives.totals import Totals
+from trainer.objectives.sft import Totals
 from trainer.parallel.mesh import Mesh
 
 

@@ -16,7 +16,7 @@ from trainer.loop.metrics import peak_flops, peak_memory_gb
 from trainer.loop.optim import ParamNorm, set_learning_rate, trained_parts
 from trainer.loop.set_up import Trainer, log
 from trainer.loop.step import run_micro_batches, train_step
-from trainer.objectives.totals import Totals
+from trainer.objectives.sft import Totals
 
 
 class NotFinite(Exception):

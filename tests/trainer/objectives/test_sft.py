@@ -8,7 +8,7 @@ from tests.helpers.single_rank import single_rank
 from trainer.data.reader import prefetch
 from trainer.loop.set_up import set_up
 from trainer.loop.step import run_micro_batches, train_step
-from trainer.objectives.totals import Totals
+from trainer.objectives.sft import Totals
 
 pytestmark = pytest.mark.promise(
     "Another order in a bin moves losses by at most 2e-6, another image changes only its sample's, and "
