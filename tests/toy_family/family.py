@@ -80,7 +80,7 @@ class BlendedMLPs(FeedForward):
     def flops(self) -> int:
         return 2 * self.parameters
 
-    def kept_numbers(self, *, selective: bool) -> int:
+    def saved_activations(self, *, selective: bool) -> int:
         return self.count * (3 * self.intermediate_size + self.hidden_size + 1)
 
     def divided_widths(self) -> dict[str, int]:

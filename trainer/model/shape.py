@@ -225,7 +225,7 @@ class ModelShape:
         """Number of parameters that compute a token, those of the vision encoder included."""
         mtp = self.language.mtp
         layers = (*self.language.layers, *([] if mtp is None else [mtp.layer]))
-        return sum(self.parameters.values()) - sum(layer.feed_forward.idle_parameters for layer in layers)
+        return sum(self.parameters.values()) - sum(layer.feed_forward.inactive_parameters for layer in layers)
 
     @property
     def parameters(self) -> dict[str, int]:

@@ -103,7 +103,7 @@ def test_a_delta_layer_keeps_what_the_estimate_counts(selective, layers, monkeyp
         return kept_bytes(run) - hidden.nbytes
 
     per_token = (kept(2) - kept(1)) / bin_of(1)[0]  # what does not grow with the tokens is the layer's parameters
-    assert per_token == 2 * SHAPE.layers[0].mixer.kept_numbers(selective=selective)
+    assert per_token == 2 * SHAPE.layers[0].mixer.saved_activations(selective=selective)
 
 
 def test_a_gate_keeps_itself_and_the_output_that_it_multiplies(layers):
@@ -116,8 +116,8 @@ def test_a_gate_keeps_itself_and_the_output_that_it_multiplies(layers):
     )
     gated = kept_bytes(lambda: layer.linear_proj(layer.attend(query, key, value, gate, segments))[0])
     plain = kept_bytes(lambda: layer.linear_proj(RotarySelfAttention.attend(layer, query, key, value, segments))[0])
-    without = dataclasses.replace(part, gated=False).kept_numbers(selective=False)
-    assert gated - plain == 2 * (part.kept_numbers(selective=False) - without) * tokens
+    without = dataclasses.replace(part, gated=False).saved_activations(selective=False)
+    assert gated - plain == 2 * (part.saved_activations(selective=False) - without) * tokens
 
 
 def test_what_a_delta_layer_keeps_is_asked_for_once(layers, monkeypatch):

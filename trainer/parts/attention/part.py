@@ -34,7 +34,7 @@ class Attention(Mixer):
         """Forward FLOPs; `squared` is 2 products of 2 FLOPs, halved because only the causal half is computed."""
         return LayerFlops(2 * self._projections, 2 * self._output_projection, 2 * self.num_heads * self.head_dim)
 
-    def kept_numbers(self, *, selective: bool) -> int:
+    def saved_activations(self, *, selective: bool) -> int:
         """Return the numbers of queries, keys and values, before their norm and rotated, and of the output."""
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         # A gate adds the size of the gate and of the output that it multiplies.

@@ -49,7 +49,7 @@ class DeltaNet(Mixer):
         convolution = 2 * self.taps * sum(self.channels)
         return LayerFlops(2 * self._projections + convolution + rule, 2 * self._output_projection, 0)
 
-    def kept_numbers(self, *, selective: bool) -> int:
+    def saved_activations(self, *, selective: bool) -> int:
         """Return the number of values per token that the kernels save."""
         queries, keys, values = self.channels
         # Not kept with selective recomputation: q, k and v after the convolution, the rule's output, and decay and

@@ -31,14 +31,14 @@ class Experts(FeedForward):
     @property
     def parameters(self) -> int:
         shared = 3 * self.hidden_size * self.shared_size + self.hidden_size * bool(self.shared_size)
-        return self._router + self.divided_by_experts + shared
+        return self._router + self.expert_parameters + shared
 
     @property
-    def divided_by_experts(self) -> int:
+    def expert_parameters(self) -> int:
         return self.num_experts * self._expert
 
     @property
-    def idle_parameters(self) -> int:
+    def inactive_parameters(self) -> int:
         return (self.num_experts - self.top_k) * self._expert
 
     @property
@@ -54,21 +54,20 @@ class Experts(FeedForward):
     def _expert(self) -> int:
         return 3 * self.hidden_size * self.intermediate_size
 
-    def kept_numbers(self, *, selective: bool) -> int:
-        """Return the kept numbers per token."""
+    def saved_activations(self, *, selective: bool) -> int:
         # The kernels of a GPU keep gate and up of each chosen expert, and compute its other numbers again. The router
         # keeps its probabilities in float32, which count twice. The shared expert keeps what a dense MLP keeps.
         return 2 * self.top_k * self.intermediate_size + 2 * self.num_experts + 3 * self.shared_size
 
     @property
-    def divided_kept_numbers(self) -> int:
-        """Numbers per token that are also kept if ranks divide the experts, because the kernels are not used then."""
+    def expert_parallel_activations(self) -> int:
+        """Values per token that are also saved if ranks divide the experts, because the kernels are not used then."""
         # Per chosen expert its input row, its activated gate, its inner output, and its output row.
         return self.top_k * (2 * self.hidden_size + 2 * self.intermediate_size)
 
     @property
-    def brief_numbers(self) -> int:
-        """Numbers per token that exist only while the layer's backward runs: rows and gradients of chosen experts."""
+    def transient_activations(self) -> int:
+        """Values per token that exist only while the layer's backward runs: rows and gradients of chosen experts."""
         return self.top_k * (2 * self.hidden_size + 4 * self.intermediate_size)
 
     def divided_widths(self) -> dict[str, int]:
