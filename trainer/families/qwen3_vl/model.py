@@ -85,7 +85,7 @@ class Qwen3VLModel(PackedModel):
         vpp, encode, links = self.parallel.vpp, partial(self.encode, encoder), pipeline_links(pp)
         window, messages = Window.of(pp.size(), vpp), Window.of_messages(pp.size(), vpp, pp.rank())
         if self.pre_process:
-            return VisionOwner(encoder, encode, links, range(1, pp.size()), window, self._encoded_width)
+            return VisionOwner(encoder, encode, links, range(1, pp.size()), window, self.shape.feature_width)
         return PipelineWorker(encoder, encode, links, [0], window, messages)
 
     def _remote(self, encoder: VisionEncoder, vision_world: VisionWorld) -> RemoteOwner:
@@ -93,12 +93,7 @@ class Qwen3VLModel(PackedModel):
         dp, places = self.mesh.dp, self.groups.tp_cp
         workers, copies = vision_world.workers_of(self.mesh.dp_rank, places.rank(), places.size(), dp)
         window = Window(0, sum(Window.of(self.parallel.pp, self.parallel.vpp)))
-        return RemoteOwner(encoder, vision_world.links, workers, copies, window, self._encoded_width)
-
-    @property
-    def _encoded_width(self) -> int:
-        """Width of an image token together with its deepstack features."""
-        return (1 + self.shape.num_deepstack) * self.shape.language.hidden_size
+        return RemoteOwner(encoder, vision_world.links, workers, copies, window, self.shape.feature_width)
 
     def rotation(self, batch: MicroBatch) -> Rotation:
         return Rotation.of(mrope_angles(batch.position_ids, self.shape.language))
@@ -120,17 +115,24 @@ class Qwen3VLModel(PackedModel):
         """Embed the tokens, with image tokens inserted; the function between the layers adds the features."""
         encoded = self.encode(self.vision, batch) if batch.features is None else batch.features
         self.clock.switch("language")
-        gathered = gather_rows(encoded, batch.gathered_rows, *self._sharers())
+        # The ranks that share the images of a bin, and the ranks that hold different tokens of the bin. A rank gathers
+        # image tokens from the first, because those of its own text may have been encoded on any of them.
+        encoders = self.groups.tp_cp if self.parallel.vision_split == "images" else self.groups.cp
+        users = self.groups.tp_cp if self.parallel.sequence_parallel else self.groups.cp
+        gathered = gather_rows(encoded, batch.gathered_rows, encoders, users)
         rows = gathered.index_select(0, batch.image_rows)
         image_tokens, *features = rows.chunk(1 + self.shape.num_deepstack, dim=-1)  # each (V, D)
         places = batch.image_index
         hidden = self._embed_with(image_tokens, batch.input_ids, places)
         following = None
         if self.predicts_second:
+            # Multi-token prediction embeds the next token of each token, which may be an image token. It gets no
+            # deepstack features.
             image_tokens = gathered.index_select(0, batch.next_image_rows)[:, : hidden.size(-1)]
             following = self._embed_with(image_tokens, batch.next_ids, batch.next_image_index)
 
         def add_feature(number: int, hidden: torch.Tensor) -> torch.Tensor:
+            # Layer i gets level i, whichever layer of the encoder the level comes from.
             if number >= len(features):
                 return hidden
             return hidden.index_add(0, places, features[number][:, None].to(hidden.dtype))
@@ -141,12 +143,6 @@ class Qwen3VLModel(PackedModel):
         """Return the embeddings (s, 1, D) of token ids (1, t), with image tokens (V, D) at their places (V,)."""
         hidden = self.language.embed(ids)
         return hidden.index_copy(0, places, image_tokens[:, None].to(hidden.dtype))
-
-    def _sharers(self) -> tuple[ProcessGroup, ProcessGroup]:
-        """Return the ranks that share the images of a bin, and the ranks that hold different tokens of the bin."""
-        encoders = self.groups.tp_cp if self.parallel.vision_split == "images" else self.groups.cp
-        users = self.groups.tp_cp if self.parallel.sequence_parallel else self.groups.cp
-        return encoders, users
 
     def partial_gradients(self) -> list[torch.nn.Parameter]:
         """Extend the base method by the vision encoder's parameters, if tensor-parallel ranks share the images."""

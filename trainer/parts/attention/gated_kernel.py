@@ -15,7 +15,7 @@ import triton.language as tl
 
 _TOKENS = 16  # of a tile, which 128 threads read by 16 bytes each
 _WARPS = 4
-_SUMS = 64  # programs of each head that sum the gradients of the norms' weights
+_SUMS = 64  # programs of each head in the backward pass; each sums the gradients of the norms' weights of its tokens
 _BLOCK = 2048  # numbers of a program of the gates
 
 
@@ -31,6 +31,8 @@ def _forward(
     G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
+    # One slot of a group per program: a query, a gate, the key or the value. `slot` is the same for a whole program, so
+    # the branches cost nothing.
     SLOTS: tl.constexpr = 2 * R + 2
     t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
     group, slot = tl.program_id(1) // SLOTS, tl.program_id(1) % SLOTS
@@ -45,6 +47,7 @@ def _forward(
         if slot == SLOTS - 2:
             weight, place = k_weight, k + of_group * D
         rate = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+        # The components from 2 p on, normalised; the pairs follow below, from a second read.
         x *= rate * (tl.load(weight + column, mask=column < D, other=0.0).to(tl.float32) + centre)
         tl.store(place + column, x, mask=seen & (column >= 2 * PAIRS))
         c = tl.load(cos + t * PAIRS + pair, mask=is_pair, other=0.0)
@@ -95,7 +98,7 @@ def _backward(
             at = dv + of_group
         g = tl.load(at + column, mask=seen, other=0.0).to(tl.float32)
         if is_head:
-            g = tl.where(column >= 2 * PAIRS, g, 0.0)
+            g = tl.where(column >= 2 * PAIRS, g, 0.0)  # the pairs' gradients are turned back below
             x = tl.load(mixed + place + column, mask=seen, other=0.0).to(tl.float32)
             first, second = _load_pairs(mixed + place + pair, PAIRS, is_pair)
             rate = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]

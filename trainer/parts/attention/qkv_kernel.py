@@ -12,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-# Programs of the backward pass if it sums gradients of vectors; each sums those of its tokens.
+# Programs of the backward pass if it sums gradients of vectors, eight for each multiprocessor of an H100 or H200; each
+# sums those of its tokens.
 _PROGRAMS = 132 * 8
 
 
@@ -21,6 +22,7 @@ def _tile(
     R: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, ROWS_P2: tl.constexpr, HALF_P2: tl.constexpr
 ):
     """Return offsets and masks of one token's heads. A row is a head, group by group: R queries, a key, a value."""
+    # Columns cover half a head: a rotation takes one component of each half, and both are in the same program.
     row = tl.arange(0, ROWS_P2)[:, None]
     col = tl.arange(0, HALF_P2)[None, :]
     group, slot = row // (R + 2), row % (R + 2)
@@ -63,7 +65,7 @@ def _split_forward(
     tl.store(k + at_kv + HALF, y2, mask=is_k)
     tl.store(v + at_kv, x1, mask=is_v)
     tl.store(v + at_kv + HALF, x2, mask=is_v)
-    if E > D:
+    if E > D:  # zeros behind each head
         head = tl.arange(0, ROWS_P2)[:, None]
         rest = D + tl.arange(0, REST_P2)[None, :]
         zero = tl.zeros((ROWS_P2, REST_P2), tl.float32)

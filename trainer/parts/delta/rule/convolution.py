@@ -50,6 +50,7 @@ def _convolve_forward(
 @triton.jit
 def _load_row(base, token, tokens, stride, channel):
     """Return a token's channels, or zeros if the bin has no such token."""
+    # `channel >= 0` is always true: it gives the mask the shape of the channels.
     inside = (token >= 0) & (token < tokens) & (channel >= 0)
     return tl.load(base + token * stride + channel, mask=inside, other=0.0)
 
@@ -137,6 +138,8 @@ def _run_backward(
     head, dim = tl.arange(0, HEADS)[:, None], tl.arange(0, D)[None, :]
     channel, source = (first + head) * D + dim, (first_of_grad + head) * (SHARED * D) + dim
     w0, w1, w2, w3 = _load_taps(weight, channel)
+    # Names of variables, as an array of tensors cannot be indexed in a kernel: x3 to x0 are the newest token and the
+    # three before it.
     zero = tl.zeros((HEADS, D), tl.float32)
     a1, a2, a3 = zero, zero, zero  # partial gradients of the tokens one, two and three before
     s3, s2, s1, s0 = zero, zero, zero, zero
