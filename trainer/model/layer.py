@@ -73,7 +73,7 @@ class Part(ABC):
 class Mixer(Part):
     """The first half of a layer, which mixes the tokens of a segment: attention, or a part that replaces attention."""
 
-    in_chunks: ClassVar[bool] = False  # whether the mixer takes a bin's segments in chunks
+    in_chunks: ClassVar[bool] = False  # whether the mixer takes a bin's segments in chunks, as a delta net does
     # "module:function" that refuses a device on which the part computes wrong results: (part, dtype, device) -> None.
     # It runs before any weight is read. Empty: no check.
     check_device: ClassVar[str] = ""
@@ -150,7 +150,7 @@ class Layer:
     def flops(self) -> LayerFlops:
         """Forward FLOPs of both halves."""
         before, after, squared = self.mixer.flops
-        return LayerFlops(before, after + self.feed_forward.flops, squared)
+        return LayerFlops(before, after + self.feed_forward.flops, squared)  # every feed-forward comes after the mixing
 
     def saved_activations(self, *, selective: bool) -> int:
         """Return the number of values per token that both halves save for backward in addition to their inputs."""

@@ -59,7 +59,8 @@ class EitherWay(Stacked):
     matrix: tuple[int, int] = (1, 1)  # (out, in) of one matrix
 
     def fuse(self, parts: Sequence[Tensor], tp: int) -> Tensor:
-        return parts[0] if tuple(parts[0].shape[1:]) == self.matrix else parts[0].transpose(1, 2)
+        is_ours = tuple(parts[0].shape[1:]) == self.matrix
+        return parts[0] if is_ours else parts[0].transpose(1, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,7 @@ class OneByOne(Stacked):
     experts: int = 1  # number of experts
 
     def fuse(self, parts: Sequence[Tensor], tp: int) -> Tensor:
+        # The parts come expert by expert: gate and up of the first, gate and up of the second, ...
         return _cat(parts).unflatten(0, (self.experts // tp, -1))
 
     def split(self, ours: Tensor, count: int, tp: int) -> list[Tensor]:
@@ -98,6 +100,7 @@ class ExpertsLast(ExpertsFirst):
     mixes_ranks = True  # the columns of one rank's experts are spread over the whole tensor
 
     def fuse(self, parts: Sequence[Tensor], tp: int) -> Tensor:
+        # Column r * experts + e is column r of expert e. Whole, whatever `tp`: see `mixes_ranks`.
         return parts[0].unflatten(1, (-1, self.experts)).permute(2, 0, 1)
 
     def split(self, ours: Tensor, count: int, tp: int) -> list[Tensor]:
@@ -108,7 +111,8 @@ class ExpertsLast(ExpertsFirst):
 class StackedRuns(Stacked):
     """The packing that concatenates HF tensors along the first axis; each HF tensor has one or more runs of rows.
 
-    In our parameter a rank's parts of all runs are contiguous.
+    In our parameter a rank's parts of all runs are contiguous. HF's [q | k | v] of a delta net has three runs: with two
+    ranks, rank 0 has the first halves of q, of k and of v.
     """
 
     rows: tuple[tuple[int, ...], ...]  # lengths of the runs of each HF tensor

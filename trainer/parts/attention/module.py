@@ -64,8 +64,8 @@ class RotarySelfAttention(SelfAttention):
     def prepare(self, hidden_states: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, ...]:
         """Map (T, 1, D) to rotated queries (T, h, d), rotated keys (T, g, d) and values (T, g, d)."""
         # The kernel rotates whole heads alone.
-        is_whole = 2 * rotation.cos.size(-1) == self.hidden_size_per_attention_head
-        if is_whole and kernels_run(hidden_states.device):
+        turns_whole_head = 2 * rotation.cos.size(-1) == self.hidden_size_per_attention_head
+        if turns_whole_head and kernels_run(hidden_states.device):
             mixed, _ = self.get_query_key_value_tensors(hidden_states, split_qkv=False)
             return split_norm_rotate(
                 mixed.reshape(len(mixed), -1),

@@ -27,7 +27,7 @@ class Attention(Mixer):
 
     @property
     def parameters(self) -> int:
-        return self._projections + self._output_projection + 2 * self.head_dim
+        return self._projections + self._output_projection + 2 * self.head_dim  # two norms, which all heads share
 
     @property
     def flops(self) -> LayerFlops:
@@ -55,6 +55,7 @@ class Attention(Mixer):
 
     def rules(self, ours: str, hf: str) -> Iterator[Rule]:
         ours, hf = f"{ours}self_attention.", f"{hf}self_attn."
+        # Rows of the queries of one key-value head, and of all query heads and key heads.
         group, dim = self.num_heads // self.num_kv_heads * self.head_dim, self.head_dim
         heads, keys = self.num_heads * dim, self.num_kv_heads * dim
         packing, queries = GroupedQKV(groups=self.num_kv_heads, widths=(group, dim, dim)), heads

@@ -35,6 +35,7 @@ class DeltaNet(Mixer):
 
     @property
     def parameters(self) -> int:
+        # Convolution, A_log and dt_bias, and the norm that all heads share.
         own = self.taps * sum(self.channels) + 2 * self.value_heads + self.head_dim
         return self._projections + self._output_projection + own
 
@@ -59,7 +60,7 @@ class DeltaNet(Mixer):
         return queries + keys + 3 * values + 2 * self.value_heads + (0 if selective else inside)
 
     def divided_widths(self) -> dict[str, int]:
-        return self.context_divided_widths()
+        return self.context_divided_widths()  # also the number of key heads
 
     def context_divided_widths(self) -> dict[str, int]:
         return {"linear_num_key_heads": self.key_heads}

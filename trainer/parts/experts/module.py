@@ -175,7 +175,7 @@ class RoutedExperts(MegatronModule):
         # The loads of later layers are not known yet. `pool.load` is called in the backward pass, when all are.
         pool = self.reports.shared(LoadPool)
         pool.put(tokens, self.layer, load_and_probability)
-        if pool.is_whole:
+        if pool.is_complete:
             self._report_loss(pool.mean())
         return WithAuxiliaryLoss.apply(hidden, probabilities, tokens.is_token, scale / len(pool.layers), pool.load)
 

@@ -51,7 +51,7 @@ class LoadPool:
         self._of_layers[layer] = load_and_probability
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether all layers have been put."""
         return self._of_layers.keys() == self.layers
 
