@@ -59,7 +59,9 @@ def adapted_layers(rules: Sequence[Rule], config: AdapterConfig) -> list[Adapted
         # A role may match nothing beside another target: the default names roles that only some models have.
         if not found and (target not in ROLES or not any(named.values())):
             raise _names_nothing(target, modules)
+    # Several targets may name the same module.
     chosen = {(m.rule.ours, m.number) for found in named.values() for m in found}
+    # The adapted parameters of experts, in HF's order: one name in PEFT depends on those that follow it.
     stacks = [rule for rule in rules if rule.matrices and (rule.ours, 0) in chosen]
     layers = []
     for rule in rules:
@@ -98,6 +100,7 @@ def rules_to_save(rules: Sequence[Rule], config: AdapterConfig) -> list[Rule]:
         whole = [name for name in rule.hf if _saved_module_of(name, config)]
         if not whole:
             continue
+        # Gate and up, or queries, keys and values, are one parameter of ours, which is trained or is not.
         if len(whole) < len(rule.hf):
             (other, *_) = [name for name in rule.hf if name not in whole]
             raise InputError(

@@ -99,6 +99,7 @@ def shape_with(keys: Qwen35VLKeys, feed_forward: FeedForward, path: Path | str) 
     """Return the shape of a model whose layers all have this feed-forward part."""
     text, where = keys.text_config, f"{path}: text_config."
     rotary, theta = rotary_of(text, TextRotaryKeys(), default_theta=10_000.0)
+    # The share of a head that is rotated stands in the rotary settings, or beside them.
     rotary_dim = int(text.head_dim * (rotary.partial_rotary_factor or text.partial_rotary_factor))
     mixers = {ATTENTION: attention_of(text, where, gated=True), DELTA: _delta_net(text, path)}
     layers, interval, types = text.num_hidden_layers, text.full_attention_interval, text.layer_types

@@ -118,6 +118,7 @@ def shape_with(keys: Qwen3VLKeys, feed_forwards: Sequence[FeedForward], path: Pa
 
 def mrope_of(keys: MropeKeys, rotary_dim: int, path: Path | str) -> tuple[tuple[int, ...], float]:
     """Return the number of rotary pairs of each axis, and the base."""
+    # The default base differs from the other families', in transformers too.
     rotary, theta = rotary_of(keys, TextRotaryKeys(), default_theta=500_000.0)
     return checked_section(rotary.mrope_section, rotary_dim, path), theta
 
@@ -146,6 +147,7 @@ def with_vision(language: DecoderShape, keys: Qwen3VLKeys, path: Path | str) -> 
             f"{path}: {len(vision.deepstack_layers)} deepstack levels (vision_config.deepstack_visual_indexes) need "
             f"more layers than text_config.num_hidden_layers={language.num_layers}; take a complete qwen3_vl model"
         )
+    # The fields are called as the keys of config.json.
     images = ImageTokens(**{name: getattr(keys, name) for name in ImageTokens.__dataclass_fields__})
     if images.image_token_id >= language.vocab_size:
         raise InputError(

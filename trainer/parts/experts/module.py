@@ -50,7 +50,8 @@ from trainer.parts.experts.routing import LoadPool, Routing, WithAuxiliaryLoss, 
 if can_import():
     from trainer.parts.experts.kernels import Matrices, mixed_experts
 
-_OF_EXPERTS = ("gate_up", "down")
+_OF_EXPERTS = ("gate_up", "down")  # the parameters that hold a matrix for each expert
+# Functions by name, because ranks exchange the names along with the sums (`Reports.metrics`).
 _LOADS = "trainer.parts.experts.part:loads"
 _LOSS = "trainer.parts.experts.part:mean_auxiliary_loss"
 

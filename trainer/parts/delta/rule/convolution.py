@@ -13,6 +13,8 @@ from trainer.data.packed_chunks import PackedChunks
 from trainer.parts.delta.rule.plain import L2_EPS
 
 TAPS = 4
+# Launch settings. A program takes one head and ROWS tokens forward, HEADS heads and RUN tokens backward; maxnreg bounds
+# the registers of a thread. RUN also sets the memory of the taps' gradients, one sum for each run.
 FORWARD = {"ROWS": 16, "num_warps": 2}
 BACKWARD = {"RUN": 128, "HEADS": 2, "num_warps": 2, "maxnreg": 168}
 
