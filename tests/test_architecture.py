@@ -231,6 +231,22 @@ def test_no_ring_of_folders():
     assert not left, left
 
 
+# Of these folders of the trainer, each may import those before it and no later one.
+TRAINER_FLOORS = ("trainer.model", "trainer.layers", "trainer.parts", "trainer.families")
+
+
+def test_layers_know_no_part_and_parts_no_family():
+    """A folder below trainer/layers that imports one part makes no ring, and so escapes the tests of rings."""
+    fail_with(
+        f"{at(path)}: {name_of(path)} imports {imported}; it may import {TRAINER_FLOORS[:floor]} alone"
+        for floor, folder in enumerate(TRAINER_FLOORS)
+        for path in MODULES
+        if is_within(name_of(path), folder)
+        for imported in imports(path)
+        if any(is_within(imported, above) for above in TRAINER_FLOORS[floor + 1 :])
+    )
+
+
 def test_stages_and_flows_know_only_the_trainers_contract():
     fail_with(
         f"{at(path)}: {name_of(path)} imports {imported}"

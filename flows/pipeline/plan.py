@@ -36,11 +36,10 @@ from stages.inputs.model_directory import (
 from stages.inputs.raw_source import open_raw
 from trainer.contract.machine.modules import check_precision, describe
 from trainer.contract.peft import check_start
+from trainer.model.adapters import adapted_layers, check_adapter
 from trainer.model.family import Family
 from trainer.model.registry import get_family
 from trainer.model.shape import ModelShape
-from trainer.model.targets import adapted_layers
-from trainer.model.whole_modules import check_adapter
 from trainer.plan.checks import check_cached, check_experts, check_mtp, check_training
 
 RAW_DIGESTS = "raw-digests.json"

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from pkgutil import resolve_name
 
 import numpy as np
 import torch
@@ -19,7 +20,6 @@ from stages.inputs.adapter_layers import add_adapters
 from stages.inputs.ends import end_ids
 from stages.inputs.model_directory import ModelDirectory
 from stages.inputs.transformers_progress import no_progress_bar
-from trainer.model.late_import import load
 
 _UNLIMITED = PoolLimits(rows=1 << 30, tokens=1 << 60)
 
@@ -118,7 +118,7 @@ def _load(directory: ModelDirectory, device: int | None) -> "transformers.PreTra
         transformers.logging.get_logger("transformers.integrations.hub_kernels").setLevel(transformers.logging.ERROR)
     with no_progress_bar():
         try:
-            model, info = load(directory.family.reference).from_pretrained(
+            model, info = resolve_name(directory.family.reference).from_pretrained(
                 directory.path,
                 dtype=dtype,
                 attn_implementation="sdpa",

@@ -68,14 +68,14 @@ def export(config: ExportConfig, inputs: Mapping[str, Input], work_dir: Path, re
         "dtype": written_dtype(exported.tensors),
         "parameters": exported.count_parameters(),
         "active_parameters": exported.shape.active_parameters,
-        "carried": exported.count_carried(run.train),
+        "carried": exported.count_copied(run.train),
         "steps": trained["steps"],
         "checkpoint": trained["checkpoint"],
     }
     if added:
         stats["added_end"] = end
     if run.train.mtp_loss_scaling_factor:
-        stats["mtp"] = sum(exported.count_carried().values()) - sum(stats["carried"].values())
+        stats["mtp"] = sum(exported.count_copied().values()) - sum(stats["carried"].values())
     if run.train.adapter:
         stats["adapter"] = _adapter_facts(work_dir / ADAPTER_EXPORT, run.train.adapter)
     _write_report(work_dir, stats)
@@ -97,8 +97,8 @@ def _write_report(work_dir: Path, stats: Mapping[str, Any]) -> None:
     summary = {"dtype": stats["dtype"], "parameters": sum(stats["parameters"].values()), "steps": stats["steps"]}
     sections = [parameters]
     if stats["carried"]:
-        carried = [(f"{prefix}*", number) for prefix, number in stats["carried"].items()]
-        sections.append(Table("Carried from the base model, not trained", ("names", "tensors"), carried))
+        copied = [(f"{prefix}*", number) for prefix, number in stats["carried"].items()]
+        sections.append(Table("Copied from the base model, not trained", ("names", "tensors"), copied))
     if "added_end" in stats:
         summary["end of the trained turns, added to generation_config.json"] = stats["added_end"]
     if "mtp" in stats:

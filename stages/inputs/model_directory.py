@@ -165,7 +165,7 @@ class ModelDirectory:
                     f"{tensor.file}: {in_ascii(name)} is of dtype {tensor.dtype}; only {', '.join(_DTYPES)} are trained"
                 )
             is_twice = name == _TIED and language.tie_word_embeddings and tensor.shape == head
-            numbers += 0 if is_twice or name.startswith(self.family.carried) else math.prod(tensor.shape)
+            numbers += 0 if is_twice or name.startswith(self.family.copied) else math.prod(tensor.shape)
         expected = sum(self.shape.parameters.values())
         if numbers != expected:
             raise InputError(
@@ -201,18 +201,18 @@ class ModelDirectory:
         part_of = {name: family.part_of(rule.ours) for rule in family.weight_rules(self.shape) for name in rule.hf}
         counts = dict.fromkeys(family.parts, 0)
         for name, tensor in self.tensors.items():
-            # A carried tensor is not counted; one that the family does not know counts for the last part.
-            if not name.startswith(family.carried):
+            # A tensor that exports copy is not counted; one that the family does not know counts for the last part.
+            if not name.startswith(family.copied):
                 counts[part_of.get(name, family.parts[-1])] += math.prod(tensor.shape)
         return counts
 
-    def count_carried(self, train: TrainConfig | None = None) -> dict[str, int]:
-        """Return name prefix -> number of carried (copied) tensors. `train` is the training, which may compute some of
+    def count_copied(self, train: TrainConfig | None = None) -> dict[str, int]:
+        """Return name prefix -> number of copied tensors. `train` is the training, which may compute some of
         them; None: it computes none."""
         shape = self.shape if train is None else self.shape.for_training(train)
         rules = stored_rules(self.family.weight_rules(shape), self.tensors)
         names = self.tensors.keys() - {name for rule in rules for name in rule.hf}
-        counts = {prefix: sum(name.startswith(prefix) for name in names) for prefix in self.family.carried}
+        counts = {prefix: sum(name.startswith(prefix) for name in names) for prefix in self.family.copied}
         return {prefix: count for prefix, count in counts.items() if count}
 
 

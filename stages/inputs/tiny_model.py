@@ -10,6 +10,7 @@ directory from the hub. Its tokenizer is trained on the texts of the train split
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -25,7 +26,6 @@ from stages.artifacts.artifact import Artifact, Stage, StageOutput
 from stages.inputs.config import EmbeddedModelConfig
 from stages.inputs.transformers_progress import no_progress_bar
 from trainer.contract.names import HF_EXPORT
-from trainer.model.late_import import load
 from trainer.model.registry import get_family
 
 VERSION = 2  # 2: the tokenizer is trained on the samples of convert, whatever their source
@@ -128,7 +128,7 @@ def _tokenizer_config(ids: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _save_model(directory: Path, config: EmbeddedModelConfig, ids: Mapping[str, int], model_config: dict) -> None:
-    model_class = load(get_family(config.family).reference)
+    model_class = resolve_name(get_family(config.family).reference)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         # Drawn in float32: in bfloat16 it takes twice as long, and one A_log in 256 would be the logarithm of zero.

@@ -1,5 +1,5 @@
 """The comparison of an exported directory with the model that its training started from, by headers, small files and
-the bytes of carried tensors.
+the bytes of copied tensors.
 
 Greedy answers do not change if the weights of a draft layer are lost or damaged, if weights are stored in another dtype
 or if a tied matrix is stored twice. Other programs then fail, take twice the memory, or draft worse.
@@ -28,15 +28,15 @@ _PIXEL_LIMITS = {"size", "min_pixels", "max_pixels"}  # the training's limits
 _OUTPUT = "lm_head.weight"
 
 
-def differences(hf_dir: Path, source: ModelDirectory, carried: Collection[str] = ()) -> list[str]:
+def differences(hf_dir: Path, source: ModelDirectory, copied: Collection[str] = ()) -> list[str]:
     """Return one line per difference that an export must not have; [] if there is none. `source` is the model
-    that the training started from; `carried` are prefixes of the names of tensors that the export copies from it."""
+    that the training started from; `copied` are prefixes of the names of tensors that the export copies from it."""
     is_tied = source.shape.language.tie_word_embeddings
     ours, theirs = stored_tensors(hf_dir), source.tensors
     return [
         *_of_files(hf_dir, source.path),
         *_of_weights(ours, theirs, is_tied),
-        *_of_bytes(ours, theirs, tuple(carried)),
+        *_of_bytes(ours, theirs, tuple(copied)),
     ]
 
 
@@ -82,7 +82,7 @@ def _of_bytes(
     names = sorted(name for name in alike if name.startswith(prefixes))
     digests = [tensor_digests({name: side[name].file for name in names}) for side in (ours, source)]
     if changed := [name for name in names if digests[0][name] != digests[1][name]]:
-        yield f"{len(changed)} carried tensors have other bytes than the source's, the first is {changed[0]}"
+        yield f"{len(changed)} copied tensors have other bytes than the source's, the first is {changed[0]}"
 
 
 def _flat(value: Any, free: set[str], prefix: str = "") -> dict[str, Any]:

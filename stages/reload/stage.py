@@ -40,7 +40,7 @@ from stages.reload.verdict import counted, first_of, judge, share
 from stages.scoring.names import SAME_ANSWERS
 from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT
 
-VERSION = 2  # 2: bytes of carried tensors
+VERSION = 2  # 2: bytes of copied tensors
 JOB_DIR, ROWS = "job", "loaders.json"
 SERVERS = ("vllm",)  # checked only where it is installed and loads the directory
 
@@ -52,13 +52,13 @@ def reload(
     training started from)."""
     exported, source = inputs["export"], opened_model(inputs["model"])
     facts = exported.manifest.stats
-    carried = () if "mtp" in facts else facts.get("carried", ())  # a trained draft layer has the prefix of a copied one
+    copied = () if "mtp" in facts else facts.get("carried", ())  # a trained draft layer has the prefix of a copied one
     write_directory(work, exported, inputs["samples"], None, config.max_new_tokens)
     hf_dir = work / HF_EXPORT
     answers = [
         line for line in read_answers(inputs["answers"].dir / ANSWERS_JSONL) if isinstance(line, GeneratedAnswer)
     ]
-    faults, questions, loaders, results = differences(hf_dir, source, carried), [], {}, {}
+    faults, questions, loaders, results = differences(hf_dir, source, copied), [], {}, {}
     try:
         model = ModelDirectory(hf_dir)
         prompt = read_prompt_format(model)

@@ -10,6 +10,7 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Sequence
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,6 @@ from dataset_builders.pictures.pixels import encode_rgb, pixel_values
 from stages.encode.chat import ChatEncoder, learnt_answers
 from stages.encode.template import REASONING, Messages
 from stages.inputs.model_directory import ModelDirectory
-from trainer.model.late_import import load
 
 WITHOUT_TORCHVISION = (
     "Pillow's decoding; with transformers' image processor too where torchvision imports: "
@@ -148,4 +148,4 @@ def _image_processor(model: ModelDirectory, min_pixels: int, max_pixels: int) ->
     raw, *_ = model.image_settings.values()
     fields = {name: raw[name] for name in _PROCESSOR_FIELDS if name in raw}
     fields["size"] = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
-    return load(model.family.image_processor.reference)(**fields)
+    return resolve_name(model.family.image_processor.reference)(**fields)

@@ -25,9 +25,9 @@ from trainer.contract.checkpoint import check_checkpoint
 from trainer.contract.names import HELDOUT_BASE_JSONL, HELDOUT_JSONL
 from trainer.contract.result import read_metrics
 from trainer.contract.run import RunConfig, TrainConfig
+from trainer.model.adapters import adapter_sizes
 from trainer.model.family import Family
 from trainer.model.shape import ModelShape
-from trainer.model.targets import adapter_sizes
 from trainer.plan.checks import check_run
 from trainer.plan.pieces import mean_work
 from trainer.plan.placement import Placement, PlacementJob, current_placement

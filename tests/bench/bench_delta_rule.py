@@ -23,7 +23,7 @@ from trainer.parts.delta.rule import plain
 from trainer.parts.delta.rule.convolution import convolve_heads
 from trainer.parts.delta.rule.gated_delta_net import DeltaHeads, DeltaParameters, gated_delta_net
 from trainer.parts.delta.rule.gates import delta_gates
-from trainer.parts.delta.rule.kernel_rule import gated_delta_rule
+from trainer.parts.delta.rule.kernels import gated_delta_rule
 
 TOKENS = 16_384
 SHAPES = {"2b": DeltaHeads(16, 16, 128), "9b": DeltaHeads(16, 32, 128), "27b": DeltaHeads(16, 48, 128)}

@@ -24,10 +24,10 @@ from tests.helpers.single_rank import single_rank
 from trainer.contract.adapter import AdapterConfig
 from trainer.layers.kernels.dispatch import allow_kernels
 from trainer.parallel.mesh import Mesh
-from trainer.parts.experts import products as products_module
+from trainer.parts.experts import dispatch
+from trainer.parts.experts.dispatch import Order
 from trainer.parts.experts.module import ExpertsSubmodules, RoutedExperts
 from trainer.parts.experts.part import Experts
-from trainer.parts.experts.products import Order
 
 TOKENS = 16_384
 SHAPES = {
@@ -130,7 +130,7 @@ def main() -> None:
                 rows = {"athanor": times(mixed, inputs + own, block.grad)}
                 allow_kernels(False)
                 rows["grouped_mm alone"] = times(mixed, inputs + own, block.grad)
-                with mock.patch.object(products_module, "is_grouped", lambda rows: False):
+                with mock.patch.object(dispatch, "is_grouped", lambda rows: False):
                     rows["loop"] = times(mixed, inputs + own, block.grad)
                 allow_kernels(True)
                 compute, weights = of_transformer_engine(part, block)

@@ -36,8 +36,8 @@ from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import TrainConfig
 from trainer.loop import job
 from trainer.loop import train as loop
+from trainer.model.adapters import adapter_sizes
 from trainer.model.registry import get_family
-from trainer.model.targets import adapter_sizes
 from trainer.plan.estimate import estimate_memory
 
 PEAKS = "peaks.json"

@@ -57,8 +57,8 @@ from trainer.contract.adapter import AdapterConfig
 from trainer.contract.parallel import ParallelConfig
 from trainer.data.flops import training_cost
 from trainer.data.order import bins_for_step
+from trainer.model.adapters import adapted_layers
 from trainer.model.registry import read_model
-from trainer.model.targets import adapted_layers
 
 WARM_BINS = 8  # steps before bins with new shapes
 POLL_SECONDS = 0.1

@@ -8,6 +8,7 @@ carry loss. Tiny models, which are for a CPU, get images of some 24 tokens.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,6 @@ from tests.helpers.bins import Kind, make_sample, write_plan
 from tests.helpers.large_model import write_large_model
 from trainer.contract.parallel import ParallelConfig
 from trainer.data.micro_batch import Geometry
-from trainer.model.late_import import load
 from trainer.model.registry import FAMILIES, get_family
 from trainer.model.shape import Work
 
@@ -81,7 +81,7 @@ def write_model(directory: Path, name: str) -> None:
     if model.dtype == "bfloat16":
         write_large_model(directory, config)
         return
-    reference = load(get_family(config["model_type"]).reference)(transformers.AutoConfig.for_model(**config))
+    reference = resolve_name(get_family(config["model_type"]).reference)(transformers.AutoConfig.for_model(**config))
     with no_progress_bar():
         reference.to(getattr(torch, model.dtype)).save_pretrained(directory)
 

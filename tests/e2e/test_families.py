@@ -8,6 +8,7 @@ import signal
 from base64 import b64decode
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 import torch
@@ -26,7 +27,6 @@ from tests.toy_family.family import write_distribution
 from tests.toy_family.reference import write_toy
 from trainer.contract.result import read_metrics
 from trainer.data.micro_batch import geometry_of, make_micro_batch
-from trainer.model.late_import import load
 from trainer.model.registry import read_model
 
 SETTINGS = {
@@ -194,7 +194,7 @@ def toy(tmp_path, monkeypatch) -> Path:
 def test_the_toys_losses_are_its_references(toy):
     family, shape = read_model(toy)
     assert shape.num_deepstack == 0 and shape.language.rotary_dim < shape.language.layers[0].mixer.head_dim
-    reference = load(family.reference).from_pretrained(toy, dtype=torch.float32).eval()
+    reference = resolve_name(family.reference).from_pretrained(toy, dtype=torch.float32).eval()
     assert sum(param.numel() for param in reference.parameters()) == sum(shape.parameters.values())
     samples = make_samples(MIXED, geometry_of(shape), range(20, 300))
     wanted = torch.cat([reference_losses(reference, sample) for sample in samples])

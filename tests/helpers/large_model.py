@@ -3,12 +3,12 @@
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
 import transformers
 
-from trainer.model.late_import import load
 from trainer.model.registry import get_family
 
 FILE_BYTES = 4 << 30  # approximate size of one file, the most that a reader that maps complete files has in memory
@@ -28,7 +28,7 @@ def write_large_model(directory: Path, config: Mapping[str, Any]) -> int:
     """
     directory.mkdir(parents=True)
     with torch.device("meta"):
-        model = load(get_family(config["model_type"]).reference)(transformers.AutoConfig.for_model(**config))
+        model = resolve_name(get_family(config["model_type"]).reference)(transformers.AutoConfig.for_model(**config))
     (directory / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
     # A tied weight is stored once, under its first name.
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}

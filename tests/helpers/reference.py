@@ -3,6 +3,7 @@
 import functools
 import shutil
 from pathlib import Path
+from pkgutil import resolve_name
 
 import torch
 from transformers import PreTrainedModel
@@ -10,7 +11,6 @@ from transformers import PreTrainedModel
 from dataset_builders.contracts.tokenized import PatchFormat, TokenizedSample
 from tests.helpers.process_dir import process_dir
 from tests.helpers.tiny_model import tiny_hf_dir
-from trainer.model.late_import import load
 from trainer.model.registry import read_model
 
 PIXELS = PatchFormat(
@@ -35,7 +35,7 @@ def random_hf_dir(shape: str) -> Path:
 
 def load_reference(hf_dir: Path, attention: str = "sdpa") -> PreTrainedModel:
     """Return the reference model of the directory's family in float32."""
-    reference = load(read_model(hf_dir)[0].reference)
+    reference = resolve_name(read_model(hf_dir)[0].reference)
     return reference.from_pretrained(hf_dir, dtype=torch.float32, attn_implementation=attention)
 
 

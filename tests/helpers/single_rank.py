@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from pkgutil import resolve_name
 
 import torch
 
@@ -15,7 +16,6 @@ from trainer.layers.module_set import TorchModules
 from trainer.layers.modules.choice import choose_modules
 from trainer.layers.packed_model import PackedModel
 from trainer.libraries.megatron_private import patch_cuda
-from trainer.model.late_import import load
 from trainer.model.registry import read_model
 from trainer.parallel.mesh import Mesh, rank_mesh
 from trainer.parallel.runtime import CpuMode
@@ -50,7 +50,7 @@ def build_tiny(
     family, shape = read_model(hf_dir, train)
     chosen = TorchModules() if modules == "exact" else choose_modules(modules, mesh.device)
     config = decoder_config(shape.language, ParallelConfig(), dtype)
-    model = load(family.model)(shape, ParallelConfig(), config, chosen, mesh, seq_len)
-    load_hf_weights(model, hf_dir, family.weight_rules(shape), family.carried)
+    model = resolve_name(family.model)(shape, ParallelConfig(), config, chosen, mesh, seq_len)
+    load_hf_weights(model, hf_dir, family.weight_rules(shape), family.copied)
     model.prepare_pixels(PIXELS)
     return model.to(mesh.device)

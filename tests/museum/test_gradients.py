@@ -20,9 +20,8 @@ from trainer.layers.vocabulary import _OutputLoss
 from trainer.loop.optim import build_optimizer, clip_and_update, set_learning_rate
 from trainer.loop.set_up import Trainer, set_up
 from trainer.loop.step import run_micro_batches
-from trainer.model.freeze import freeze
-from trainer.objectives.sft import loss_of
-from trainer.objectives.totals import Totals
+from trainer.model.family import freeze
+from trainer.objectives.sft import Totals, loss_of
 from trainer.parts.delta.module import Decay
 
 pytestmark = pytest.mark.promise(

@@ -20,7 +20,7 @@ from trainer.checkpoint.hf_weights import save_hf_weights
 from trainer.contract.result import LAYERS
 from trainer.contract.run import ExpertsConfig
 from trainer.data.micro_batch import geometry_of, make_micro_batch
-from trainer.families.qwen3_vl.weights import rules
+from trainer.families.qwen3_vl.family import rules
 
 pytestmark = pytest.mark.promise(
     "Qwen3-VL, Qwen3.5, Qwen3 without images and models with experts give transformers' logits, and multi-token "

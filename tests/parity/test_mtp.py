@@ -245,7 +245,7 @@ def test_experts_may_be_stored_in_one_tensor(mesh, tmp_path):
     after = load_file(tmp_path / "out" / "model.safetensors")
     assert after.keys() == tensors.keys() and all(torch.equal(after[name], tensors[name]) for name in after)
     model = ModelDirectory(stacked_dir)
-    assert model.count_carried(TRAIN) == {} != model.count_carried()
+    assert model.count_copied(TRAIN) == {} != model.count_copied()
 
 
 @pytest.mark.promise(

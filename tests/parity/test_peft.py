@@ -18,8 +18,8 @@ from trainer.contract.names import ADAPTER_EXPORT
 from trainer.contract.peft import ADAPTER_WEIGHTS
 from trainer.layers.lora.convert import trained_rules
 from trainer.loop.set_up import set_up_adapters
+from trainer.model.adapters import adapted_layers
 from trainer.model.registry import read_model
-from trainer.model.targets import adapted_layers
 
 pytestmark = pytest.mark.promise(
     "Twenty steps of LoRA or DoRA equal PEFT with torch's AdamW: losses to 1e-5, adapters to 2e-6."

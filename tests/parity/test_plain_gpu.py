@@ -2,6 +2,7 @@
 and that a model of each computes with our kernels or without."""
 
 import itertools
+from pkgutil import resolve_name
 
 import pytest
 import torch
@@ -23,7 +24,6 @@ from tests.trainer.layers.test_attention_gpu import in_float32
 from trainer.data.micro_batch import geometry_of, make_micro_batch
 from trainer.layers.attention_cores import FlashAttention
 from trainer.layers.segments import PackedSegments
-from trainer.model.late_import import load
 from trainer.model.registry import read_model
 
 pytestmark = pytest.mark.promise(
@@ -49,7 +49,7 @@ class Pair:
         directory, _, kinds, seq_len = MODELS[name]
         hf_dir = directory(shape)
         self.family, self.shape = read_model(hf_dir)
-        kind = load(self.family.reference)
+        kind = resolve_name(self.family.reference)
         self.reference = kind.from_pretrained(hf_dir, dtype=torch.float32, attn_implementation="sdpa")
         self.ours = build_tiny(hf_dir, mesh, seq_len, modules=modules)
         self.samples = make_samples(kinds, geometry_of(self.shape), range(20, 300))

@@ -1,5 +1,7 @@
 """Our Qwen3 against transformers': float32, CPU, random weights, two shapes, several samples in one bin."""
 
+from pkgutil import resolve_name
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -10,7 +12,6 @@ from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiny_text_model import text_hf_dir
 from trainer.checkpoint.hf_weights import HFTensors, save_hf_weights
 from trainer.data.micro_batch import geometry_of, make_micro_batch
-from trainer.model.late_import import load
 from trainer.model.registry import read_model
 
 pytestmark = pytest.mark.promise(
@@ -33,7 +34,7 @@ def family(hf_dir):
 
 @pytest.fixture(scope="module")
 def reference(hf_dir, family):
-    return load(family.reference).from_pretrained(hf_dir, dtype=torch.float32, attn_implementation="sdpa")
+    return resolve_name(family.reference).from_pretrained(hf_dir, dtype=torch.float32, attn_implementation="sdpa")
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from tests.helpers.tiers import full
 from tests.helpers.tiny_hybrid_model import hybrid_hf_dir
 from trainer.checkpoint.hf_weights import HFTensors, save_hf_weights
 from trainer.data.micro_batch import geometry_of, make_micro_batch
-from trainer.families.qwen3_vl.weights import rules
+from trainer.families.qwen3_vl.family import rules
 from trainer.layers.segments import mrope_angles
 from trainer.parts.attention.part import Attention
 

@@ -21,9 +21,8 @@ from tests.helpers.tiny_hybrid_model import hybrid_hf_dir
 from tests.parity.test_qwen3_5_vl import KINDS, SEQ_LEN
 from tests.parity.test_qwen3_vl_gpu import YARDSTICKS, relative
 from trainer.data.micro_batch import geometry_of, make_micro_batch
-from trainer.families.qwen3_vl.family import part_of
+from trainer.families.qwen3_vl.family import part_of, rules
 from trainer.families.qwen3_vl.model import Qwen3VLModel
-from trainer.families.qwen3_vl.weights import rules
 from trainer.layers.module_set import TorchModules
 from trainer.model.registry import read_model
 from trainer.model.rules import global_names

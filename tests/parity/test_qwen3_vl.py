@@ -18,7 +18,7 @@ from tests.helpers.reference import (
 from tests.helpers.single_rank import build_tiny, single_rank
 from trainer.checkpoint.hf_weights import HFTensors, save_hf_weights
 from trainer.data.micro_batch import geometry_of, make_micro_batch
-from trainer.families.qwen3_vl.weights import rules
+from trainer.families.qwen3_vl.family import rules
 from trainer.layers.segments import mrope_angles
 
 pytestmark = pytest.mark.promise(

@@ -11,10 +11,10 @@ from tests.helpers.tiny_model import FIRST, SECOND, tiny_hf_dir
 from trainer.contract.adapter import AdapterConfig
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import OptimConfig, PartConfig, TrainConfig
-from trainer.families.qwen3_5_vl.shape import read_shape
+from trainer.families.qwen3_5_vl.family import read_shape
+from trainer.model.adapters import adapter_sizes
 from trainer.model.registry import get_family, read_model
 from trainer.model.shape import Work
-from trainer.model.targets import adapter_sizes
 from trainer.plan.estimate import RESERVE, estimate_memory, estimate_saved, estimate_vision_rank
 from trainer.plan.pieces import pipeline_pieces
 

@@ -8,12 +8,11 @@ from typing import Any, Literal
 
 from pydantic import PositiveInt
 
-from trainer.families.config_keys import attention_of, decoder_sizes, mlp_of, read_keys
-from trainer.families.qwen3_vl import shape as qwen3_vl
-from trainer.families.qwen3_vl.family import FAMILY as QWEN3_VL
+from trainer.families.config_keys import attention_of, decoder_shape, mlp_of, read_keys
+from trainer.families.qwen3_vl import family as qwen3_vl
 from trainer.model.layer import FeedForward, Layer, LayerFlops
 from trainer.model.rules import Rule
-from trainer.model.shape import DecoderShape, ModelShape
+from trainer.model.shape import ModelShape
 from trainer.parts.attention.part import Attention
 
 MODEL_TYPE = "toy_gated_vl"
@@ -81,7 +80,7 @@ class BlendedMLPs(FeedForward):
     def flops(self) -> int:
         return 2 * self.parameters
 
-    def kept_numbers(self, *, selective: bool) -> int:
+    def saved_activations(self, *, selective: bool) -> int:
         return self.count * (3 * self.intermediate_size + self.hidden_size + 1)
 
     def divided_widths(self) -> dict[str, int]:
@@ -103,8 +102,9 @@ def read_shape(config: Mapping[str, Any], path: Path | str = "config.json") -> M
     mixers = (attention, GateAfterAttention(**sizes))
     mlp = mlp_of(text)
     blend = BlendedMLPs(hidden_size=mlp.hidden_size, intermediate_size=mlp.intermediate_size, count=text.num_blended)
-    language = DecoderShape(
-        **decoder_sizes(text, where),
+    language = decoder_shape(
+        text,
+        where,
         layers=tuple(
             Layer(text.hidden_size, mixers[n % 2], (blend, mlp)[n % 2]) for n in range(text.num_hidden_layers)
         ),
@@ -117,7 +117,7 @@ def read_shape(config: Mapping[str, Any], path: Path | str = "config.json") -> M
 
 
 FAMILY = dataclasses.replace(
-    QWEN3_VL,
+    qwen3_vl.FAMILY,
     model_type=MODEL_TYPE,
     read_shape=read_shape,
     reference="tests.toy_family.reference:ToyForConditionalGeneration",

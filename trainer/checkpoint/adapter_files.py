@@ -24,8 +24,8 @@ from trainer.contract.peft import (
     PREFIX,
     peft_config,
 )
+from trainer.model.adapters import Adapted
 from trainer.model.rules import ExpertsFirst, ExpertsLast, Rule, global_names
-from trainer.model.targets import Adapted
 
 
 def write_peft_directory(

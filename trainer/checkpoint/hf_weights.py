@@ -90,19 +90,19 @@ def load_hf_weights(
     model: MegatronModule,
     hf_dir: Path,
     rules: Sequence[Rule],
-    carried: tuple[str, ...] = (),
+    copied: tuple[str, ...] = (),
     on_loaded: Callable[[str], None] | None = None,
 ) -> int:
     """Fill every parameter of this rank's chunk from `hf_dir`, except adapters, and return their number.
 
     Args:
-        carried: name prefixes of tensors that the model does not use and that are not an error.
+        copied: name prefixes of tensors that the model does not use and that are not an error.
         on_loaded: called with the table's name of each parameter after it is filled.
     """
     source = HFTensors(hf_dir)
     table = {rule.ours: rule for rule in stored_rules(rules, source.names())}
     unused = left_over(source, table.values(), tied=model.share_embeddings_and_output_weights)
-    unknown = [name for name in unused if not name.startswith(carried)]
+    unknown = [name for name in unused if not name.startswith(copied)]
     if unknown:
         raise InputError(f"{source.dir}: {len(unknown)} tensors have no place in the model, the first is {unknown[0]}")
     # Only names: an iterator over the parameters would keep replaced ones in memory.
@@ -195,14 +195,14 @@ def save_hf_weights(
     source = HFTensors(source_dir)
     rules = stored_rules(rules, source.names())
     # Tensors that the model does not use, and that reading skipped, are written last and unchanged.
-    carried = left_over(source, rules, tied=chunks[0].share_embeddings_and_output_weights)
+    copied = left_over(source, rules, tied=chunks[0].share_embeddings_and_output_weights)
     names_of_table = (name for rule in rules for name in rule.hf)
-    stored = {name: source.header(name) for name in (*names_of_table, *carried)}
+    stored = {name: source.header(name) for name in (*names_of_table, *copied)}
     sizes = {name: shape.numel() * dtype.itemsize for name, (dtype, shape) in stored.items()}
     files = _divide_into_files(sizes, file_bytes)
     if mesh.is_main:
         out_dir.mkdir(parents=True, exist_ok=True)
-    unchanged = ((name, source.get(name) if mesh.is_main else None) for name in carried)
+    unchanged = ((name, source.get(name) if mesh.is_main else None) for name in copied)
     stream = itertools.chain(hf_tensors(chunks, mesh, rules) if tensors is None else tensors, unchanged)
     entries: list[Future[FileEntry]] = []
     with ThreadPoolExecutor(1, "digest") as pool:

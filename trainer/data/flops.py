@@ -16,11 +16,10 @@ from trainer.contract.adapter import AdapterConfig
 from trainer.contract.run import TrainConfig
 from trainer.data.balance import CostModel
 from trainer.data.micro_batch import MicroBatch
+from trainer.model.adapters import adapted_layers, rules_to_save
 from trainer.model.family import Family
 from trainer.model.rules import Rule
 from trainer.model.shape import ModelShape, Work
-from trainer.model.targets import adapted_layers
-from trainer.model.whole_modules import whole_rules
 
 FORWARD_AND_BACKWARD = 3
 _OF_LAYER = re.compile(r"language\.decoder\.layers\.(\d+)\.")
@@ -67,7 +66,7 @@ class _Count:
         self.rules: Sequence[Rule] = family.weight_rules(shape)
         self.adapter: AdapterConfig | None = train.adapter
         self.chosen = {} if train.adapter is None else _chosen(self.rules, train.adapter)
-        self.whole = None if train.adapter is None else {rule.ours for rule in whole_rules(self.rules, train.adapter)}
+        self.whole = None if train.adapter is None else {rule.ours for rule in rules_to_save(self.rules, train.adapter)}
         self.flops: defaultdict[str, float] = defaultdict(float)
 
     def vision(self) -> bool:

@@ -23,6 +23,7 @@ from pydantic import (
 )
 
 from dataset_builders.errors import InputError, in_ascii
+from trainer.model.shape import DecoderShape
 from trainer.parts.attention.part import Attention
 from trainer.parts.experts.part import Experts
 from trainer.parts.mlp.part import GatedMLP
@@ -35,7 +36,7 @@ class Keys(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _refuse_unlike(cls, value: object, info: ValidationInfo) -> object:
+    def _refuse_other_types(cls, value: object, info: ValidationInfo) -> object:
         field = cls.model_fields[info.field_name]
         numbers = value if isinstance(value, list) else [value]
         # With a damaged file's integers, arithmetic would end in an error far from here.
@@ -49,19 +50,21 @@ class Keys(BaseModel):
         return value
 
 
-def _refuse_whole(value: object) -> object:
+def _refuse_integer(value: object) -> object:
     if isinstance(value, int):
         raise ValueError("transformers takes only a number with a point here, such as 1.0")
     return value
 
 
-PointedFloat = Annotated[float, BeforeValidator(_refuse_whole)]
+PointedFloat = Annotated[float, BeforeValidator(_refuse_integer)]
 Count = Annotated[int, Field(gt=0, le=10_000)]  # of layers or experts: a shape has an entry for each
 
 
 class CommonKeys(Keys):
     """The keys that transformers accepts in every config and that no forward pass reads: names, labels, dtypes and
     settings of `generate`."""
+
+    # A type narrower than Any is transformers' own: with another value it could not load the config.
 
     architectures: list[str] | None = None
     auto_map: Any = None
@@ -175,8 +178,8 @@ RotaryT = TypeVar("RotaryT", bound=RotaryKeys)
 
 def rotary_of(keys: Any, missing: RotaryT, default_theta: float) -> tuple[RotaryT, float]:
     """Return the rotary settings and their base, from the same keys as transformers."""
-    # rope_scaling, the older name, takes precedence. Without a rope_theta in the chosen object, the key of `keys` is
-    # used.
+    # rope_scaling, the older name, takes precedence; an empty object counts as missing. Without a rope_theta in the
+    # chosen object, the key of `keys` is used.
     rotaries = (rotary for rotary in (keys.rope_scaling, keys.rope_parameters) if rotary and rotary.model_fields_set)
     rotary = next(rotaries, missing)
     return rotary, float(rotary.rope_theta or keys.rope_theta or default_theta)
@@ -221,15 +224,15 @@ def experts_of(keys: Any, count: int, where: str, *, may_be_transposed: bool = F
     )
 
 
-def decoder_sizes(keys: BackboneKeys, where: str) -> dict[str, Any]:
-    """Return the sizes that belong to no layer, by their names in `DecoderShape`."""
+def decoder_shape(keys: BackboneKeys, where: str, **own: Any) -> DecoderShape:
+    """Return the language model's sizes, those that all families read alike and the family's own.
+
+    Args:
+        own: the other fields of `DecoderShape`.
+    """
     if (keys.pad_token_id or 0) >= keys.vocab_size:
         raise InputError(
             f"{where}pad_token_id is {keys.pad_token_id}, and vocab_size {keys.vocab_size}; take both from the same "
             "model"
         )
-    return {
-        "vocab_size": keys.vocab_size,
-        "hidden_size": keys.hidden_size,
-        "norm_eps": keys.rms_norm_eps,
-    }
+    return DecoderShape(vocab_size=keys.vocab_size, hidden_size=keys.hidden_size, norm_eps=keys.rms_norm_eps, **own)

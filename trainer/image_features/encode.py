@@ -7,6 +7,7 @@ number of ranks. A finished shard is not written again.
 import logging
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from pkgutil import resolve_name
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -28,7 +29,6 @@ from trainer.data.micro_batch import Geometry, MicroBatch, geometry_of, make_mic
 from trainer.data.reader import PREFETCH_DEPTH, prefetch
 from trainer.layers.modules.choice import choose_modules
 from trainer.model.family import Family
-from trainer.model.late_import import load
 from trainer.model.registry import read_model
 from trainer.model.shape import ModelShape
 from trainer.parallel.mesh import Mesh
@@ -72,9 +72,9 @@ class ImageEncoder(torch.nn.Module):
 def _encoder(run: EncodeRun, mesh: Mesh, family: Family, shape: ModelShape) -> ImageEncoder:
     modules = choose_modules(run.execution.modules, mesh.device)
     dtype = getattr(torch, run.precision)
-    vision = load(family.encoder)(shape.vision, run.execution.parallel, dtype, modules, mesh)
+    vision = resolve_name(family.encoder)(shape.vision, run.execution.parallel, dtype, modules, mesh)
     encoder = ImageEncoder(vision, shape.language.tie_word_embeddings, mesh)
-    load_hf_weights(encoder, run.hf_dir, family.weight_rules(shape), family.carried)
+    load_hf_weights(encoder, run.hf_dir, family.weight_rules(shape), family.copied)
     pixels = read_pixel_store(run.tokenized_dir, load_manifest(run.tokenized_dir).stats)
     patch_format = pixels.config.patch_format
     vision.patch_embed.set_normalisation(patch_format.image_mean, patch_format.image_std)

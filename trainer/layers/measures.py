@@ -7,13 +7,13 @@ reads the numbers of a step when it has launched the next one.
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from pkgutil import resolve_name
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from trainer.libraries.torch_private import foreach_zero
-from trainer.model.late_import import load
 
 T = TypeVar("T")
 Span: TypeAlias = tuple[str, object, object]  # name, and the marks of its start and its end
@@ -123,7 +123,7 @@ class Reports:
         for (reduce, layer), values in (item for ranks in everybody for item in sorted(ranks.items())):
             before = sums[reduce].get(layer, [0.0] * len(values))
             sums[reduce][layer] = [a + b for a, b in zip(before, values, strict=True)]
-        return {name: value for reduce, layers in sums.items() for name, value in load(reduce)(layers).items()}
+        return {name: value for reduce, layers in sums.items() for name, value in resolve_name(reduce)(layers).items()}
 
 
 class AsyncNumbers:

@@ -7,6 +7,8 @@ t = tokens of this context-parallel rank, s = t / tp with sequence parallel, els
 D = hidden size.
 """
 
+from pkgutil import resolve_name
+
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor
 from megatron.core.enums import ModelType
@@ -26,7 +28,6 @@ from trainer.layers.measures import PartClock, Reports
 from trainer.layers.module_set import layer_around, mark_tensor_parallel
 from trainer.layers.packed_layer import PackedLayer
 from trainer.layers.segments import PackedSegments, Rotation, RoutedTokens, SelectedRows
-from trainer.model.late_import import load
 from trainer.model.layer import Layer
 from trainer.model.shape import ModelShape
 from trainer.parallel.mesh import Mesh
@@ -75,7 +76,7 @@ class PackedModel(MegatronModule):
         self.exchange: VisionOwner | PipelineWorker | None = None
         for mixer in shape.language.mixers:
             if mixer.check_device:
-                load(mixer.check_device)(mixer, config.params_dtype, mesh.device)
+                resolve_name(mixer.check_device)(mixer, config.params_dtype, mesh.device)
         self.build_parts(config.params_dtype, modules)
         first = get_transformer_layer_offset(config, vp_stage, pp.rank())
         numbers = range(first, first + get_num_layers_to_build(config, vp_stage, pp.rank()))
@@ -112,7 +113,7 @@ class PackedModel(MegatronModule):
     def layer_spec(self, modules: BackendSpecProvider, layer: Layer) -> ModuleSpec:
         """Return the spec of a layer: a `PackedLayer`, or a module with its methods."""
         mixer, feed_forward = layer.halves
-        specs = (load(half.spec)(half, modules) for half in (mixer, feed_forward))
+        specs = (resolve_name(half.spec)(half, modules) for half in (mixer, feed_forward))
         return layer_around(*specs, modules)
 
     @property

@@ -14,10 +14,9 @@ from trainer.contract.result import TrainResult
 from trainer.contract.run import RunConfig
 from trainer.layers.lora.convert import trained_rules
 from trainer.loop.set_up import DTYPES, build_chunks, log, set_up_adapters, weights_dtype
+from trainer.model.adapters import adapted_layers, modules_to_save
 from trainer.model.registry import read_model
 from trainer.model.rules import stored_rules
-from trainer.model.targets import adapted_layers
-from trainer.model.whole_modules import whole_modules
 from trainer.parallel.mesh import Mesh
 
 
@@ -48,6 +47,6 @@ def write_weights(chunks: Sequence[torch.nn.Module], mesh: Mesh, run: RunConfig)
         return []
     trained = {name: tensor.to("cpu", DTYPES[run.train.precision]) for name, tensor in trained.items()}
     layers, source = adapted_layers(rules, config), HFTensors(run.hf_dir)
-    write_peft_directory(run.output_dir / ADAPTER_EXPORT, trained, layers, config, whole_modules(rules, config))
+    write_peft_directory(run.output_dir / ADAPTER_EXPORT, trained, layers, config, modules_to_save(rules, config))
     merged = with_adapters(source, stored_rules(rules, source.names()), layers, trained, config)
     return save_hf_weights(chunks, mesh, rules, run.hf_dir, out_dir, tensors=merged)

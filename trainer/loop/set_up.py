@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -36,15 +37,12 @@ from trainer.layers.module_set import check_float8, mark_tensor_parallel
 from trainer.layers.modules.choice import choose_modules, host_of
 from trainer.loop.optim import build_optimizer
 from trainer.loop.step import Chunk, StepContext, finalize_gradients
-from trainer.model.family import Family
-from trainer.model.freeze import freeze
-from trainer.model.late_import import load
+from trainer.model.adapters import adapted_layers, rules_to_save
+from trainer.model.family import Family, freeze
 from trainer.model.registry import read_model
 from trainer.model.rules import Rule
 from trainer.model.shape import ModelShape
-from trainer.model.targets import adapted_layers
-from trainer.model.whole_modules import whole_rules
-from trainer.objectives.totals import Totals
+from trainer.objectives.sft import Totals
 from trainer.parallel.fsdp import FullyShardedModel
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.meta_parameters import materialise_all, parameters_on_meta, return_freed_memory
@@ -173,7 +171,7 @@ def set_up_vision_rank(run: RunConfig, mesh: Mesh) -> VisionServer:
     # This encoder divides matrices over its tensor-parallel ranks, whatever the language model's ranks share.
     own = parallel.model_copy(update={"tp": parallel.vision.tp, "vision_split": "tensor_parallel"})
     modules = choose_modules(run.execution.modules, mesh.device, run.execution.parallel.cp)
-    encoder = load(family.encoder)(shape.vision, own, weights_dtype(run), modules, mesh)
+    encoder = resolve_name(family.encoder)(shape.vision, own, weights_dtype(run), modules, mesh)
     mark_tensor_parallel(encoder)
     patch_format = readers[0].patch_format
     encoder.patch_embed.set_normalisation(patch_format.image_mean, patch_format.image_std)
@@ -198,7 +196,7 @@ def build_chunks(
 ) -> list[torch.nn.Module]:
     """Build the chunks of the model that this rank holds, with the weights of `run.hf_dir`, on its device; or without
     memory (`is_empty`), for `apply_data_parallel` to divide and fill them."""
-    build, parallel, has_float8 = load(family.model), run.execution.parallel, run.train.has_float8_base
+    build, parallel, has_float8 = resolve_name(family.model), run.execution.parallel, run.train.has_float8_base
     check_precision(run.train.precision, run.execution.modules, host_of(mesh.device))
     modules = choose_modules(run.execution.modules, mesh.device, parallel.cp)
     pieces = pieces_of(run, shape) if parallel.pp > 1 else ()
@@ -218,11 +216,11 @@ def build_chunks(
         return chunks
     rules, count = family.weight_rules(shape), 0
     # Modules that are trained whole stay in the precision of the training.
-    whole = whole_rules(rules, run.train.adapter) if has_float8 else []
+    whole = rules_to_save(rules, run.train.adapter) if has_float8 else []
     packed = {rule.ours for rule in rules if rule.sizes and rule not in whole}
     for chunk in chunks:
         pack = base_packer(chunk, mesh.device, packed) if has_float8 else None
-        count += load_hf_weights(chunk, run.hf_dir, rules, family.carried, pack)
+        count += load_hf_weights(chunk, run.hf_dir, rules, family.copied, pack)
         if chunk.exchange:
             # A worker's copy of the encoder is no part of the chunk, and gets the owner's weights at the first step.
             materialise_all(chunk.exchange.part)
@@ -247,7 +245,7 @@ def set_up_adapters(
     config = run.train.adapter
     if config is None:
         return
-    layers, whole = adapted_layers(rules, config), whole_rules(rules, config)
+    layers, whole = adapted_layers(rules, config), rules_to_save(rules, config)
     for model in models:
         add_adapters(model, layers, config, run.train.seed)
         train_whole(model, whole)
@@ -299,7 +297,7 @@ def apply_data_parallel(
 def _fill_divided(model: MegatronModule, run: RunConfig, family: Family) -> None:
     """Fill the slices of a divided model with the weights of `run.hf_dir`, and initialise its adapters."""
     rules, config = family.weight_rules(model.shape), run.train.adapter
-    load_hf_weights(model, run.hf_dir, rules, family.carried)
+    load_hf_weights(model, run.hf_dir, rules, family.copied)
     if config is None:
         return
     # DoRA's magnitudes are measured on whole weights. A rank now holds only some rows of each, so it reads them again.

@@ -28,7 +28,7 @@ from trainer.loop.optim import ParamNorm, set_learning_rate, trained_parts
 from trainer.loop.set_up import Trainer, set_up
 from trainer.loop.step import run_micro_batches, train_step
 from trainer.loop.step_trace import StepTrace
-from trainer.objectives.totals import Totals
+from trainer.objectives.sft import Totals
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.vision.exchange import Message
 

@@ -1,5 +1,7 @@
 """The description of a decoder layer without torch: a mixer of tokens, then a feed-forward network.
 
+    hidden += mixer(norm(hidden));  hidden += feed_forward(norm(hidden))
+
 A part (`trainer/parts/`) is a subclass of `Mixer` or `FeedForward`. Memory, FLOPs, layouts, adapters and weights are
 sums over the parts of the layers, so no code for them names a kind of part.
 """
@@ -34,8 +36,9 @@ class Part(ABC):
         """Number of parameters, without the norm before the part."""
 
     @abstractmethod
-    def kept_numbers(self, *, selective: bool) -> int:
-        """Return the number of values per token that the part keeps for backward in addition to its input.
+    def saved_activations(self, *, selective: bool) -> int:
+        """Return the number of values per token that the part saves for backward in addition to its input. A value has
+        two bytes in a training in bfloat16, so a float32 value counts twice.
 
         Args:
             selective: whether the core of the part is recomputed in backward, see `recompute`.
@@ -70,7 +73,7 @@ class Part(ABC):
 class Mixer(Part):
     """The first half of a layer, which mixes the tokens of a segment: attention, or a part that replaces attention."""
 
-    in_chunks: ClassVar[bool] = False  # whether the mixer takes a bin's segments in chunks
+    in_chunks: ClassVar[bool] = False  # whether the mixer takes a bin's segments in chunks, as a delta net does
     # "module:function" that refuses a device on which the part computes wrong results: (part, dtype, device) -> None.
     # It runs before any weight is read. Empty: no check.
     check_device: ClassVar[str] = ""
@@ -89,22 +92,22 @@ class FeedForward(Part):
     routes_tokens: ClassVar[bool] = False
 
     @property
-    def divided_by_experts(self) -> int:
+    def expert_parameters(self) -> int:
         """Number of the parameters that expert-parallel ranks divide. Tensor-parallel ranks do not divide them."""
         return 0
 
     @property
-    def divided_kept_numbers(self) -> int:
-        """Numbers per token that are kept in addition to `kept_numbers` if expert-parallel ranks divide the part."""
+    def expert_parallel_activations(self) -> int:
+        """Values per token that are saved beside `saved_activations` if expert-parallel ranks divide the part."""
         return 0
 
     @property
-    def brief_numbers(self) -> int:
-        """Numbers per token that exist only while the backward of one layer runs, if they are not negligible."""
+    def transient_activations(self) -> int:
+        """Values per token that exist only while the backward of one layer runs, if they are not negligible."""
         return 0
 
     @property
-    def idle_parameters(self) -> int:
+    def inactive_parameters(self) -> int:
         """Number of the parameters that a token does not use."""
         return 0
 
@@ -132,26 +135,26 @@ class Layer:
         return self.mixer.parameters + self.feed_forward.parameters + 2 * self.width
 
     @property
-    def divided_by_experts(self) -> int:
-        return self.feed_forward.divided_by_experts
+    def expert_parameters(self) -> int:
+        return self.feed_forward.expert_parameters
 
     @property
-    def divided_kept_numbers(self) -> int:
-        return self.feed_forward.divided_kept_numbers
+    def expert_parallel_activations(self) -> int:
+        return self.feed_forward.expert_parallel_activations
 
     @property
-    def brief_numbers(self) -> int:
-        return self.feed_forward.brief_numbers
+    def transient_activations(self) -> int:
+        return self.feed_forward.transient_activations
 
     @property
     def flops(self) -> LayerFlops:
         """Forward FLOPs of both halves."""
         before, after, squared = self.mixer.flops
-        return LayerFlops(before, after + self.feed_forward.flops, squared)
+        return LayerFlops(before, after + self.feed_forward.flops, squared)  # every feed-forward comes after the mixing
 
-    def kept_numbers(self, *, selective: bool) -> int:
-        """Return the number of values per token that both halves keep for backward in addition to their inputs."""
-        return sum(half.kept_numbers(selective=selective) for half in self.halves)
+    def saved_activations(self, *, selective: bool) -> int:
+        """Return the number of values per token that both halves save for backward in addition to their inputs."""
+        return sum(half.saved_activations(selective=selective) for half in self.halves)
 
     def rules(self, ours: str, hf: str) -> Iterator[Rule]:
         """Yield the table of the layer's weights in Hugging Face's order."""
@@ -164,3 +167,43 @@ class Layer:
     def largest_matrix(self) -> int:
         """Number of elements of the largest matrix of the layer."""
         return max(rule.numbers for rule in self.rules("", ""))
+
+
+@dataclass(frozen=True, slots=True)
+class MultiTokenPrediction:
+    """Multi-token prediction (MTP): a layer that predicts the token after the next, with which inference servers draft
+    tokens; see `MultiTokenPredictor` in `trainer/layers/decoder.py` for its formula.
+
+    It is a projection of a hidden state and an embedding to the model's width, a layer, and three norms. Embedding and
+    output projection are the model's own.
+    """
+
+    layer: Layer
+
+    @property
+    def undivided(self) -> int:
+        """Number of the parameters that no ranks divide: the projection and the norms."""
+        width = self.layer.width
+        return 2 * width * width + 3 * width
+
+    @property
+    def parameters(self) -> int:
+        return self.undivided + self.layer.parameters
+
+    @property
+    def flops(self) -> LayerFlops:
+        """Forward FLOPs of the projection and the layer, without logits; only loss tokens need `after`."""
+        before, after, squared = self.layer.flops
+        return LayerFlops(4 * self.layer.width**2 + before, after, squared)
+
+    def saved_activations(self, *, selective: bool) -> int:
+        """Return the number of values per token that are saved for backward in addition to the inputs of the halves."""
+        # Those of the layer, the inputs of two norms, and the input of the projection, which is twice as wide.
+        return self.layer.saved_activations(selective=selective) + 4 * self.layer.width
+
+    def rules(self) -> Iterator[Rule]:
+        """Yield the table of weights in Hugging Face's order."""
+        yield Rule("language.mtp.fc", ("mtp.fc.weight",))
+        yield from self.layer.rules("language.mtp.layer.", "mtp.layers.0.")
+        for norm in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
+            yield Rule(f"language.mtp.{norm}.weight", (f"mtp.{norm}.weight",))

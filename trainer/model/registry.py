@@ -7,13 +7,13 @@ value is "module:name" of the `Family`: see README.md.
 from collections.abc import Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from dataset_builders.errors import InputError, shown
 from dataset_builders.storage.files import read_object
 from trainer.contract.run import TrainConfig
 from trainer.model.family import Family
-from trainer.model.late_import import load
 from trainer.model.shape import ModelShape
 
 FAMILIES = {
@@ -38,7 +38,7 @@ def get_family(model_type: object, path: Path | str = "config.json") -> Family:
     if not isinstance(model_type, str) or model_type not in places:
         why = _UNSUPPORTED.get(model_type, "") if isinstance(model_type, str) else ""
         raise InputError(f"{path}: model_type is {shown(model_type)}{why}; supported: {', '.join(sorted(places))}")
-    return load(places[model_type])
+    return resolve_name(places[model_type])
 
 
 def _all_places() -> dict[str, str]:

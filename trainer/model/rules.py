@@ -1,7 +1,10 @@
-"""The conversion between HF safetensors and our parameters, for one row of a family's table of weights.
+"""The conversion between HF safetensors and our parameters: a row of a family's table of weights, and its packing.
 
-megatron-core keeps queries, keys and values of a group of heads together in one matrix, and concatenates gate and up of
-a gated MLP; HF keeps them in separate tensors. A family with another layout defines its own packing.
+A `Rule` names one parameter of ours and its HF tensors. Its packing says how rows (or matrices) of the HF tensors lie
+in ours: megatron-core keeps queries, keys and values of a group of heads together in one matrix, and concatenates gate
+and up of a gated MLP, where HF has separate tensors. `fuse` reads HF's form, `split` writes it; both also work on the
+slices of one of `tp` ranks, of which ours is then the rank's slice. A family with another layout defines its own
+packing.
 
 Importing this file does not load torch: a recipe's check reads only the table.
 """
@@ -10,13 +13,13 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from trainer.model.late_import import load
-
 Tensor = Any  # torch's
 
 
 def _cat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
-    return load("torch:cat")(tuple(parts), dim)
+    import torch  # here, so that the check of a recipe reads the table without it
+
+    return torch.cat(tuple(parts), dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,8 @@ class EitherWay(Stacked):
     matrix: tuple[int, int] = (1, 1)  # (out, in) of one matrix
 
     def fuse(self, parts: Sequence[Tensor], tp: int) -> Tensor:
-        return parts[0] if tuple(parts[0].shape[1:]) == self.matrix else parts[0].transpose(1, 2)
+        is_ours = tuple(parts[0].shape[1:]) == self.matrix
+        return parts[0] if is_ours else parts[0].transpose(1, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,7 @@ class OneByOne(Stacked):
     experts: int = 1  # number of experts
 
     def fuse(self, parts: Sequence[Tensor], tp: int) -> Tensor:
+        # The parts come expert by expert: gate and up of the first, gate and up of the second, ...
         return _cat(parts).unflatten(0, (self.experts // tp, -1))
 
     def split(self, ours: Tensor, count: int, tp: int) -> list[Tensor]:
@@ -92,9 +97,10 @@ class ExpertsFirst(Stacked):
 class ExpertsLast(ExpertsFirst):
     """The packing of PEFT's B (out, r * experts), with an expert's columns apart, into (experts, out, r)."""
 
-    mixes_ranks = True
+    mixes_ranks = True  # the columns of one rank's experts are spread over the whole tensor
 
     def fuse(self, parts: Sequence[Tensor], tp: int) -> Tensor:
+        # Column r * experts + e is column r of expert e. Whole, whatever `tp`: see `mixes_ranks`.
         return parts[0].unflatten(1, (-1, self.experts)).permute(2, 0, 1)
 
     def split(self, ours: Tensor, count: int, tp: int) -> list[Tensor]:
@@ -105,7 +111,8 @@ class ExpertsLast(ExpertsFirst):
 class StackedRuns(Stacked):
     """The packing that concatenates HF tensors along the first axis; each HF tensor has one or more runs of rows.
 
-    In our parameter a rank's parts of all runs are contiguous.
+    In our parameter a rank's parts of all runs are contiguous. HF's [q | k | v] of a delta net has three runs: with two
+    ranks, rank 0 has the first halves of q, of k and of v.
     """
 
     rows: tuple[tuple[int, ...], ...]  # lengths of the runs of each HF tensor
@@ -119,13 +126,16 @@ class StackedRuns(Stacked):
 
 @dataclass(frozen=True, slots=True)
 class GroupedQKV(Stacked):
-    """The packing of HF's separate queries, keys and values into our groups of heads."""
+    """The packing of HF's separate queries, keys and values into our groups of heads.
+
+    With two groups of two query heads, HF's q0 q1 q2 q3, k0 k1 and v0 v1 are our q0 q1 k0 v0 q2 q3 k1 v1.
+    """
 
     groups: int = 1  # number of key-value heads
     widths: tuple[int, int, int] = (1, 1, 1)  # number of rows of a group's queries, of its key and of its value
 
     def fuse(self, parts: Sequence[Tensor], tp: int) -> Tensor:
-        # A group's queries, its key and its value follow each other.
+        # Each part becomes (groups, rows of a group, in), so that joining along axis 1 puts a group's rows together.
         return _cat([part.unflatten(0, (self.groups // tp, -1)) for part in parts], dim=1).flatten(0, 1)
 
     def split(self, ours: Tensor, count: int, tp: int) -> list[Tensor]:
@@ -136,7 +146,10 @@ class GroupedQKV(Stacked):
 @dataclass(frozen=True, slots=True)
 class GatedGroupedQKV(GroupedQKV):
     """The packing of queries with gates: in HF a head's gate follows its query, in ours a group's gates its queries.
-    The first of `widths` counts the rows of a group's queries and gates."""
+
+    The rows of a group are q0 g0 q1 g1 in HF, and q0 q1 g0 g1 in ours, before its key and its value. The first of
+    `widths` counts the rows of a group's queries and gates.
+    """
 
     head_dim: int = 1  # number of rows of a head's query, and of a head's gate
 
@@ -152,12 +165,15 @@ class GatedGroupedQKV(GroupedQKV):
 
 @dataclass(frozen=True, slots=True)
 class JointQKV(Stacked):
-    """The packing of one HF tensor, which has all queries, then all keys, then all values; ours goes head by head."""
+    """The packing of one HF tensor, which has all queries, then all keys, then all values; ours goes head by head.
+
+    HF's q0 q1 k0 k1 v0 v1 are our q0 k0 v0 q1 k1 v1.
+    """
 
     heads: int = 1
 
     def runs(self, count: int) -> Sequence[tuple[int, ...]]:
-        return [(1, 1, 1)]
+        return [(1, 1, 1)]  # a rank has some heads' queries, the same heads' keys and their values: three runs
 
     def fuse(self, parts: Sequence[Tensor], tp: int) -> Tensor:
         return parts[0].unflatten(0, (3, self.heads // tp, -1)).transpose(0, 1).flatten(0, 2)
@@ -207,6 +223,7 @@ def global_names(model: Any) -> Iterator[tuple[str, Tensor]]:
     decoder = "language.decoder.layers."
     for name, param in model.named_parameters():
         if name.startswith(decoder):
+            # A chunk counts its layers from 0; `layer_number` counts over the whole model, from 1.
             local, rest = name.removeprefix(decoder).split(".", 1)
             name = f"{decoder}{model.language.decoder.layers[int(local)].layer_number - 1}.{rest}"
         yield name, param

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from trainer.contract.run import TrainConfig
-from trainer.model.layer import Layer, Mixer, Part
-from trainer.model.mtp import MultiTokenPrediction
+from trainer.model.layer import Layer, Mixer, MultiTokenPrediction, Part
 from trainer.model.rules import Rule
 
 # Number of loss tokens whose logits exist at a time; for the reason see trainer/layers/vocabulary.py.
@@ -77,6 +76,8 @@ class DecoderShape:
 
     def divided_widths(self) -> dict[str, int]:
         """Return the widths that tensor-parallel ranks divide, by their names in messages."""
+        # The order decides which of several wrong widths an error names: those of the layers, the vocabulary, and last
+        # those that context-parallel ranks divide too.
         widths = {name: size for part in self.parts for name, size in part.divided_widths().items()}
         shared, own = self.context_divided_widths(), {"vocab_size": self.vocab_size}
         return {name: size for name, size in widths.items() if name not in shared} | own | shared
@@ -92,12 +93,13 @@ class DecoderShape:
         """Number of parameters of embedding, layers, final norm, output projection and trained multi-token prediction.
         A tied weight counts once."""
         layers = sum(layer.parameters for layer in self.layers) + (0 if self.mtp is None else self.mtp.parameters)
-        matrices = 1 if self.tie_word_embeddings else 2
+        matrices = 1 if self.tie_word_embeddings else 2  # embedding and output projection
         return layers + self.hidden_size + matrices * self.vocab_size * self.hidden_size
 
     @property
     def largest_matrix(self) -> int:
         """Number of elements of the largest matrix of a layer."""
+        # Equal layers are equal values: a table of weights for each different layer is enough.
         return max(layer.largest_matrix for layer in dict.fromkeys(self.layers))
 
     @property
@@ -161,6 +163,7 @@ class VisionShape:
     @property
     def parameters(self) -> dict[str, int]:
         """Numbers of parameters of the encoder and of its mergers."""
+        # Every linear layer has a bias, hence the + 1; a LayerNorm has a weight and a bias.
         width, inner = self.hidden_size, self.intermediate_size
         patch = 3 * self.temporal_patch_size * self.patch_size**2
         attention = (3 * width + 3) * width + (width + 1) * width
@@ -168,12 +171,14 @@ class VisionShape:
         encoder = patch * width + width + self.num_positions * width + self.num_layers * layer
         merged = width * self.spatial_merge_size**2
         merger = (merged + 1) * merged + (merged + 1) * self.out_hidden_size
+        # Only the norms differ: the last merger normalises each patch, those of deepstack the merged patches.
         mergers = merger + 2 * width + len(self.deepstack_layers) * (merger + 2 * merged)
         return {"vision": encoder, "merger": mergers}
 
     @property
     def forward_flops(self) -> dict[str, int]:
         """FLOPs per unit of each kind of work, by the names of `trainer.data.balance.CostModel`."""
+        # One frame alone: the two frames of a still image are equal, and their weights are added first.
         embedding = 2 * 3 * self.patch_size**2 * self.hidden_size
         layer = 2 * self.hidden_size * (4 * self.hidden_size + 2 * self.intermediate_size)
         # A merger runs once per block of patches: (merged, merged), then (merged, out). Divided by the block's patches.
@@ -226,7 +231,7 @@ class ModelShape:
         """Number of parameters that compute a token, those of the vision encoder included."""
         mtp = self.language.mtp
         layers = (*self.language.layers, *([] if mtp is None else [mtp.layer]))
-        return sum(self.parameters.values()) - sum(layer.feed_forward.idle_parameters for layer in layers)
+        return sum(self.parameters.values()) - sum(layer.feed_forward.inactive_parameters for layer in layers)
 
     @property
     def parameters(self) -> dict[str, int]:

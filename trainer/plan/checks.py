@@ -9,9 +9,9 @@ from dataset_builders.storage.store import StorePath
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.peft import check_start
 from trainer.contract.run import PartConfig, RunConfig, TrainConfig
+from trainer.model.adapters import check_adapter
 from trainer.model.family import Family
 from trainer.model.shape import ModelShape
-from trainer.model.whole_modules import check_adapter
 from trainer.plan.layout import check_layout
 from trainer.plan.pieces import mean_work, pipeline_pieces
 

@@ -6,7 +6,7 @@ from itertools import chain
 
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import TrainConfig
-from trainer.model.adapter_sizes import AdapterSizes, PlaceSizes
+from trainer.model.adapters import AdapterSizes, LayerAdapterSizes
 from trainer.model.shape import LOSS_CHUNK, ModelShape, VisionShape
 
 # Memory that torch's allocator holds in addition to the activations, as a fraction of them.
@@ -37,13 +37,13 @@ def estimate_memory(
 
     Activations: in half precision a layer of width D takes 10 D bytes per token (Korthikanti et al. 2022,
     arXiv:2205.05198, table 2, for attention that keeps no score matrix), and 2 / tp for each number that its halves
-    keep, see `Part.kept_numbers`, for every micro batch in flight. Sequence parallel divides all of it by tp;
+    keep, see `Part.saved_activations`, for every micro batch in flight. Sequence parallel divides all of it by tp;
     recomputation leaves 2 D, and one whole layer.
 
     Args:
         pieces: the language layers of each piece of the pipeline, see `pipeline_pieces`.
         dp: number of data-parallel ranks.
-        adapters: see `trainer.model.targets.adapter_sizes`.
+        adapters: see `trainer.model.adapters.adapter_sizes`.
     """
     num_micro_batches = train.global_batch_size // dp
     sizes = (seq_len, max_patches, *_sizes(train))
@@ -117,7 +117,7 @@ def _layer_bytes(
     return in_flight * sum(layers)
 
 
-def _adapter_bytes(place: PlaceSizes, tokens: float, size: int, tp: int) -> float:
+def _adapter_bytes(place: LayerAdapterSizes, tokens: float, size: int, tp: int) -> float:
     """Return the bytes that the adapters at one point of the model keep for backward."""
     return size * (tokens * place.per_token.on(tp) + place.products.on(tp))
 
@@ -279,7 +279,7 @@ class _Process:
             weights += self.size * self._trained_experts(rank)
         return weights + (self._vision.weights if rank == 0 else 0)
 
-    def _places(self, rank: int) -> list[PlaceSizes]:
+    def _places(self, rank: int) -> list[LayerAdapterSizes]:
         """Return the sizes of the adapters in each language layer of a pipeline rank; empty without adapters."""
         return [] if self.adapters is None else [self.adapters.language[number] for number in self._layers(rank)]
 
@@ -300,8 +300,8 @@ class _Process:
     def _of_experts(self, rank: int) -> int:
         """Return the number of parameters of all experts of a pipeline rank's layers."""
         layers = (self.shape.language.layers[number] for number in self._layers(rank))
-        of_mtp = 0 if self.shape.language.mtp is None else self.shape.language.mtp.layer.divided_by_experts
-        return sum(layer.divided_by_experts for layer in layers) + of_mtp
+        of_mtp = 0 if self.shape.language.mtp is None else self.shape.language.mtp.layer.expert_parameters
+        return sum(layer.expert_parameters for layer in layers) + of_mtp
 
     def _activations(self, rank: int) -> float:
         decoder, p = self.shape.language, self.parallel
@@ -311,34 +311,34 @@ class _Process:
         layers = [decoder.layers[number] for number in self._layers(rank)]
         # A delta layer's backward briefly takes 2 KB more per token and value head, for one layer at a time: not
         # counted.
-        kept = [layer.kept_numbers(selective=is_selective) for layer in layers]
+        kept = [layer.saved_activations(selective=is_selective) for layer in layers]
         if decoder.mtp is not None:
             layers.append(decoder.mtp.layer)
-            kept.append(decoder.mtp.kept_numbers(selective=is_selective))
+            kept.append(decoder.mtp.saved_activations(selective=is_selective))
         if p.ep > 1:
-            kept = [numbers + layer.divided_kept_numbers for numbers, layer in zip(kept, layers, strict=True)]
+            kept = [numbers + layer.expert_parallel_activations for numbers, layer in zip(kept, layers, strict=True)]
         in_flight = min(chunk_passes / p.vpp, self.num_micro_batches)
         is_full = p.recompute == "full"
         total = tokens * _layer_bytes(decoder.hidden_size, kept, self.size, in_flight, p.tp, is_cut, is_full)
         added = [_adapter_bytes(place, tokens, self.size, p.tp) for place in self._places(rank)]
         total += max(added, default=0) if is_full else in_flight * sum(added)
-        total += self.size * self._brief_numbers(rank, tokens)
+        total += self.size * self._transient_activations(rank, tokens)
         if rank == 0 or p.deals_vision:
             images = self._vision_activations()
             total = total + images if self._vision.has_gradients else max(total, images)
         return total
 
-    def _brief_numbers(self, rank: int, tokens: float) -> float:
+    def _transient_activations(self, rank: int, tokens: float) -> float:
         """Return the numbers that exist for a moment: those of one layer, and the logits of one chunk of loss
         tokens."""
         decoder, p = self.shape.language, self.parallel
         layers = [decoder.layers[number] for number in self._layers(rank)]
-        of_layer = tokens * max((layer.brief_numbers for layer in layers), default=0)
+        of_layer = tokens * max((layer.transient_activations for layer in layers), default=0)
         if self.adapters is not None and self.adapters.has_float8_base:
             of_layer += decoder.largest_matrix / p.tp  # unpacked
         elif self.adapters is None and "language" not in self.frozen:
             # The gradient of one layer's experts exists twice, before it is added to the others'.
-            of_layer += max((layer.divided_by_experts for layer in layers), default=0) / p.ep
+            of_layer += max((layer.expert_parameters for layer in layers), default=0) / p.ep
         # Multi-token prediction has logits of its own (not measured).
         losses = (rank == p.pp - 1) * (1 if decoder.mtp is None else 2)
         logits = losses * min(tokens, LOSS_CHUNK) * decoder.vocab_size / p.tp

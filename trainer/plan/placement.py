@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from trainer.contract.parallel import ParallelConfig, VisionRanks
 from trainer.contract.run import TrainConfig
-from trainer.model.adapter_sizes import AdapterSizes
+from trainer.model.adapters import AdapterSizes
 from trainer.model.shape import ModelShape, Work
 from trainer.plan.estimate import estimate_memory, estimate_vision_rank, vision_in_flight
 from trainer.plan.pieces import (

@@ -30,10 +30,10 @@ from stages.launchers.job import Job, make_launcher
 from stages.train.run_trainer import trainer_job
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import TrainConfig
+from trainer.model.adapters import adapter_sizes, list_matches
 from trainer.model.family import Family
 from trainer.model.registry import get_family
 from trainer.model.shape import ModelShape
-from trainer.model.targets import adapter_sizes, list_matches
 from trainer.plan.estimate import estimate_saved
 from trainer.plan.pieces import language_flops, mean_work, vision_flops
 from trainer.plan.placement import PlacementJob, current_placement, placements
@@ -150,7 +150,7 @@ def size_rows(plan: Plan) -> list[tuple[str, str]]:
         *_adapters(job),
         *_layers(job.parallel, job.pieces, bins),
         *_features(plan, job.shape),
-        *_carried(plan.given.get("model"), job.train),
+        *_copied(plan.given.get("model"), job.train),
         *_mtp(job),
         (
             "memory",
@@ -162,11 +162,11 @@ def size_rows(plan: Plan) -> list[tuple[str, str]]:
     ]
 
 
-def _carried(model: Input | None, train: TrainConfig) -> list[tuple[str, str]]:
+def _copied(model: Input | None, train: TrainConfig) -> list[tuple[str, str]]:
     """Return a row if the model has tensors that are exported without being trained."""
-    carried = {} if model is None else opened_model(model).count_carried(train)
-    names = ", ".join(f"{number} tensors {prefix}*" for prefix, number in carried.items())
-    return [("carried", f"{names}: exported as they are, not trained")] if carried else []
+    copied = {} if model is None else opened_model(model).count_copied(train)
+    names = ", ".join(f"{number} tensors {prefix}*" for prefix, number in copied.items())
+    return [("copied", f"{names}: exported as they are, not trained")] if copied else []
 
 
 def _mtp(job: PlacementJob) -> list[tuple[str, str]]:

@@ -7,9 +7,9 @@ from typing import Any
 from dataset_builders.errors import InputError
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import TrainConfig
+from trainer.model.adapters import adapter_sizes
 from trainer.model.family import Family
 from trainer.model.shape import ModelShape
-from trainer.model.targets import adapter_sizes
 from trainer.plan.estimate import estimate_memory
 
 PATCHES = 4  # patches of one image token

@@ -1,4 +1,4 @@
-"""The plan prints the host memory that the saves of a training take, and the tensors that are carried over."""
+"""The plan prints the host memory that the saves of a training take, and the tensors that an export copies."""
 
 from dataset_builders.contracts.manifest import Manifest
 from flows.cli.commands.plan import size_rows
@@ -57,17 +57,17 @@ def test_the_time_of_a_large_model_is_told_for_an_h200():
 
 
 def test_tensors_that_are_carried_are_named():
-    carried = "2 tensors mtp.*: exported as they are, not trained"
-    for hf_dir, said in ((hybrid_hf_dir(), carried), (tiny_hf_dir(), None)):
-        assert rows_of(f"model={hf_dir}").get("carried") == said
+    copied = "2 tensors mtp.*: exported as they are, not trained"
+    for hf_dir, said in ((hybrid_hf_dir(), copied), (tiny_hf_dir(), None)):
+        assert rows_of(f"model={hf_dir}").get("copied") == said
 
 
 def test_multi_token_prediction_that_is_trained_is_no_longer_carried():
     rows = {}
     for factor in (0, 0.1):
         rows[factor] = rows_of(f"model={mtp_hf_dir()}", f"train.mtp_loss_scaling_factor={factor}")
-    assert rows[0]["carried"] == "15 tensors mtp.*: exported as they are, not trained" and "mtp" not in rows[0]
-    assert "carried" not in rows[0.1]
+    assert rows[0]["copied"] == "15 tensors mtp.*: exported as they are, not trained" and "mtp" not in rows[0]
+    assert "copied" not in rows[0.1]
     assert rows[0.1]["mtp"] == "65,920 of the parameters, 23.5% of a step's FLOPs"
 
 

@@ -42,7 +42,7 @@ CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "other mtp": (
         lambda d: change_tensors(d, lambda tensors: tensors | {"mtp.fc.weight": tensors["mtp.fc.weight"] + 1}),
-        "1 carried tensors have other bytes than the source's, the first is mtp.fc.weight",
+        "1 copied tensors have other bytes than the source's, the first is mtp.fc.weight",
     ),
     "dtype": (
         lambda d: change_tensors(d, lambda tensors: {n: t.bfloat16() for n, t in tensors.items()}),

@@ -21,9 +21,8 @@ from trainer.checkpoint.hf_weights import HFTensors
 from trainer.contract.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_start
 from trainer.data.micro_batch import geometry_of, make_micro_batch
 from trainer.loop.export import write_weights
+from trainer.model.adapters import adapted_layers, modules_to_save
 from trainer.model.registry import read_model
-from trainer.model.targets import adapted_layers
-from trainer.model.whole_modules import whole_modules
 
 pytestmark = pytest.mark.promise(
     "PEFT gives our logits from our adapters to 1e-5, those of experts too; merging is `merge_and_unload` to the "
@@ -95,8 +94,8 @@ def test_the_merged_model_is_merge_and_unload_to_the_bit(written):
     merged = load_file(written.run.output_dir / "hf" / "model.safetensors")
     theirs = in_peft(load_reference(written.run.hf_dir), written.run.output_dir / "adapter").merge_and_unload()
     state = theirs.state_dict()
-    carried = read_model(written.run.hf_dir)[0].carried
-    assert not [n for n, tensor in merged.items() if not n.startswith(carried) and not torch.equal(tensor, state[n])]
+    copied = read_model(written.run.hf_dir)[0].copied
+    assert not [n for n, tensor in merged.items() if not n.startswith(copied) and not torch.equal(tensor, state[n])]
     base = HFTensors(written.run.hf_dir)
     changed = {name for name, tensor in merged.items() if not torch.equal(tensor, base.get(name))}
     adapter = load_file(written.run.output_dir / "adapter" / ADAPTER_WEIGHTS)
@@ -116,7 +115,7 @@ def test_the_config_says_what_peft_would_say(written, tmp_path):
     the shortest ends of names that fit no other; ours are whole names."""
     directory = written.run.output_dir / "adapter"
     ours = json.loads((directory / ADAPTER_CONFIG).read_text())
-    whole = whole_modules(written.rules, written.config)
+    whole = modules_to_save(written.rules, written.config)
     peft = fresh_in_peft(load_reference(written.run.hf_dir), written.config, ours["target_modules"], whole)
     peft.save_pretrained(tmp_path)
     theirs = json.loads((tmp_path / ADAPTER_CONFIG).read_text())
@@ -132,7 +131,7 @@ def test_the_config_says_what_peft_would_say(written, tmp_path):
 
 def test_a_directory_that_peft_saved_is_gone_on_from(written, mesh, tmp_path):
     modules = json.loads((written.run.output_dir / "adapter" / ADAPTER_CONFIG).read_text())["target_modules"]
-    whole = whole_modules(written.rules, written.config)
+    whole = modules_to_save(written.rules, written.config)
     theirs = fresh_in_peft(load_reference(written.run.hf_dir), written.config, modules, whole)
     theirs.save_pretrained(tmp_path / "theirs")
     check_start(tmp_path / "theirs", written.config)

@@ -26,9 +26,9 @@ from trainer.contract.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_start
 from trainer.layers.lora.convert import trained_parameters
 from trainer.loop.export import write_weights
 from trainer.loop.set_up import apply_data_parallel
+from trainer.model.adapters import adapted_layers, check_adapter
 from trainer.model.registry import read_model
 from trainer.model.rules import stored_rules
-from trainer.model.targets import adapted_layers, check_targets
 
 pytestmark = pytest.mark.promise(
     "PEFT gives our logits from our adapters to 1e-5, those of experts too; merging is `merge_and_unload` to the "
@@ -59,7 +59,7 @@ def written(request, mesh, tmp_path_factory):
     write_weights([model], mesh, run)
     family = read_model(run.hf_dir)[0]
     rules = family.weight_rules(model.shape)
-    check_targets(run.train, family, rules)
+    check_adapter(run.train, family, model.shape)
     return SimpleNamespace(run=run, ours=model, config=config, shape=shape, rules=rules)
 
 
@@ -133,7 +133,7 @@ def test_what_peft_does_not_compute_is_refused(written, changes, words):
     family = read_model(written.run.hf_dir)[0]
     train = written.run.train.model_copy(update={"adapter": settings(BOTH, **changes)})
     with pytest.raises(InputError, match=words):
-        check_targets(train, family, written.rules)
+        check_adapter(train, family, written.ours.shape)
 
 
 @pytest.mark.parametrize("targets", [("experts",), (DOWN,), ("experts", "mlp")])

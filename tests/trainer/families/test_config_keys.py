@@ -10,6 +10,7 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -26,12 +27,11 @@ from tests.helpers.tiny_hybrid_model import hybrid_config
 from tests.helpers.tiny_model import tiny_hf_dir
 from tests.helpers.tiny_text_model import randomize, text_config
 from trainer.data.micro_batch import geometry_of, make_micro_batch
-from trainer.families.qwen3 import shape as qwen3
-from trainer.families.qwen3_5_moe import shape as qwen3_5_moe
-from trainer.families.qwen3_5_vl import shape as qwen3_5_vl
-from trainer.families.qwen3_vl import shape as qwen3_vl
-from trainer.families.qwen3_vl_moe import shape as qwen3_vl_moe
-from trainer.model.late_import import load
+from trainer.families.qwen3 import family as qwen3
+from trainer.families.qwen3_5_moe import family as qwen3_5_moe
+from trainer.families.qwen3_5_vl import family as qwen3_5_vl
+from trainer.families.qwen3_vl import family as qwen3_vl
+from trainer.families.qwen3_vl_moe import family as qwen3_vl_moe
 from trainer.model.registry import FAMILIES, get_family, read_model
 from trainer.model.shape import ModelShape
 from trainer.parts.attention.part import Attention
@@ -173,7 +173,7 @@ def assert_same(shape: ModelShape, config: dict[str, Any]) -> None:
     assert heads <= {(text.num_attention_heads, text.num_key_value_heads)}
     assert theirs.tie_word_embeddings == language.tie_word_embeddings
     with torch.device("meta"):
-        model = load(get_family(config["model_type"]).reference)(theirs)
+        model = resolve_name(get_family(config["model_type"]).reference)(theirs)
     names = {name for name, _ in model.named_parameters()}
     rules = get_family(config["model_type"]).weight_rules(shape)
     assert names == {name for rule in rules for name in rule.hf}
@@ -269,7 +269,7 @@ def test_the_losses_of_mutated_models_are_transformers(model_type, count, tmp_pa
 def difference(directory: Path, config: dict[str, Any], mesh) -> float:
     """The largest between our losses and transformers', of samples of every kind that the family reads."""
     family = get_family(config["model_type"])
-    theirs = load(family.reference)(transformers.AutoConfig.for_model(**copy.deepcopy(config))).float().eval()
+    theirs = resolve_name(family.reference)(transformers.AutoConfig.for_model(**copy.deepcopy(config))).float().eval()
     theirs.set_attn_implementation("sdpa")
     randomize(theirs)
     theirs.save_pretrained(directory)

@@ -12,8 +12,8 @@ from tests.helpers.tiny_model import tiny_hf_dir
 from tests.trainer.layers.test_delta_memory import kept_bytes
 from tests.trainer.model.test_targets import ALL, training
 from trainer.layers.lora.convert import add_adapters
+from trainer.model.adapters import adapted_layers, adapter_sizes
 from trainer.model.registry import read_model
-from trainer.model.targets import adapted_layers, adapter_sizes
 
 pytestmark = pytest.mark.promise(
     "`athanor plan` counts parameters, FLOPs and what adapters and delta layers keep exactly, and GPU memory "

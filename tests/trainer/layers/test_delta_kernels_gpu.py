@@ -56,7 +56,7 @@ def rule_inputs(tokens: int, key_heads: int, value_heads: int, alike: bool) -> l
 @pytest.mark.parametrize("heads", [(2, 2), (2, 6)])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_rule(lengths, heads, alike, keep_states):
-    from trainer.parts.delta.rule.kernel_rule import gated_delta_rule
+    from trainer.parts.delta.rule.kernels import gated_delta_rule
 
     chunks = PackedChunks.of(bounds_of(lengths)).to("cuda")
     exact = rule_inputs(chunks.tokens, *heads, alike)
@@ -78,7 +78,7 @@ def test_rule(lengths, heads, alike, keep_states):
 
 @requires_gpus(1)
 def test_runs_are_equal_to_the_bit():
-    from trainer.parts.delta.rule.kernel_rule import gated_delta_rule
+    from trainer.parts.delta.rule.kernels import gated_delta_rule
 
     chunks = PackedChunks.of(bounds_of((*MIXED, 4000))).to("cuda")
     q, k, v, g, beta = (x.detach() for x in rule_inputs(chunks.tokens, 16, 32, False))
@@ -125,6 +125,6 @@ def test_layer(value_heads):
 
 @requires_gpus(1)
 def test_the_kernels_prove_themselves():
-    from trainer.parts.delta.rule.kernel_check import prove_kernels
+    from trainer.parts.delta.rule.gated_delta_net import prove_kernels
 
     assert max(prove_kernels(torch.cuda.current_device()).values()) < TOLERANCE

@@ -14,7 +14,7 @@ import torch
 from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiny_hybrid_model import hybrid_config, hybrid_hf_dir
 from trainer.data.packed_chunks import PackedChunks
-from trainer.families.qwen3_5_vl.shape import read_shape
+from trainer.families.qwen3_5_vl.family import read_shape
 from trainer.layers.segments import PackedSegments
 from trainer.parts.attention.module import GatedSelfAttention, RotarySelfAttention
 from trainer.parts.delta.module import DeltaAttention
@@ -26,14 +26,14 @@ pytestmark = pytest.mark.promise(
 )
 
 PACKAGE = "trainer.parts.delta.rule"
+# function -> its module
 FUNCTIONS = {
-    "convolution": "convolve_heads",
-    "gated_norm": "gated_norm",
-    "gates": "delta_gates",
-    "kernel_rule": "gated_delta_rule",
+    "convolve_heads": "convolution",
+    "delta_gates": "gates",
+    "gated_norm": "gates",
+    "gated_delta_rule": "kernels",
 }
 SHAPE = read_shape(hybrid_config("third")).language
-KERNELS = ("chunk_kernel", "gradient_kernel", "state_kernels", *FUNCTIONS)
 LENGTHS = [128, 64, 192]  # whole chunks: a chunk that is not full has gates for 64 tokens all the same
 
 
@@ -43,7 +43,7 @@ def take_kernel_path(monkeypatch) -> None:
         monkeypatch.setitem(sys.modules, name, MagicMock())
     sys.modules["triton"].cdiv = lambda a, b: -(-a // b)
     sys.modules["triton"].next_power_of_2 = lambda n: 1 << (n - 1).bit_length()
-    for module, function in FUNCTIONS.items():
+    for function, module in FUNCTIONS.items():
         loaded = importlib.import_module(f"{PACKAGE}.{module}")
         monkeypatch.setattr(gated_delta_net, function, getattr(loaded, function), raising=False)
     monkeypatch.setattr(gated_delta_net, "kernels_fit", lambda mixed, heads: True)
@@ -53,7 +53,7 @@ def take_kernel_path(monkeypatch) -> None:
 def forget_kernels():
     """Modules that were loaded without Triton are loaded anew by the next test that wants them."""
     yield
-    for name in KERNELS:
+    for name in FUNCTIONS.values():
         sys.modules.pop(f"{PACKAGE}.{name}", None)
 
 
@@ -103,7 +103,7 @@ def test_a_delta_layer_keeps_what_the_estimate_counts(selective, layers, monkeyp
         return kept_bytes(run) - hidden.nbytes
 
     per_token = (kept(2) - kept(1)) / bin_of(1)[0]  # what does not grow with the tokens is the layer's parameters
-    assert per_token == 2 * SHAPE.layers[0].mixer.kept_numbers(selective=selective)
+    assert per_token == 2 * SHAPE.layers[0].mixer.saved_activations(selective=selective)
 
 
 def test_a_gate_keeps_itself_and_the_output_that_it_multiplies(layers):
@@ -116,8 +116,8 @@ def test_a_gate_keeps_itself_and_the_output_that_it_multiplies(layers):
     )
     gated = kept_bytes(lambda: layer.linear_proj(layer.attend(query, key, value, gate, segments))[0])
     plain = kept_bytes(lambda: layer.linear_proj(RotarySelfAttention.attend(layer, query, key, value, segments))[0])
-    without = dataclasses.replace(part, gated=False).kept_numbers(selective=False)
-    assert gated - plain == 2 * (part.kept_numbers(selective=False) - without) * tokens
+    without = dataclasses.replace(part, gated=False).saved_activations(selective=False)
+    assert gated - plain == 2 * (part.saved_activations(selective=False) - without) * tokens
 
 
 def test_what_a_delta_layer_keeps_is_asked_for_once(layers, monkeypatch):

@@ -23,9 +23,9 @@ from trainer.layers.lora.convert import add_adapters
 from trainer.layers.lora.float8_base import base_packer, pack, pack_layer, unpack
 from trainer.layers.segments import recomputed
 from trainer.loop.set_up import build_chunks
+from trainer.model.adapters import adapted_layers
 from trainer.model.registry import read_model
 from trainer.model.rules import Rule
-from trainer.model.targets import adapted_layers
 from trainer.plan.checks import check_training
 
 pytestmark = pytest.mark.promise(

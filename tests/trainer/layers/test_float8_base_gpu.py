@@ -14,8 +14,8 @@ from trainer.data.micro_batch import geometry_of, make_micro_batch
 from trainer.layers.lora import float8_base
 from trainer.layers.lora.convert import add_adapters
 from trainer.layers.lora.float8_base import base_packer, pack, unpack
+from trainer.model.adapters import adapted_layers
 from trainer.model.registry import read_model
-from trainer.model.targets import adapted_layers
 from trainer.parallel.meta_parameters import materialised, parameters_on_meta
 
 pytestmark = pytest.mark.promise(

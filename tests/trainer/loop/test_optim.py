@@ -11,7 +11,7 @@ from tests.helpers.single_rank import single_rank
 from trainer.contract.run import OptimConfig, PartConfig, TrainConfig
 from trainer.families.qwen3_vl.family import FAMILY, part_of
 from trainer.loop.optim import build_optimizer, clip_and_update, learning_rate, set_learning_rate, trained_parts
-from trainer.model.freeze import freeze
+from trainer.model.family import freeze
 
 CONFIG = OptimConfig(lr=1.0, min_lr_fraction=0.1, warmup_steps=4, weight_decay=0)
 NUM_STEPS = 6

@@ -6,9 +6,8 @@ import torch
 from flows.pipeline.explain import explain
 from tests.helpers.tiny_model import tiny_hf_dir
 from trainer.contract.run import PartConfig, TrainConfig
-from trainer.families.qwen3_vl.family import FAMILY, part_of
-from trainer.families.qwen3_vl.weights import rules
-from trainer.model.freeze import freeze
+from trainer.families.qwen3_vl.family import FAMILY, part_of, rules
+from trainer.model.family import freeze
 from trainer.model.registry import read_model
 
 pytestmark = pytest.mark.promise(

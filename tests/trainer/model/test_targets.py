@@ -17,9 +17,8 @@ from tests.helpers.tiny_text_model import text_hf_dir
 from trainer.contract.adapter import AdapterConfig
 from trainer.contract.run import PartConfig, TrainConfig
 from trainer.layers.lora.convert import add_adapters
+from trainer.model.adapters import adapted_layers, adapter_sizes, check_adapter, list_matches
 from trainer.model.registry import read_model
-from trainer.model.targets import adapted_layers, adapter_sizes, list_matches
-from trainer.model.whole_modules import check_adapter
 
 pytestmark = pytest.mark.promise(
     "Targets of adapters, by role or expression, are counted and checked before any stage."

@@ -9,7 +9,7 @@ from tests.helpers.run_dir import OPTIM
 from tests.helpers.tiny_experts_model import experts_config
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import ExpertsConfig, TrainConfig
-from trainer.families.qwen3_vl_moe.shape import read_shape
+from trainer.families.qwen3_vl_moe.family import read_shape
 from trainer.plan.checks import check_experts
 from trainer.plan.estimate import estimate_memory
 from trainer.plan.layout import check_layout
@@ -88,7 +88,7 @@ def test_a_dense_model_has_nothing_to_divide():
 
 def test_the_estimate_divides_experts_by_ep_and_not_by_tp():
     shape = read_shape(experts_config("listed"))
-    experts = sum(layer.divided_by_experts for layer in shape.language.layers)
+    experts = sum(layer.expert_parameters for layer in shape.language.layers)
     assert experts == 3 * 8 * 3 * 64 * 48
     pieces = (range(shape.language.num_layers),)
     sizes = {"pieces": pieces, "dp": 2, "seq_len": 128, "max_patches": 64}

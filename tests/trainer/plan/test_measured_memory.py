@@ -13,8 +13,8 @@ from tests.bench.trainer_job import endless_training
 from trainer.contract.adapter import AdapterConfig
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import PartConfig
+from trainer.model.adapters import adapter_sizes
 from trainer.model.registry import get_family
-from trainer.model.targets import adapter_sizes
 from trainer.plan.estimate import estimate_memory
 
 pytestmark = pytest.mark.promise(

@@ -28,13 +28,13 @@ class Priced:
     """A layer that costs this much for a bin of one token."""
 
     price: int
-    parameters, divided_by_experts, divided_kept_numbers, brief_numbers = 11, 0, 0, 0
+    parameters, expert_parameters, expert_parallel_activations, transient_activations = 11, 0, 0, 0
 
     @property
     def flops(self) -> LayerFlops:
         return LayerFlops(self.price, 0, 0)
 
-    def kept_numbers(self, *, selective: bool) -> int:
+    def saved_activations(self, *, selective: bool) -> int:
         return 12
 
 

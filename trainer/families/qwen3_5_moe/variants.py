@@ -1,25 +1,33 @@
-"""The models of Qwen3.5 and 3.6 with experts by name, a proxy of 4 layers, and a tiny model for a CPU.
+"""Qwen3.5 models with experts and random weights: the configs that chosen sizes give; the models of Qwen3.5 and 3.6 by
+name, a proxy of 4 layers, and a tiny model for a CPU.
 
-Qwen3.6-35B-A3B has the shape of Qwen3.5-35B-A3B.
+Qwen3.6-35B-A3B has the shape of Qwen3.5-35B-A3B. Loads no torch.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
+from trainer.families.qwen3_5_vl.variants import PUBLISHED_DECODER, published_delta
+from trainer.families.qwen3_5_vl.variants import embedded_configs as qwen3_5_configs
 from trainer.families.qwen3_vl.variants import VISION_400M, VISION_DIGITS
 
-_LARGE = VISION_400M | {
-    "vocab_size": 248_320,
-    "num_kv_heads": 2,
-    "head_dim": 256,
-    "rotary_fraction": 0.25,
-    "rope_theta": 1e7,
-    "deepstack_indexes": (),
-    "tie_word_embeddings": False,
-}
+
+def embedded_configs(settings: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, dict[str, Any]]:
+    """Return config.json and preprocessor_config.json."""
+    configs = qwen3_5_configs(settings, ids)
+    config, experts = configs["config.json"], settings["experts"]
+    config["model_type"] = "qwen3_5_moe"
+    del config["text_config"]["intermediate_size"]
+    config["text_config"] |= {
+        "num_experts": experts["count"],
+        "num_experts_per_tok": experts["top_k"],
+        "moe_intermediate_size": experts["width"],
+        "shared_expert_intermediate_size": experts["shared_width"],
+    }
+    return configs
 
 
-def _delta(value_heads: int) -> dict[str, int]:
-    return {"key_heads": 16, "value_heads": value_heads, "head_dim": 128, "attention_interval": 4}
+_LARGE = VISION_400M | PUBLISHED_DECODER | {"num_kv_heads": 2, "tie_word_embeddings": False}
 
 
 def _experts(count: int, top_k: int, width: int) -> dict[str, int]:
@@ -49,7 +57,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "intermediate_size": 1024,
         "num_layers": 4,
         "num_heads": 32,
-        "delta": _delta(64),
+        "delta": published_delta(64),
         "experts": _experts(16, 2, 1024),
     },
     "qwen3_5_35b_a3b": {
@@ -58,7 +66,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "intermediate_size": 512,
         "num_layers": 40,
         "num_heads": 16,
-        "delta": _delta(32),
+        "delta": published_delta(32),
         "experts": _experts(256, 8, 512),
     },
     "qwen3_5_122b_a10b": {
@@ -67,7 +75,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "intermediate_size": 1024,
         "num_layers": 48,
         "num_heads": 32,
-        "delta": _delta(64),
+        "delta": published_delta(64),
         "experts": _experts(256, 8, 1024),
     },
     "qwen3_5_397b_a17b": {
@@ -76,7 +84,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "intermediate_size": 1024,
         "num_layers": 60,
         "num_heads": 32,
-        "delta": _delta(64),
+        "delta": published_delta(64),
         "experts": _experts(512, 10, 1024),
     },
 }

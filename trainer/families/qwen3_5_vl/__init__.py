@@ -1,5 +1,6 @@
 """Qwen3.5 (and 3.6, 3.8, of the same architecture): layers of the gated delta rule and of gated attention, with images.
 
-In: config.json, a MicroBatch. Out: sizes, layers, the loss of each token trained on, the names of the weights.
-Read first: `family.py`, then `shape.py`. Everything that it shares with Qwen3-VL is in `qwen3_vl`.
+In: config.json. Out: sizes and layers; model, vision encoder and table of weights are Qwen3-VL's.
+Read first: `family.py`, which tells how the forward pass differs from Qwen3-VL's. `variants.py` has models with random
+weights.
 """

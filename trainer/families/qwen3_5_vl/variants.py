@@ -1,11 +1,40 @@
-"""The dense models of Qwen3.5, 3.6 and 3.8 by name, and a tiny model that a CPU trains in minutes.
+"""Qwen3.5 models with random weights: the configs that chosen sizes give, and the sizes of the dense models of Qwen3.5,
+3.6 and 3.8 by name.
 
-The 27B model has the same shape in all three versions.
+The 27B model has the same shape in all three versions. Loads no torch.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from trainer.families.qwen3_vl.variants import VISION_300M, VISION_400M, VISION_DIGITS
+from trainer.families.qwen3_vl.variants import embedded_configs as qwen3_vl_configs
+
+
+def embedded_configs(settings: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, dict[str, Any]]:
+    """Return config.json and preprocessor_config.json; they equal a Qwen3-VL's except for the decoder."""
+    configs = qwen3_vl_configs(settings, ids)
+    config, delta = configs["config.json"], settings["delta"]
+    pairs = int(settings["head_dim"] * settings["rotary_fraction"]) // 2
+    width = pairs * 10 // 32  # Qwen3.5 divides 32 rotary pairs into 11 for time, 11 for rows, 10 for columns
+    height = (pairs - width) // 2
+    config["model_type"] = "qwen3_5"
+    config["text_config"] |= {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": settings["rope_theta"],
+            "partial_rotary_factor": settings["rotary_fraction"],
+            "mrope_interleaved": True,
+            "mrope_section": [pairs - width - height, height, width],
+        },
+        "full_attention_interval": delta["attention_interval"],
+        "linear_num_key_heads": delta["key_heads"],
+        "linear_num_value_heads": delta["value_heads"],
+        "linear_key_head_dim": delta["head_dim"],
+        "linear_value_head_dim": delta["head_dim"],
+    }
+    return configs
+
 
 _SMALL_VISION = VISION_300M | {
     "vision_depth": 12,
@@ -13,10 +42,18 @@ _SMALL_VISION = VISION_300M | {
     "vision_num_heads": 12,
     "vision_intermediate_size": 3072,
 }
-_LARGE = {"vocab_size": 248_320, "head_dim": 256, "rotary_fraction": 0.25, "rope_theta": 1e7, "deepstack_indexes": ()}
+# What the published models share; those with experts too.
+PUBLISHED_DECODER: dict[str, Any] = {
+    "vocab_size": 248_320,
+    "head_dim": 256,
+    "rotary_fraction": 0.25,
+    "rope_theta": 1e7,
+    "deepstack_indexes": (),
+}
 
 
-def _delta(value_heads: int) -> dict[str, int]:
+def published_delta(value_heads: int) -> dict[str, int]:
+    """Return the sizes of a published model's delta nets, which differ only in their value heads."""
     return {"key_heads": 16, "value_heads": value_heads, "head_dim": 128, "attention_interval": 4}
 
 
@@ -37,7 +74,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "delta": {"key_heads": 2, "value_heads": 4, "head_dim": 16, "attention_interval": 4},
     },
     "qwen3_5_0_8b": {
-        **_LARGE,
+        **PUBLISHED_DECODER,
         **_SMALL_VISION,
         "hidden_size": 1024,
         "intermediate_size": 3584,
@@ -45,10 +82,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "num_heads": 8,
         "num_kv_heads": 2,
         "tie_word_embeddings": True,
-        "delta": _delta(16),
+        "delta": published_delta(16),
     },
     "qwen3_5_2b": {
-        **_LARGE,
+        **PUBLISHED_DECODER,
         **VISION_300M,
         "hidden_size": 2048,
         "intermediate_size": 6144,
@@ -56,10 +93,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "num_heads": 8,
         "num_kv_heads": 2,
         "tie_word_embeddings": True,
-        "delta": _delta(16),
+        "delta": published_delta(16),
     },
     "qwen3_5_4b": {
-        **_LARGE,
+        **PUBLISHED_DECODER,
         **VISION_300M,
         "hidden_size": 2560,
         "intermediate_size": 9216,
@@ -67,10 +104,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "num_heads": 16,
         "num_kv_heads": 4,
         "tie_word_embeddings": True,
-        "delta": _delta(32),
+        "delta": published_delta(32),
     },
     "qwen3_5_9b": {
-        **_LARGE,
+        **PUBLISHED_DECODER,
         **VISION_400M,
         "hidden_size": 4096,
         "intermediate_size": 12_288,
@@ -78,10 +115,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "num_heads": 16,
         "num_kv_heads": 4,
         "tie_word_embeddings": False,
-        "delta": _delta(32),
+        "delta": published_delta(32),
     },
     "qwen3_5_27b": {
-        **_LARGE,
+        **PUBLISHED_DECODER,
         **VISION_400M,
         "hidden_size": 5120,
         "intermediate_size": 17_408,
@@ -89,6 +126,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "num_heads": 24,
         "num_kv_heads": 4,
         "tie_word_embeddings": False,
-        "delta": _delta(48),
+        "delta": published_delta(48),
     },
 }

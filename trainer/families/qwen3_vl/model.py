@@ -1,5 +1,25 @@
 """Qwen3-VL: the vision encoder in front of the language model.
 
+The forward pass of a bin (`PackedModel.forward` in trainer/layers/packed_model.py), step by step:
+
+1. Positions. `MicroBatch.position_ids` has a time, a row and a column of each token (trainer/data/); `rotation` makes
+   one angle of each rotary pair from one of the three (`mrope_angles`, trainer/layers/segments.py).
+2. Images, on the first pipeline rank (`encode`): patches are normalised, embedded, given learned positions, and pass
+   through layers with full attention inside each image. A merger makes one image token of 2 x 2 patches; after some
+   layers another merger makes the token's deepstack feature (trainer/parts/vision/module.py).
+3. Exchange. Ranks may share the images of a bin, so each gathers the image tokens of its own text
+   (`gather_rows`, trainer/layers/gather.py); with images on other pipeline ranks or on ranks of their own, `exchange`
+   brings them (trainer/parallel/vision/).
+4. Embedding (`embed`): ids of tokens are looked up, and image tokens take the places of the image ids.
+5. Layers (trainer/layers/packed_layer.py): a norm, attention (trainer/parts/attention/module.py), a norm, an MLP or
+   experts (trainer/parts/mlp/, trainer/parts/experts/module.py). After layer i the deepstack feature i is added to
+   the image tokens (`add_feature`, called by trainer/layers/decoder.py).
+6. After the attention of the last layer only the tokens with loss go on (trainer/layers/segments.py): final norm,
+   logits and cross entropy (trainer/layers/vocabulary.py).
+7. Their sum and number are the loss (trainer/objectives/sft.py).
+
+The other families of vision-language models use this file too: they differ in the parts of their layers (step 5).
+
 s = tokens of this rank's part of the sequence, V = image tokens among the s, D = hidden size, L = deepstack levels.
 """
 
@@ -63,7 +83,7 @@ class Qwen3VLModel(PackedModel):
         vpp, encode, links = self.parallel.vpp, partial(self.encode, encoder), pipeline_links(pp)
         window, messages = Window.of(pp.size(), vpp), Window.of_messages(pp.size(), vpp, pp.rank())
         if self.pre_process:
-            return VisionOwner(encoder, encode, links, range(1, pp.size()), window, self._encoded_width)
+            return VisionOwner(encoder, encode, links, range(1, pp.size()), window, self.shape.feature_width)
         return PipelineWorker(encoder, encode, links, [0], window, messages)
 
     def _remote(self, encoder: VisionEncoder, vision_world: VisionWorld) -> RemoteOwner:
@@ -71,12 +91,7 @@ class Qwen3VLModel(PackedModel):
         dp, places = self.mesh.dp, self.groups.tp_cp
         workers, copies = vision_world.workers_of(self.mesh.dp_rank, places.rank(), places.size(), dp)
         window = Window(0, sum(Window.of(self.parallel.pp, self.parallel.vpp)))
-        return RemoteOwner(encoder, vision_world.links, workers, copies, window, self._encoded_width)
-
-    @property
-    def _encoded_width(self) -> int:
-        """Width of an image token together with its deepstack features."""
-        return (1 + self.shape.num_deepstack) * self.shape.language.hidden_size
+        return RemoteOwner(encoder, vision_world.links, workers, copies, window, self.shape.feature_width)
 
     def rotation(self, batch: MicroBatch) -> Rotation:
         return Rotation.of(mrope_angles(batch.position_ids, self.shape.language))
@@ -98,17 +113,24 @@ class Qwen3VLModel(PackedModel):
         """Embed the tokens, with image tokens inserted; the function between the layers adds the features."""
         encoded = self.encode(self.vision, batch) if batch.features is None else batch.features
         self.clock.switch("language")
-        gathered = gather_rows(encoded, batch.gathered_rows, *self._sharers())
+        # The ranks that share the images of a bin, and the ranks that hold different tokens of the bin. A rank gathers
+        # image tokens from the first, because those of its own text may have been encoded on any of them.
+        encoders = self.groups.tp_cp if self.parallel.vision_split == "images" else self.groups.cp
+        users = self.groups.tp_cp if self.parallel.sequence_parallel else self.groups.cp
+        gathered = gather_rows(encoded, batch.gathered_rows, encoders, users)
         rows = gathered.index_select(0, batch.image_rows)
         image_tokens, *features = rows.chunk(1 + self.shape.num_deepstack, dim=-1)  # each (V, D)
         places = batch.image_index
         hidden = self._embed_with(image_tokens, batch.input_ids, places)
         following = None
         if self.predicts_second:
+            # Multi-token prediction embeds the next token of each token, which may be an image token. It gets no
+            # deepstack features.
             image_tokens = gathered.index_select(0, batch.next_image_rows)[:, : hidden.size(-1)]
             following = self._embed_with(image_tokens, batch.next_ids, batch.next_image_index)
 
         def add_feature(number: int, hidden: torch.Tensor) -> torch.Tensor:
+            # Layer i gets level i, whichever layer of the encoder the level comes from.
             if number >= len(features):
                 return hidden
             return hidden.index_add(0, places, features[number][:, None].to(hidden.dtype))
@@ -119,12 +141,6 @@ class Qwen3VLModel(PackedModel):
         """Return the embeddings (s, 1, D) of token ids (1, t), with image tokens (V, D) at their places (V,)."""
         hidden = self.language.embed(ids)
         return hidden.index_copy(0, places, image_tokens[:, None].to(hidden.dtype))
-
-    def _sharers(self) -> tuple[ProcessGroup, ProcessGroup]:
-        """Return the ranks that share the images of a bin, and the ranks that hold different tokens of the bin."""
-        encoders = self.groups.tp_cp if self.parallel.vision_split == "images" else self.groups.cp
-        users = self.groups.tp_cp if self.parallel.sequence_parallel else self.groups.cp
-        return encoders, users
 
     def partial_gradients(self) -> list[torch.nn.Parameter]:
         """Extend the base method by the vision encoder's parameters, if tensor-parallel ranks share the images."""

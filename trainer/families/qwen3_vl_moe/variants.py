@@ -1,8 +1,29 @@
-"""The Qwen3-VL models with experts by name, and a tiny model that a CPU trains in minutes."""
+"""Qwen3-VL models with experts and random weights: the configs that chosen sizes give, and the published sizes by name.
 
+Loads no torch.
+"""
+
+from collections.abc import Mapping
 from typing import Any
 
 from trainer.families.qwen3_vl.variants import VISION_400M, VISION_DIGITS
+from trainer.families.qwen3_vl.variants import embedded_configs as qwen3_vl_configs
+
+
+def embedded_configs(settings: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, dict[str, Any]]:
+    """Return config.json and preprocessor_config.json."""
+    configs = qwen3_vl_configs(settings, ids)
+    config, experts = configs["config.json"], settings["experts"]
+    config["model_type"] = "qwen3_vl_moe"
+    config["text_config"] |= {
+        "num_experts": experts["count"],
+        "num_experts_per_tok": experts["top_k"],
+        "moe_intermediate_size": experts["width"],
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": list(experts["dense_layers"]),
+    }
+    return configs
+
 
 _LARGE = VISION_400M | {
     "vocab_size": 151_936,

@@ -8,9 +8,8 @@ import torch
 
 from trainer.contract.adapter import AdapterConfig
 from trainer.layers.lora.adapter import Adapter, LinearAdapter
+from trainer.model.adapters import Adapted, adapted_layers, rules_to_save
 from trainer.model.rules import ExpertsFirst, ExpertsLast, Rule, Stacked, global_names
-from trainer.model.targets import Adapted, adapted_layers
-from trainer.model.whole_modules import whole_rules
 
 
 def add_adapters(model: torch.nn.Module, layers: Sequence[Adapted], config: AdapterConfig, seed: int) -> None:
@@ -119,7 +118,7 @@ def adapter_rules(layers: Sequence[Adapted], config: AdapterConfig) -> list[Rule
 
 def trained_rules(rules: Sequence[Rule], config: AdapterConfig) -> list[Rule]:
     """Return the table of all trained weights with PEFT's names, adapters first."""
-    return [*adapter_rules(adapted_layers(rules, config), config), *whole_rules(rules, config)]
+    return [*adapter_rules(adapted_layers(rules, config), config), *rules_to_save(rules, config)]
 
 
 def train_whole(model: torch.nn.Module, rules: Sequence[Rule]) -> None:

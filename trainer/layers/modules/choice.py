@@ -3,6 +3,7 @@
 import fcntl
 import logging
 import os
+from pkgutil import resolve_name
 
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
@@ -14,7 +15,6 @@ from trainer.contract.machine.modules import Host, Wanted, describe, modules_of
 from trainer.layers.kernels.dispatch import allow_kernels
 from trainer.layers.module_set import TorchModules
 from trainer.layers.modules.plain import PlainModules
-from trainer.model.late_import import load
 
 if HAVE_TE:
     from trainer.layers.modules.engine import FusedModules
@@ -52,7 +52,7 @@ def choose_modules(wanted: Wanted, device: torch.device, cp: int = 1) -> Backend
     fast_attention = None
     if modules != "portable" and host.has_flash:
         _cache_compiled_kernels()
-        fast_attention = load(_FAST_ATTENTION)
+        fast_attention = resolve_name(_FAST_ATTENTION)
     return FusedModules(fast_attention, cp) if modules == "engine" else PlainModules(fast_attention)
 
 

@@ -4,6 +4,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import Field, model_validator
+
+from dataset_builders.contracts.strict import StrictModel
 from trainer.model.layer import LayerFlops, Mixer
 from trainer.model.rules import GatedGroupedQKV, GroupedQKV, Rule
 
@@ -24,14 +27,14 @@ class Attention(Mixer):
 
     @property
     def parameters(self) -> int:
-        return self._projections + self._output_projection + 2 * self.head_dim
+        return self._projections + self._output_projection + 2 * self.head_dim  # two norms, which all heads share
 
     @property
     def flops(self) -> LayerFlops:
         """Forward FLOPs; `squared` is 2 products of 2 FLOPs, halved because only the causal half is computed."""
         return LayerFlops(2 * self._projections, 2 * self._output_projection, 2 * self.num_heads * self.head_dim)
 
-    def kept_numbers(self, *, selective: bool) -> int:
+    def saved_activations(self, *, selective: bool) -> int:
         """Return the numbers of queries, keys and values, before their norm and rotated, and of the output."""
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         # A gate adds the size of the gate and of the output that it multiplies.
@@ -52,6 +55,7 @@ class Attention(Mixer):
 
     def rules(self, ours: str, hf: str) -> Iterator[Rule]:
         ours, hf = f"{ours}self_attention.", f"{hf}self_attn."
+        # Rows of the queries of one key-value head, and of all query heads and key heads.
         group, dim = self.num_heads // self.num_kv_heads * self.head_dim, self.head_dim
         heads, keys = self.num_heads * dim, self.num_kv_heads * dim
         packing, queries = GroupedQKV(groups=self.num_kv_heads, widths=(group, dim, dim)), heads
@@ -78,3 +82,20 @@ class Attention(Mixer):
     @property
     def _output_projection(self) -> int:
         return self.hidden_size * self.num_heads * self.head_dim
+
+
+# The sizes in a model with random weights.
+
+
+class WithPartialRotation(StrictModel):
+    """The field of a family that rotates a part of each head. The class that it extends has the field `head_dim`."""
+
+    later_fields = ("rotary_fraction",)
+
+    rotary_fraction: float = Field(default=1.0, gt=0, le=1, description="share of a language head that is rotated")
+
+    @model_validator(mode="after")
+    def _pairs_are_whole(self) -> "WithPartialRotation":
+        if (rotated := self.head_dim * self.rotary_fraction) % 2 or not rotated:
+            raise ValueError(f"head_dim={self.head_dim} x rotary_fraction={self.rotary_fraction} is no even number")
+        return self

@@ -12,8 +12,115 @@ import torch
 import triton
 import triton.language as tl
 
-# Programs of the backward pass if it sums gradients of vectors; each sums those of its tokens.
+# Programs of the backward pass if it sums gradients of vectors, eight for each multiprocessor of an H100 or H200; each
+# sums those of its tokens.
 _PROGRAMS = 132 * 8
+
+
+class Heads(NamedTuple):
+    """The heads of an attention: their groups, query heads of a group, head dim d, and width E in the results."""
+
+    groups: int
+    per_group: int
+    head_dim: int
+    width: int
+
+
+def split_norm_rotate(
+    mixed: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    groups: int,
+    head_dim: int,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Split the heads, normalise queries and keys if they have weights, and rotate them, in float32 from the read to
+    the write.
+
+    Args:
+        mixed: (T, G * (R + 2) * d), group by group R queries, a key, a value.
+        cos: (T, d / 2) float32; each angle rotates a pair with one component from each half.
+        sin: (T, d / 2) float32.
+        q_weight, k_weight: (d,) weights of the norms; None for no norm.
+
+    Returns:
+        Queries (T, G * R, d), keys (T, G, d) and values (T, G, d).
+    """
+    heads = Heads(groups, mixed.size(1) // (groups * head_dim) - 2, head_dim, head_dim)
+    return _SplitNormRotate.apply(mixed, cos, sin, q_weight, k_weight, eps, heads)
+
+
+def split_forward(
+    mixed: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    heads: Heads,
+    norms: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    eps: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return queries (T, G * R, E), keys and values (T, G, E), without autograd; see `split_norm_rotate`."""
+    tokens, rest = len(mixed), triton.next_power_of_2(max(1, heads.width - heads.head_dim))
+    q = mixed.new_empty(tokens, heads.groups * heads.per_group, heads.width)
+    k, v = (mixed.new_empty(tokens, heads.groups, heads.width) for _ in range(2))
+    _split_forward[(tokens,)](
+        mixed, cos, sin, *norms, q, k, v, eps, **_sizes(*heads), REST_P2=rest, NORM=norms[0] is not None
+    )
+    return q, k, v
+
+
+def split_gradients(
+    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor], cos: torch.Tensor, sin: torch.Tensor, heads: Heads
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradient of `mixed` (T, G * (R + 2) * d) and its sum over the tokens, in float32, given those of the
+    results of `split_forward`; no norms."""
+    tokens, width = len(cos), heads.groups * (heads.per_group + 2) * heads.head_dim
+    programs = min(tokens, _PROGRAMS)
+    d_mixed, sums = grads[0].new_empty(tokens, width), cos.new_empty(programs, width)
+    _split_backward[(programs,)](
+        *(*(x.contiguous() for x in grads), None, cos, sin, None, None, d_mixed, None, sums, 0.0, tokens),
+        **_sizes(*heads),
+        NORM=False,
+        SUM=True,
+    )
+    return d_mixed, sums.sum(0)
+
+
+class _SplitNormRotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, mixed, cos, sin, q_weight, k_weight, eps, heads):
+        ctx.heads, ctx.eps = heads, eps
+        ctx.save_for_backward(cos, sin, *((mixed, q_weight, k_weight) if q_weight is not None else ()))
+        return split_forward(mixed, cos, sin, heads, (q_weight, k_weight), eps)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        cos, sin, *norm = ctx.saved_tensors
+        meta = {**_sizes(*ctx.heads), "NORM": bool(norm), "SUM": False}
+        mixed, q_weight, k_weight = norm or (None, None, None)
+        tokens = len(cos)
+        d_mixed = cos.new_empty(tokens, meta["G"] * (meta["R"] + 2) * meta["D"], dtype=grads[0].dtype)
+        programs = min(tokens, _PROGRAMS) if norm else tokens
+        sums = cos.new_empty(programs, 2, meta["D"]) if norm else None
+        grads = [x.contiguous() for x in grads]
+        _split_backward[(programs,)](
+            *grads, mixed, cos, sin, q_weight, k_weight, d_mixed, sums, None, ctx.eps, tokens, **meta
+        )
+        d_weights = sums.sum(0).to(q_weight.dtype) if norm else (None, None)
+        return d_mixed, None, None, d_weights[0], d_weights[1], None, None
+
+
+def _sizes(groups: int, per_group: int, head_dim: int, width: int) -> dict[str, int]:
+    # Only the sizes of the heads are constants of the kernels, so new lengths need no compilation.
+    return {
+        "G": groups,
+        "R": per_group,
+        "D": head_dim,
+        "E": width,
+        "ROWS_P2": triton.next_power_of_2(groups * (per_group + 2)),
+        "HALF_P2": triton.next_power_of_2(head_dim // 2),
+    }
 
 
 @triton.jit
@@ -21,6 +128,7 @@ def _tile(
     R: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, ROWS_P2: tl.constexpr, HALF_P2: tl.constexpr
 ):
     """Return offsets and masks of one token's heads. A row is a head, group by group: R queries, a key, a value."""
+    # Columns cover half a head: a rotation takes one component of each half, and both are in the same program.
     row = tl.arange(0, ROWS_P2)[:, None]
     col = tl.arange(0, HALF_P2)[None, :]
     group, slot = row // (R + 2), row % (R + 2)
@@ -63,7 +171,7 @@ def _split_forward(
     tl.store(k + at_kv + HALF, y2, mask=is_k)
     tl.store(v + at_kv, x1, mask=is_v)
     tl.store(v + at_kv + HALF, x2, mask=is_v)
-    if E > D:
+    if E > D:  # zeros behind each head
         head = tl.arange(0, ROWS_P2)[:, None]
         rest = D + tl.arange(0, REST_P2)[None, :]
         zero = tl.zeros((ROWS_P2, REST_P2), tl.float32)
@@ -133,109 +241,3 @@ def _split_backward(
         tl.store(place + HALF, tl.sum(tl.where(is_q, sum2, 0.0), 0), mask=seen)
         tl.store(place + D, tl.sum(tl.where(is_k, sum1, 0.0), 0), mask=seen)
         tl.store(place + D + HALF, tl.sum(tl.where(is_k, sum2, 0.0), 0), mask=seen)
-
-
-class _SplitNormRotate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, mixed, cos, sin, q_weight, k_weight, eps, heads):
-        ctx.heads, ctx.eps = heads, eps
-        ctx.save_for_backward(cos, sin, *((mixed, q_weight, k_weight) if q_weight is not None else ()))
-        return split_forward(mixed, cos, sin, heads, (q_weight, k_weight), eps)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        cos, sin, *norm = ctx.saved_tensors
-        meta = {**_sizes(*ctx.heads), "NORM": bool(norm), "SUM": False}
-        mixed, q_weight, k_weight = norm or (None, None, None)
-        tokens = len(cos)
-        d_mixed = cos.new_empty(tokens, meta["G"] * (meta["R"] + 2) * meta["D"], dtype=grads[0].dtype)
-        programs = min(tokens, _PROGRAMS) if norm else tokens
-        sums = cos.new_empty(programs, 2, meta["D"]) if norm else None
-        grads = [x.contiguous() for x in grads]
-        _split_backward[(programs,)](
-            *grads, mixed, cos, sin, q_weight, k_weight, d_mixed, sums, None, ctx.eps, tokens, **meta
-        )
-        d_weights = sums.sum(0).to(q_weight.dtype) if norm else (None, None)
-        return d_mixed, None, None, d_weights[0], d_weights[1], None, None
-
-
-class Heads(NamedTuple):
-    """The heads of an attention: their groups, query heads of a group, head dim d, and width E in the results."""
-
-    groups: int
-    per_group: int
-    head_dim: int
-    width: int
-
-
-def _sizes(groups: int, per_group: int, head_dim: int, width: int) -> dict[str, int]:
-    # Only the sizes of the heads are constants of the kernels, so new lengths need no compilation.
-    return {
-        "G": groups,
-        "R": per_group,
-        "D": head_dim,
-        "E": width,
-        "ROWS_P2": triton.next_power_of_2(groups * (per_group + 2)),
-        "HALF_P2": triton.next_power_of_2(head_dim // 2),
-    }
-
-
-def split_forward(
-    mixed: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    heads: Heads,
-    norms: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
-    eps: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return queries (T, G * R, E), keys and values (T, G, E), without autograd; see `split_norm_rotate`."""
-    tokens, rest = len(mixed), triton.next_power_of_2(max(1, heads.width - heads.head_dim))
-    q = mixed.new_empty(tokens, heads.groups * heads.per_group, heads.width)
-    k, v = (mixed.new_empty(tokens, heads.groups, heads.width) for _ in range(2))
-    _split_forward[(tokens,)](
-        mixed, cos, sin, *norms, q, k, v, eps, **_sizes(*heads), REST_P2=rest, NORM=norms[0] is not None
-    )
-    return q, k, v
-
-
-def split_gradients(
-    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor], cos: torch.Tensor, sin: torch.Tensor, heads: Heads
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradient of `mixed` (T, G * (R + 2) * d) and its sum over the tokens, in float32, given those of the
-    results of `split_forward`; no norms."""
-    tokens, width = len(cos), heads.groups * (heads.per_group + 2) * heads.head_dim
-    programs = min(tokens, _PROGRAMS)
-    d_mixed, sums = grads[0].new_empty(tokens, width), cos.new_empty(programs, width)
-    _split_backward[(programs,)](
-        *(*(x.contiguous() for x in grads), None, cos, sin, None, None, d_mixed, None, sums, 0.0, tokens),
-        **_sizes(*heads),
-        NORM=False,
-        SUM=True,
-    )
-    return d_mixed, sums.sum(0)
-
-
-def split_norm_rotate(
-    mixed: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    groups: int,
-    head_dim: int,
-    q_weight: torch.Tensor | None = None,
-    k_weight: torch.Tensor | None = None,
-    eps: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Split the heads, normalise queries and keys if they have weights, and rotate them, in float32 from the read to
-    the write.
-
-    Args:
-        mixed: (T, G * (R + 2) * d), group by group R queries, a key, a value.
-        cos: (T, d / 2) float32; each angle rotates a pair with one component from each half.
-        sin: (T, d / 2) float32.
-        q_weight, k_weight: (d,) weights of the norms; None for no norm.
-
-    Returns:
-        Queries (T, G * R, d), keys (T, G, d) and values (T, G, d).
-    """
-    heads = Heads(groups, mixed.size(1) // (groups * head_dim) - 2, head_dim, head_dim)
-    return _SplitNormRotate.apply(mixed, cos, sin, q_weight, k_weight, eps, heads)

@@ -3,6 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from pydantic import Field, model_validator
+
+from dataset_builders.contracts.strict import StrictModel
 from trainer.model.layer import LayerFlops, Mixer
 from trainer.model.rules import Rule, StackedRuns
 from trainer.model.shape import DELTA_CHUNK
@@ -32,6 +35,7 @@ class DeltaNet(Mixer):
 
     @property
     def parameters(self) -> int:
+        # Convolution, A_log and dt_bias, and the norm that all heads share.
         own = self.taps * sum(self.channels) + 2 * self.value_heads + self.head_dim
         return self._projections + self._output_projection + own
 
@@ -46,7 +50,7 @@ class DeltaNet(Mixer):
         convolution = 2 * self.taps * sum(self.channels)
         return LayerFlops(2 * self._projections + convolution + rule, 2 * self._output_projection, 0)
 
-    def kept_numbers(self, *, selective: bool) -> int:
+    def saved_activations(self, *, selective: bool) -> int:
         """Return the number of values per token that the kernels save."""
         queries, keys, values = self.channels
         # Not kept with selective recomputation: q, k and v after the convolution, the rule's output, and decay and
@@ -56,7 +60,7 @@ class DeltaNet(Mixer):
         return queries + keys + 3 * values + 2 * self.value_heads + (0 if selective else inside)
 
     def divided_widths(self) -> dict[str, int]:
-        return self.context_divided_widths()
+        return self.context_divided_widths()  # also the number of key heads
 
     def context_divided_widths(self) -> dict[str, int]:
         return {"linear_num_key_heads": self.key_heads}
@@ -82,3 +86,31 @@ class DeltaNet(Mixer):
     @property
     def _output_projection(self) -> int:
         return self.hidden_size * self.channels[-1]
+
+
+# The sizes in a model with random weights.
+
+
+class DeltaSizes(StrictModel):
+    """The gated delta nets of a hybrid decoder."""
+
+    key_heads: int = Field(gt=0, le=1024, description="key heads of a gated delta net")
+    value_heads: int = Field(gt=0, le=1024, description="value heads, a multiple of key_heads")
+    head_dim: int = Field(ge=8, le=1024, multiple_of=8, description="width of a key and of a value head")
+    attention_interval: int = Field(
+        gt=0, le=1024, description="interval of attention layers: 4 means every fourth layer"
+    )
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> "DeltaSizes":
+        if self.value_heads % self.key_heads:
+            raise ValueError(f"value_heads={self.value_heads} is not a multiple of key_heads={self.key_heads}")
+        return self
+
+
+class WithDelta(StrictModel):
+    """The field of a family whose decoder has gated delta nets."""
+
+    later_fields = ("delta",)
+
+    delta: DeltaSizes | None = Field(default=None, description="gated delta nets; null: there are none")

@@ -20,9 +20,169 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from trainer.layers.kernels.float8 import unpack_rows
-from trainer.parts.experts.products import Order
+from trainer.parts.experts.dispatch import Order
 
+# Warps of every kernel here, and columns of a token that one program copies or sums.
 _WARPS, _COLUMNS = 4, 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Matrices:
+    """One matrix per expert, with the adapters that are added to it."""
+
+    base: torch.Tensor  # (E, out, in) bf16, or uint8 codes, see `float8_base.pack`
+    scale: torch.Tensor | None = None  # (E * out,) float32 factors of the codes; None for bf16
+    a: torch.Tensor | None = None  # (E, r, in); None without adapters
+    b: torch.Tensor | None = None  # (E, out, r), times the adapters' scaling
+
+    def __iter__(self):
+        return iter((self.base, self.scale, self.a, self.b))
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.a is None else self.a.size(1)
+
+    def wide(self) -> torch.Tensor:
+        """Return (E, out, in + r): each matrix, and B beside it."""
+        return self._beside(self.b, axis=2)
+
+    def tall(self) -> torch.Tensor:
+        """Return (E, out + r, in): each matrix, and A below it."""
+        return self._beside(self.a, axis=1)
+
+    def _beside(self, other: torch.Tensor | None, axis: int) -> torch.Tensor:
+        if other is None and self.scale is None:
+            return self.base
+        size = list(self.base.shape)
+        size[axis] += self.rank
+        joined = torch.empty(
+            size, dtype=torch.bfloat16 if self.scale is not None else self.base.dtype, device=self.base.device
+        )
+        first, second = joined.split((self.base.size(axis), self.rank), axis)
+        if self.scale is None:
+            first.copy_(self.base)
+        else:
+            unpack_rows(self.base, self.scale, into=first)
+        if other is not None:
+            second.copy_(other)
+        return joined
+
+
+def mixed_experts(
+    hidden: torch.Tensor, weights: torch.Tensor, order: Order, gate_up: Matrices, down: Matrices
+) -> torch.Tensor:
+    """Return (s, D) bf16: the sum of each token's gated MLPs with silu, by their weights. Does not wait for the device.
+
+    Args:
+        hidden: (s, D) bf16.
+        weights: (s, k) bf16.
+        order: the order of the rows by expert; the last expert's end is R.
+        gate_up: out = 2 N, in = D; the rank of adapters is a multiple of ROW_MULTIPLE.
+        down: out = D, in = N.
+    """
+    of_order = order.permutation, order.inverse, order.ends
+    return _Mixed.apply(hidden.contiguous(), weights.contiguous(), *of_order, *gate_up, *down)
+
+
+class _Mixed(torch.autograd.Function):
+    """Backward computes the rows of the tokens and the experts' inner outputs again: a layer keeps only its gates."""
+
+    @staticmethod
+    def forward(ctx, hidden, weights, order, inverse, ends, *matrices):
+        gate_up, down = Matrices(*matrices[:4]), Matrices(*matrices[4:])
+        rows = _to_rows(hidden, inverse, gate_up.rank)  # (R, D + r)
+        of_hidden = _follow(rows, gate_up.a, ends)  # (R, r): the products with A stand behind each row
+        # [x | x A^T] @ [W | B]^T = x W^T + x A^T B^T: one product for the matrix and its adapter.
+        gates = F.grouped_mm(rows, gate_up.wide().transpose(1, 2), offs=ends)
+        width = gates.size(1) // 2
+        inner = gates.new_empty(len(gates), width + down.rank)  # (R, N + r)
+        _gate_fwd[(len(gates),)](gates, weights, order, inner, width, inner.size(1), **_by_rows(width))
+        of_inner = _follow(inner, down.a, ends)
+        ctx.save_for_backward(hidden, weights, order, inverse, ends, gates, of_hidden, of_inner, *matrices)
+        return _to_tokens(F.grouped_mm(inner, down.wide().transpose(1, 2), offs=ends), inverse)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        hidden, weights, order, inverse, ends, gates, of_hidden, of_inner, *matrices = ctx.saved_tensors
+        gate_up, down = Matrices(*matrices[:4]), Matrices(*matrices[4:])
+        needs = ctx.needs_input_grad
+        # As forward, with the transposed matrices: [dy | dy B] @ [W ; A] = dy W + dy B A.
+        rows, size = _to_rows(grad.contiguous(), inverse, down.rank), grad.size(1)
+        low = _follow(rows, None if down.b is None else down.b.transpose(1, 2), ends)
+        d_inner = F.grouped_mm(rows, down.tall(), offs=ends)
+        width = d_inner.size(1)
+        inner, d_weights = torch.empty_like(d_inner), torch.empty_like(weights)
+        d_gates = gates.new_empty(len(gates), 2 * width + gate_up.rank)
+        _gate_bwd[(len(gates),)](
+            *(d_inner, gates, weights, order, d_gates, inner, d_weights, width, d_gates.size(1)), **_by_rows(width)
+        )
+        of_down = _gradients(rows[:, :size], inner, low, of_inner, ends, needs[9:])
+        low = _follow(d_gates, None if gate_up.b is None else gate_up.b.transpose(1, 2), ends)
+        d_hidden = _to_tokens(F.grouped_mm(d_gates, gate_up.tall(), offs=ends), inverse) if needs[0] else None
+        # The inputs of the first product, only if W or A of gate and up are trained (inputs 5 and 7 of forward).
+        rows = _to_rows(hidden, inverse) if needs[5] or needs[7] else None
+        of_gate_up = _gradients(d_gates[:, : 2 * width], rows, low, of_hidden, ends, needs[5:9])
+        return d_hidden, d_weights, None, None, None, *of_gate_up, *of_down
+
+
+def _follow(rows: torch.Tensor, matrices: torch.Tensor | None, ends: torch.Tensor) -> torch.Tensor | None:
+    """Set the last numbers of rows (R, in + r) to the products of the first with (E, r, in); return these (R, r)."""
+    if matrices is None:
+        return None
+    width = matrices.size(2)
+    products = F.grouped_mm(rows[:, :width], matrices.transpose(1, 2), offs=ends)
+    rows[:, width:] = products
+    return products  # a tensor of its own, because a view that is saved for backward would keep all of `rows`
+
+
+def _gradients(
+    d_out: torch.Tensor,
+    rows: torch.Tensor | None,
+    d_low: torch.Tensor | None,
+    low: torch.Tensor | None,
+    ends: torch.Tensor,
+    needs: tuple[bool, ...],
+) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of `Matrices`.
+
+    Args:
+        d_out: (R, out) gradients of the products.
+        rows: (R, in) what was multiplied.
+        d_low: (R, r) gradients of its products with A.
+        low: (R, r) its products with A.
+    """
+    d_base = F.grouped_mm(d_out.t(), rows, offs=ends) if needs[0] else None
+    d_a = F.grouped_mm(d_low.t(), rows, offs=ends) if needs[2] else None
+    d_b = F.grouped_mm(d_out.t(), low, offs=ends) if needs[3] else None
+    return d_base, None, d_a, d_b
+
+
+def _to_rows(tokens: torch.Tensor, inverse: torch.Tensor, rank: int = 0) -> torch.Tensor:
+    """(s, D) -> (R, D + r), whose last numbers are not set."""
+    rows = tokens.new_empty(inverse.numel(), tokens.size(1) + rank)
+    grid, launch = _by_columns(tokens)
+    _spread[grid](tokens, inverse, rows, tokens.size(1), rows.size(1), K=inverse.size(1), **launch)
+    return rows
+
+
+def _to_tokens(rows: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    """(R, D) -> (s, D)."""
+    tokens = rows.new_empty(len(inverse), rows.size(1))
+    grid, launch = _by_columns(tokens)
+    _combine[grid](rows, inverse, tokens, rows.size(1), K=inverse.size(1), **launch)
+    return tokens
+
+
+def _by_columns(tokens: torch.Tensor) -> tuple[tuple[int, int], dict[str, int]]:
+    """Return the grid and the settings of a kernel whose programs take some columns of a token."""
+    block = min(_COLUMNS, triton.next_power_of_2(tokens.size(1)))
+    return (len(tokens), triton.cdiv(tokens.size(1), block)), {"BLOCK": block, "num_warps": _WARPS}
+
+
+def _by_rows(width: int) -> dict[str, int]:
+    """Return the settings of a kernel whose programs take a whole row each."""
+    return {"BLOCK": triton.next_power_of_2(width), "num_warps": _WARPS}
 
 
 @triton.jit
@@ -83,158 +243,3 @@ def _gate_bwd(d_out, gate_up, weights, order, d_gate_up, out, d_weights, N, STRI
     at = row * STRIDE + column
     tl.store(d_gate_up + at, (dy * up * (soft + opened * (1.0 - soft))).to(d_gate_up.dtype.element_ty), mask=inside)
     tl.store(d_gate_up + at + N, (dy * opened).to(d_gate_up.dtype.element_ty), mask=inside)
-
-
-@dataclass(frozen=True, slots=True)
-class Matrices:
-    """One matrix per expert, with the adapters that are added to it."""
-
-    base: torch.Tensor  # (E, out, in) bf16, or uint8 codes, see `float8_base.pack`
-    scale: torch.Tensor | None = None  # (E * out,) float32 factors of the codes; None for bf16
-    a: torch.Tensor | None = None  # (E, r, in); None without adapters
-    b: torch.Tensor | None = None  # (E, out, r), times the adapters' scaling
-
-    def __iter__(self):
-        return iter((self.base, self.scale, self.a, self.b))
-
-    @property
-    def rank(self) -> int:
-        return 0 if self.a is None else self.a.size(1)
-
-    def wide(self) -> torch.Tensor:
-        """Return (E, out, in + r): each matrix, and B beside it."""
-        return self._beside(self.b, axis=2)
-
-    def tall(self) -> torch.Tensor:
-        """Return (E, out + r, in): each matrix, and A below it."""
-        return self._beside(self.a, axis=1)
-
-    def _beside(self, other: torch.Tensor | None, axis: int) -> torch.Tensor:
-        if other is None and self.scale is None:
-            return self.base
-        size = list(self.base.shape)
-        size[axis] += self.rank
-        joined = torch.empty(
-            size, dtype=torch.bfloat16 if self.scale is not None else self.base.dtype, device=self.base.device
-        )
-        first, second = joined.split((self.base.size(axis), self.rank), axis)
-        if self.scale is None:
-            first.copy_(self.base)
-        else:
-            unpack_rows(self.base, self.scale, into=first)
-        if other is not None:
-            second.copy_(other)
-        return joined
-
-
-class _Mixed(torch.autograd.Function):
-    """Backward computes the rows of the tokens and the experts' inner outputs again: a layer keeps only its gates."""
-
-    @staticmethod
-    def forward(ctx, hidden, weights, order, inverse, ends, *matrices):
-        gate_up, down = Matrices(*matrices[:4]), Matrices(*matrices[4:])
-        rows = _to_rows(hidden, inverse, gate_up.rank)
-        of_hidden = _follow(rows, gate_up.a, ends)
-        gates = F.grouped_mm(rows, gate_up.wide().transpose(1, 2), offs=ends)
-        width = gates.size(1) // 2
-        inner = gates.new_empty(len(gates), width + down.rank)
-        _gate_fwd[(len(gates),)](gates, weights, order, inner, width, inner.size(1), **_whole(width))
-        of_inner = _follow(inner, down.a, ends)
-        ctx.save_for_backward(hidden, weights, order, inverse, ends, gates, of_hidden, of_inner, *matrices)
-        return _to_tokens(F.grouped_mm(inner, down.wide().transpose(1, 2), offs=ends), inverse)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        hidden, weights, order, inverse, ends, gates, of_hidden, of_inner, *matrices = ctx.saved_tensors
-        gate_up, down = Matrices(*matrices[:4]), Matrices(*matrices[4:])
-        needs = ctx.needs_input_grad
-        rows, size = _to_rows(grad.contiguous(), inverse, down.rank), grad.size(1)
-        low = _follow(rows, None if down.b is None else down.b.transpose(1, 2), ends)
-        d_inner = F.grouped_mm(rows, down.tall(), offs=ends)
-        width = d_inner.size(1)
-        inner, d_weights = torch.empty_like(d_inner), torch.empty_like(weights)
-        d_gates = gates.new_empty(len(gates), 2 * width + gate_up.rank)
-        _gate_bwd[(len(gates),)](
-            *(d_inner, gates, weights, order, d_gates, inner, d_weights, width, d_gates.size(1)), **_whole(width)
-        )
-        of_down = _gradients(rows[:, :size], inner, low, of_inner, ends, needs[9:])
-        low = _follow(d_gates, None if gate_up.b is None else gate_up.b.transpose(1, 2), ends)
-        d_hidden = _to_tokens(F.grouped_mm(d_gates, gate_up.tall(), offs=ends), inverse) if needs[0] else None
-        rows = _to_rows(hidden, inverse) if needs[5] or needs[7] else None
-        of_gate_up = _gradients(d_gates[:, : 2 * width], rows, low, of_hidden, ends, needs[5:9])
-        return d_hidden, d_weights, None, None, None, *of_gate_up, *of_down
-
-
-def _follow(rows: torch.Tensor, matrices: torch.Tensor | None, ends: torch.Tensor) -> torch.Tensor | None:
-    """Set the last numbers of rows (R, in + r) to the products of the first with (E, r, in); return these (R, r)."""
-    if matrices is None:
-        return None
-    width = matrices.size(2)
-    products = F.grouped_mm(rows[:, :width], matrices.transpose(1, 2), offs=ends)
-    rows[:, width:] = products
-    return products
-
-
-def _gradients(
-    d_out: torch.Tensor,
-    rows: torch.Tensor | None,
-    d_low: torch.Tensor | None,
-    low: torch.Tensor | None,
-    ends: torch.Tensor,
-    needs: tuple[bool, ...],
-) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients of `Matrices`.
-
-    Args:
-        d_out: (R, out) gradients of the products.
-        rows: (R, in) what was multiplied.
-        d_low: (R, r) gradients of its products with A.
-        low: (R, r) its products with A.
-    """
-    d_base = F.grouped_mm(d_out.t(), rows, offs=ends) if needs[0] else None
-    d_a = F.grouped_mm(d_low.t(), rows, offs=ends) if needs[2] else None
-    d_b = F.grouped_mm(d_out.t(), low, offs=ends) if needs[3] else None
-    return d_base, None, d_a, d_b
-
-
-def _to_rows(tokens: torch.Tensor, inverse: torch.Tensor, rank: int = 0) -> torch.Tensor:
-    """(s, D) -> (R, D + r), whose last numbers are not set."""
-    rows = tokens.new_empty(inverse.numel(), tokens.size(1) + rank)
-    _spread[_grid(tokens)](tokens, inverse, rows, tokens.size(1), rows.size(1), K=inverse.size(1), **_part(tokens))
-    return rows
-
-
-def _to_tokens(rows: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-    """(R, D) -> (s, D)."""
-    tokens = rows.new_empty(len(inverse), rows.size(1))
-    _combine[_grid(tokens)](rows, inverse, tokens, rows.size(1), K=inverse.size(1), **_part(tokens))
-    return tokens
-
-
-def _part(tokens: torch.Tensor) -> dict[str, int]:
-    return {"BLOCK": min(_COLUMNS, triton.next_power_of_2(tokens.size(1))), "num_warps": _WARPS}
-
-
-def _whole(width: int) -> dict[str, int]:
-    return {"BLOCK": triton.next_power_of_2(width), "num_warps": _WARPS}
-
-
-def _grid(tokens: torch.Tensor) -> tuple[int, int]:
-    return len(tokens), triton.cdiv(tokens.size(1), _part(tokens)["BLOCK"])
-
-
-def mixed_experts(
-    hidden: torch.Tensor, weights: torch.Tensor, order: Order, gate_up: Matrices, down: Matrices
-) -> torch.Tensor:
-    """Return (s, D) bf16: the sum of each token's gated MLPs with silu, by their weights. Does not wait for the device.
-
-    Args:
-        hidden: (s, D) bf16.
-        weights: (s, k) bf16.
-        order: the order of the rows by expert; the last expert's end is R.
-        gate_up: out = 2 N, in = D; the rank of adapters is a multiple of ROW_MULTIPLE.
-        down: out = D, in = N.
-    """
-    of_order = order.order, order.inverse, order.ends
-    return _Mixed.apply(hidden.contiguous(), weights.contiguous(), *of_order, *gate_up, *down)

@@ -1,13 +1,21 @@
-"""Experts behind a router, as the second half of a layer.
+"""Experts behind a router, as the second half of a layer, and their adapters.
+
+The forward pass of a layer (`RoutedExperts.forward`): route the tokens and count the loads (routing.py), multiply by
+the chosen experts (dispatch.py; kernels.py on a GPU whose ranks do not divide the experts), add a token's k outputs by
+their weights, and add the shared expert's output if there is one.
 
 s = tokens of this rank, after context and sequence parallelism; m = those that the rest of the model needs; D = hidden
 size, E = experts, k = experts per token, I = width of an expert.
 """
 
 import dataclasses
+import hashlib
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -20,23 +28,41 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from trainer.contract.adapter import AdapterConfig
 from trainer.contract.run import ExpertsConfig, TrainConfig
 from trainer.layers.kernels.dispatch import can_import, kernels_run
+from trainer.layers.lora.adapter import Adapter
 from trainer.layers.lora.float8_base import pack
 from trainer.layers.measures import Reports
 from trainer.layers.module_set import ACTIVATIONS
 from trainer.layers.segments import RoutedTokens, SelectedRows
 from trainer.libraries.torch_private import parameters_of
-from trainer.parts.experts.adapter import ExpertsAdapter, mark_of_experts
-from trainer.parts.experts.exchange import compute_on_ranks
+from trainer.parallel.meta_parameters import copy_into
+from trainer.parts.experts.dispatch import (
+    ROW_MULTIPLE,
+    Order,
+    PackedProduct,
+    compute_on_ranks,
+    grouped_product,
+    is_grouped,
+)
 from trainer.parts.experts.part import Experts
-from trainer.parts.experts.products import Order, PackedProduct, grouped_product, is_grouped
 from trainer.parts.experts.routing import LoadPool, Routing, WithAuxiliaryLoss, route, tokens_of_experts
 
 if can_import():
     from trainer.parts.experts.kernels import Matrices, mixed_experts
 
-_OF_EXPERTS = ("gate_up", "down")
+_OF_EXPERTS = ("gate_up", "down")  # the parameters that hold a matrix for each expert
+# Functions by name, because ranks exchange the names along with the sums (`Reports.metrics`).
 _LOADS = "trainer.parts.experts.part:loads"
 _LOSS = "trainer.parts.experts.part:mean_auxiliary_loss"
+
+
+def spec(part: Experts, modules: BackendSpecProvider) -> ModuleSpec:
+    """Return the spec of a decoder layer's experts."""
+    shared = MLPSubmodules(
+        linear_fc1=modules.column_parallel_linear(),
+        linear_fc2=modules.row_parallel_linear(),
+        activation_func=modules.activation_func(),
+    )
+    return ModuleSpec(module=RoutedExperts, params={"part": part}, submodules=ExpertsSubmodules(shared))
 
 
 @dataclass
@@ -61,7 +87,7 @@ class RoutedExperts(MegatronModule):
     ) -> None:
         super().__init__(config)
         self.part, self.activation = part, ACTIVATIONS[part.activation]
-        self.settings, self.layer, self.reports = ExpertsConfig(), 0, Reports()
+        self.settings, self.layer, self.reports = ExpertsConfig(), 0, Reports()  # until `prepare_training`
         count, width, inner = part.num_experts, part.hidden_size, part.intermediate_size
         self.groups, self.adapter = pg_collection, torch.nn.ModuleDict()
         self.router = _weight(config, count, width)
@@ -79,7 +105,7 @@ class RoutedExperts(MegatronModule):
         self.settings, self.layer, self.reports = train.experts, layer, reports
         reports.shared(LoadPool).layers.add(layer)
 
-    def adapt(self, name: str, config: AdapterConfig) -> ExpertsAdapter:
+    def adapt(self, name: str, config: AdapterConfig) -> "ExpertsAdapter":
         """Add and return the adapters of a parameter of the experts."""
         self.adapter[name] = ExpertsAdapter(self.get_parameter(name), config, self.groups, self.config.params_dtype)
         return self.adapter[name]
@@ -89,13 +115,14 @@ class RoutedExperts(MegatronModule):
         whole = self.get_parameter(name)
         codes, scale = pack(whole.detach().to(device).flatten(0, 1))
         param = torch.nn.Parameter(codes.view(whole.shape), requires_grad=False)
-        param.__dict__.update(whole.__dict__)
+        param.__dict__.update(whole.__dict__)  # the marks of `mark_of_experts`
         parameters_of(self)[name] = param
         self.register_buffer(f"{name}_scale", scale, persistent=False)
 
     def forward(self, hidden: torch.Tensor, rows: SelectedRows | None, tokens: RoutedTokens) -> torch.Tensor:
         """Map (s, 1, D) to (s, 1, D), or only to the chosen rows (m, 1, D)."""
-        # All tokens are routed, so that loads and auxiliary loss cover them; padding is counted nowhere.
+        # All tokens are routed, so that loads and auxiliary loss cover them; padding is counted nowhere. The router
+        # gets a gradient here if its choice weights the output (no chosen rows), or from the auxiliary loss.
         is_trained = torch.is_grad_enabled() and (rows is None or self.settings.coefficient > 0)
         routing = self._choose(hidden[:, 0]) if is_trained else self._choose(hidden[:, 0].detach())
         counts = tokens_of_experts(routing.chosen, tokens.is_token, self.part.num_experts)
@@ -111,6 +138,8 @@ class RoutedExperts(MegatronModule):
             chosen = routing.chosen.masked_fill(~tokens.is_token[:, None], of_padding)
             weights = routing.weights * tokens.is_token[:, None]
         else:
+            # The last layer computes only the tokens with loss. They are routed again, because the choice above may
+            # have no gradient.
             hidden = rows.of_hidden(hidden)
             _, weights, chosen = self._choose(hidden[:, 0])
         out = self._mix(hidden[:, 0], weights, chosen)[:, None]
@@ -124,6 +153,7 @@ class RoutedExperts(MegatronModule):
         routing = route(hidden, self.router, self.part.top_k)
         if not self.settings.force_balance:
             return routing
+        # For measurements: token after token takes the next k experts in turn, whatever the router says.
         turns = torch.arange(routing.chosen.numel(), device=hidden.device) % self.part.num_experts
         chosen = turns.view_as(routing.chosen)
         weights = routing.probabilities.gather(1, chosen)
@@ -140,11 +170,12 @@ class RoutedExperts(MegatronModule):
         scale = self.settings.coefficient * tokens.num_loss_tokens * experts / count
         if self.settings.auxiliary_loss == "layer":
             top_k, load = self.part.top_k, load_and_probability[0]
-            self._report_loss(load_and_probability / top_k**0.5)
+            self._report_loss(load_and_probability / top_k**0.5)  # whose product of two is then divided by k
             return WithAuxiliaryLoss.apply(hidden, probabilities, tokens.is_token, scale / top_k, lambda: load)
+        # The loads of later layers are not known yet. `pool.load` is called in the backward pass, when all are.
         pool = self.reports.shared(LoadPool)
         pool.put(tokens, self.layer, load_and_probability)
-        if pool.is_whole:
+        if pool.is_complete:
             self._report_loss(pool.mean())
         return WithAuxiliaryLoss.apply(hidden, probabilities, tokens.is_token, scale / len(pool.layers), pool.load)
 
@@ -155,13 +186,15 @@ class RoutedExperts(MegatronModule):
     def _mix(self, hidden: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """Return (s, D): the sum of each token's experts, by their weights (s, k)."""
         order, group = Order(chosen, self.part.num_experts), self.groups.ep
-        if group.size() == 1 and self._kernels_run(hidden):
+        # The kernels compute silu alone, and the rows of one rank's own tokens alone.
+        fits = group.size() == 1 and self.part.activation == "silu" and is_grouped(hidden)
+        if fits and kernels_run(hidden.device):
             return mixed_experts(hidden, weights, order, *map(self._matrices, _OF_EXPERTS))
         if group.size() > 1:
             outputs = compute_on_ranks(hidden, order, self._compute, group)
         else:
             outputs = order.collect(self._compute(order.dispatch(hidden), order.ends))
-        return (outputs * weights[..., None]).sum(1)
+        return (outputs * weights[..., None]).sum(1)  # (s, k, D) -> (s, D)
 
     def _compute(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """Map rows (R, D), sorted by this rank's experts, to (R, D)."""
@@ -176,9 +209,6 @@ class RoutedExperts(MegatronModule):
         else:
             out = grouped_product(rows, weight, ends)
         return out + self.adapter[name](rows, ends) if name in self.adapter else out
-
-    def _kernels_run(self, hidden: torch.Tensor) -> bool:
-        return self.part.activation == "silu" and is_grouped(hidden) and kernels_run(hidden.device)
 
     def _matrices(self, name: str) -> "Matrices":
         """Return a parameter's matrices and their adapters, for the kernels."""
@@ -206,6 +236,57 @@ class RoutedExperts(MegatronModule):
         )
 
 
+class ExpertsAdapter(Adapter):
+    """The adapters of a parameter that holds one matrix per expert; expert-parallel ranks divide both alike.
+
+    They are those that PEFT computes for stacked matrices (0.21, ParamWrapper). E = experts of this rank, r = rank of
+    the adapters, R = rows sorted by expert.
+
+    Args:
+        weight: (E, out, in).
+    """
+
+    def __init__(
+        self, weight: torch.nn.Parameter, config: AdapterConfig, groups: ProcessGroupCollection, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.scaling, self.groups = config.scaling, groups
+        (experts, out, width), like = weight.shape, {"dtype": dtype, "device": weight.device}
+        self.a = torch.nn.Parameter(torch.empty(experts, config.rank, width, **like))
+        self.b = torch.nn.Parameter(torch.zeros(experts, out, config.rank, **like))
+        for param in (self.a, self.b):
+            mark_of_experts(param)
+
+    @torch.no_grad()
+    def initialise(self, names: Sequence[str], seed: int) -> None:
+        """Set A as PEFT does: uniform within 1 / sqrt(in); B is zero already."""
+        (name,), group = names, self.groups.ep
+        # The values depend only on the seed and the name of the HF tensor, not on the layout.
+        key = hashlib.sha256(f"{seed} {name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(key[:8]))
+        whole = torch.empty(len(self.a) * group.size(), *self.a.shape[1:]).uniform_(-1, 1, generator=generator)
+        copy_into(self.a, (whole / math.sqrt(whole.size(2))).chunk(group.size())[group.rank()])
+
+    def forward(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """Return what the adapters add to the products of rows (R, in): (R, out)."""
+        a, b = self.matrices()
+        return grouped_product(grouped_product(rows, a, ends) * self.scaling, b, ends)
+
+    def matrices(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return A (E, r', in) and B (E, out, r'). If r is no multiple of ROW_MULTIPLE, zeros fill up to the next."""
+        missing = -self.a.size(1) % ROW_MULTIPLE
+        if not missing:  # padding by nothing copies too
+            return self.a, self.b
+        return F.pad(self.a, (0, 0, 0, missing)), F.pad(self.b, (0, missing))
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> ShardedStateDict:
+        groups = {"tp_group": self.groups.ep, "dp_cp_group": self.groups.expt_dp}
+        state = self.state_dict(keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, dict.fromkeys(state, 0), sharded_offsets, **groups)
+
+
 def _weight(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
     """Return an unset parameter that every tensor-parallel rank has whole."""
     weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
@@ -221,10 +302,9 @@ def _weight_of_experts(config: TransformerConfig, *shape: int) -> torch.nn.Param
     return weight
 
 
-def spec(part: Experts, modules: BackendSpecProvider) -> ModuleSpec:
-    shared = MLPSubmodules(
-        linear_fc1=modules.column_parallel_linear(),
-        linear_fc2=modules.row_parallel_linear(),
-        activation_func=modules.activation_func(),
-    )
-    return ModuleSpec(module=RoutedExperts, params={"part": part}, submodules=ExpertsSubmodules(shared))
+def mark_of_experts(weight: torch.nn.Parameter) -> None:
+    """Mark a parameter whose first axis expert-parallel ranks divide."""
+    # megatron-core then sums its gradient over the ranks that hold the same experts.
+    weight.allreduce = False
+    # With these marks it counts in norms on every rank that holds a part.
+    weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, 0, 1

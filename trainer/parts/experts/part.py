@@ -4,6 +4,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import Field, model_validator
+
+from dataset_builders.contracts.strict import StrictModel
 from trainer.model.layer import FeedForward
 from trainer.model.rules import STACKED, EitherWay, OneByOne, Rule
 
@@ -28,14 +31,14 @@ class Experts(FeedForward):
     @property
     def parameters(self) -> int:
         shared = 3 * self.hidden_size * self.shared_size + self.hidden_size * bool(self.shared_size)
-        return self._router + self.divided_by_experts + shared
+        return self._router + self.expert_parameters + shared
 
     @property
-    def divided_by_experts(self) -> int:
+    def expert_parameters(self) -> int:
         return self.num_experts * self._expert
 
     @property
-    def idle_parameters(self) -> int:
+    def inactive_parameters(self) -> int:
         return (self.num_experts - self.top_k) * self._expert
 
     @property
@@ -51,21 +54,20 @@ class Experts(FeedForward):
     def _expert(self) -> int:
         return 3 * self.hidden_size * self.intermediate_size
 
-    def kept_numbers(self, *, selective: bool) -> int:
-        """Return the kept numbers per token."""
+    def saved_activations(self, *, selective: bool) -> int:
         # The kernels of a GPU keep gate and up of each chosen expert, and compute its other numbers again. The router
-        # keeps its probabilities in float32. The shared expert keeps what a dense MLP keeps.
+        # keeps its probabilities in float32, which count twice. The shared expert keeps what a dense MLP keeps.
         return 2 * self.top_k * self.intermediate_size + 2 * self.num_experts + 3 * self.shared_size
 
     @property
-    def divided_kept_numbers(self) -> int:
-        """Numbers per token that are also kept if ranks divide the experts, because the kernels are not used then."""
+    def expert_parallel_activations(self) -> int:
+        """Values per token that are also saved if ranks divide the experts, because the kernels are not used then."""
         # Per chosen expert its input row, its activated gate, its inner output, and its output row.
         return self.top_k * (2 * self.hidden_size + 2 * self.intermediate_size)
 
     @property
-    def brief_numbers(self) -> int:
-        """Numbers per token that exist only while the layer's backward runs: rows and gradients of chosen experts."""
+    def transient_activations(self) -> int:
+        """Values per token that exist only while the layer's backward runs: rows and gradients of chosen experts."""
         return self.top_k * (2 * self.hidden_size + 4 * self.intermediate_size)
 
     def divided_widths(self) -> dict[str, int]:
@@ -88,6 +90,7 @@ class Experts(FeedForward):
         ):
             packing = EitherWay(matrix=matrix) if self.may_be_transposed else STACKED
             each = tuple(f"{experts}{number}.{part}.weight" for number in range(self.num_experts) for part in own)
+            # Some directories have tensors for each expert in place of one for all.
             stored_by_expert = Rule(ours + name, each, one_by_one, group="ep")
             yield Rule(
                 ours + name,
@@ -140,3 +143,30 @@ def mean_auxiliary_loss(sums: Mapping[int, list[float]]) -> dict[str, float]:
     """Return the auxiliary loss, given for each layer the sum of its auxiliary losses and their number."""
     values = [total / count for total, count in sums.values() if count]
     return {"auxiliary_loss": sum(values) / len(values)} if values else {}
+
+
+# The sizes in a model with random weights.
+
+
+class ExpertSizes(StrictModel):
+    """The experts of a decoder's layers."""
+
+    count: int = Field(gt=0, le=4096, description="experts of a layer")
+    top_k: int = Field(gt=0, le=4096, description="experts of a token, at most count")
+    width: int = Field(gt=0, le=2**18, description="width of an expert's gated MLP")
+    shared_width: int = Field(default=0, ge=0, le=2**18, description="width of the shared expert; 0: there is none")
+    dense_layers: tuple[int, ...] = Field(default=(), description="layers with an MLP in place of experts")
+
+    @model_validator(mode="after")
+    def _experts_suffice(self) -> "ExpertSizes":
+        if self.top_k > self.count:
+            raise ValueError(f"top_k={self.top_k} is more than count={self.count}")
+        return self
+
+
+class WithExperts(StrictModel):
+    """The field of a family whose decoder has experts."""
+
+    later_fields = ("experts",)
+
+    experts: ExpertSizes | None = Field(default=None, description="experts; null: there are none")

@@ -23,13 +23,14 @@ class Routing(NamedTuple):
 def route(hidden: torch.Tensor, router: torch.Tensor, top_k: int) -> Routing:
     """Route (s, D) by a router (E, D). (transformers 5.23, Qwen3VLMoeTextTopKRouter)"""
     logits = F.linear(hidden, router)
-    probabilities = logits.softmax(-1, dtype=torch.float32)
+    probabilities = logits.softmax(-1, dtype=torch.float32)  # over all experts, before the choice
     top, chosen = probabilities.topk(top_k, -1)
     return Routing(probabilities, (top / top.sum(-1, keepdim=True)).to(logits.dtype), chosen)
 
 
 def tokens_of_experts(chosen: torch.Tensor, is_token: torch.Tensor, num_experts: int) -> torch.Tensor:
     """Return (E,) float64: the number of tokens of each expert, without padding, given (s, k) indices of experts."""
+    # float64 is exact for counts of tokens, and what `Reports` sums. bincount would wait for the device.
     counts = torch.zeros(num_experts, dtype=torch.float64, device=chosen.device)
     return counts.scatter_add_(0, chosen.flatten(), is_token.double().repeat_interleave(chosen.size(1)))
 
@@ -50,7 +51,7 @@ class LoadPool:
         self._of_layers[layer] = load_and_probability
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether all layers have been put."""
         return self._of_layers.keys() == self.layers
 

@@ -27,7 +27,7 @@ class GatedMLP(FeedForward):
     def flops(self) -> int:
         return 2 * self.parameters
 
-    def kept_numbers(self, *, selective: bool) -> int:
+    def saved_activations(self, *, selective: bool) -> int:
         """Return the numbers of gate and up, and of their product."""
         return 3 * self.intermediate_size
 

@@ -1,5 +1,8 @@
 """The vision encoder of Qwen3-VL: from the patches of a bin's images to image tokens and deepstack features.
 
+`VisionEncoder.forward` tells the steps. The layers are PackedLayers with biases, LayerNorms and full attention inside
+each image; spans.py computes all that lies between two attentions as one function where it can.
+
 P = patches, V = image tokens = P / merge^2, C = bytes of a patch (3 * patch_size^2), D = language hidden size,
 L = deepstack levels.
 """
@@ -46,92 +49,6 @@ def vision_config(shape: VisionShape, parallel: ParallelConfig, dtype: torch.dty
     )
 
 
-def position_taps(coordinates: torch.Tensor, frames: torch.Tensor, side: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the taps that resample a side x side table of learned positions to each frame's grid.
-
-    The interpolation is bilinear with aligned corners, as in transformers'
-    `get_vision_interpolation_indices_and_weights`.
-
-    Args:
-        coordinates: (P, 2) int32 row and column of each patch.
-        frames: (P, 2) int32 numbers of rows and columns of each patch's frame.
-
-    Returns:
-        (P, 4) int64 rows of the table for each patch, and their (P, 4) float32 weights, which sum to 1.
-    """
-    # Every operation on floats is a single float32 operation, so all devices give the same bits; none is waited for.
-    source = coordinates.float() * (side - 1) / (frames - 1).clamp(min=1)
-    low = source.floor()
-    fraction = source - low
-    index = low.long()
-    near = torch.stack((index, (index + 1).clamp(max=side - 1)), -1)  # (P, axis, 2)
-    weights = torch.stack((1 - fraction, fraction), -1)
-    taps = near[:, 0, :, None] * side + near[:, 1, None]
-    return taps.flatten(1), (weights[:, 0, :, None] * weights[:, 1, None]).flatten(1)
-
-
-def vision_angles(patch_coordinates: torch.Tensor, shape: VisionShape) -> torch.Tensor:
-    """Return the angles of (P, 2) rows and columns: (P, head_dim / 2) float32. Half of the pairs rotate by the row,
-    half by the column."""
-    inverse = inverse_frequencies(shape.rope_theta, shape.head_dim // 2, patch_coordinates.device)
-    return (patch_coordinates[..., None].float() * inverse).flatten(1)
-
-
-class PatchEmbedding(torch.nn.Module):
-    """A module that normalises uint8 patches and projects them. The weight has a frame axis."""
-
-    def __init__(self, config: TransformerConfig, shape: VisionShape) -> None:
-        super().__init__()
-        axes = (shape.hidden_size, 3, shape.temporal_patch_size, shape.patch_size, shape.patch_size)
-        self.weight = torch.nn.Parameter(torch.empty(axes, dtype=config.params_dtype))
-        self.bias = torch.nn.Parameter(torch.empty(shape.hidden_size, dtype=config.params_dtype))
-        self.register_buffer("offset", torch.zeros(3), persistent=False)
-        self.register_buffer("divisor", torch.ones(3), persistent=False)
-
-    def set_normalisation(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
-        """Set the image processor's mean and standard deviation per channel, on the scale 0 to 1."""
-        self.offset.copy_(torch.tensor(mean) * 255)
-        self.divisor.copy_(torch.tensor(std) * 255)
-
-    def forward(self, patches: torch.Tensor) -> torch.Tensor:
-        """Embed (P, C) uint8 to (P, hidden)."""
-        pixels = patches.view(len(patches), 3, -1).float()
-        pixels = pixels.sub(self.offset[:, None]).div(self.divisor[:, None]).flatten(1)
-        # The frames of a still image are equal, so one product with their summed weights suffices.
-        weight = self.weight.sum(dim=2).flatten(1)
-        return F.linear(pixels.to(weight.dtype), weight, self.bias)
-
-
-class PatchMerger(MegatronModule):
-    """A module that merges merge x merge patches into one image token. Deepstack's mergers normalise after the patches
-    are joined."""
-
-    def __init__(self, config, shape: VisionShape, modules: BackendSpecProvider, groups, *, norm_after: bool) -> None:
-        super().__init__(config)
-        self.width = shape.hidden_size * shape.spatial_merge_size**2
-        self.norm_after = norm_after
-        norm_size = self.width if norm_after else shape.hidden_size
-        self.norm = build_module(modules.layer_norm(), config=config, hidden_size=norm_size, eps=1e-6)
-        shared = {
-            "config": config,
-            "init_method": config.init_method,
-            "bias": True,
-            "skip_bias_add": False,
-            "is_expert": False,
-            "tp_group": groups.tp,
-        }
-        column, row = modules.column_parallel_linear(), modules.row_parallel_linear()
-        self.linear_fc1 = column(self.width, self.width, gather_output=False, **shared)
-        self.linear_fc2 = row(self.width, shape.out_hidden_size, input_is_parallel=True, **shared)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Merge (P, 1, hidden) to (V, D)."""
-        hidden = self.norm(hidden.reshape(-1, self.width)) if self.norm_after else self.norm(hidden)
-        hidden, _ = self.linear_fc1(hidden.reshape(-1, 1, self.width))
-        hidden, _ = self.linear_fc2(F.gelu(hidden))
-        return hidden.squeeze(1)
-
-
 class VisionEncoder(MegatronModule):
     """The vision encoder: patches -> transformer with full attention inside each image -> merged image tokens.
 
@@ -165,7 +82,7 @@ class VisionEncoder(MegatronModule):
         self.blocks = TransformerBlock(
             config,
             TransformerBlockSubmodules(layer_specs=[spec] * shape.num_layers),
-            post_layer_norm=False,
+            post_layer_norm=False,  # the mergers have norms of their own
             pg_collection=groups,
         )
         self.merger = PatchMerger(config, shape, modules, groups, norm_after=False)
@@ -178,33 +95,26 @@ class VisionEncoder(MegatronModule):
         # If nothing before the mergers is trained, only they need a graph.
         before = (self.pos_embed, *self.patch_embed.parameters(), *self.blocks.parameters())
         with torch.set_grad_enabled(torch.is_grad_enabled() and any(param.requires_grad for param in before)):
-            taps = self._hidden_states(batch)
+            tapped = self._hidden_states(batch)
         # The features are in the order of their layers, whatever the order of the config's list.
         by_layer = [self.deepstack_mergers[i] for i in np.argsort(self.shape.deepstack_layers)]
-        levels = [merger(hidden) for merger, hidden in zip([*by_layer, self.merger], taps)]
+        levels = [merger(hidden) for merger, hidden in zip([*by_layer, self.merger], tapped)]
         return torch.cat([levels[-1], *levels[:-1]], dim=-1)
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
-    ) -> ShardedStateDict:
-        """Extend megatron-core's method by the deepstack mergers' own."""
-        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        # megatron-core treats the modules of a ModuleList as whole on every rank.
-        for number, merger in enumerate(self.deepstack_mergers):
-            state |= merger.sharded_state_dict(f"{prefix}deepstack_mergers.{number}.", sharded_offsets, metadata)
-        return state
-
     def _hidden_states(self, batch: MicroBatch) -> list[torch.Tensor]:
-        """Return (P, 1, hidden) after each deepstack layer and after the last layer."""
-        side = self.shape.position_side
-        taps, weights = position_taps(batch.patch_coordinates, batch.patch_frames, side)
+        """Return (P, 1, hidden) after each deepstack layer and after the last layer.
+
+        Its other tensors are freed before the mergers run.
+        """
+        # The table of learned positions is a square, resampled to the rows and columns of each image.
+        taps, weights = position_taps(batch.patch_coordinates, batch.patch_frames, self.shape.position_side)
         weights = weights.to(self.pos_embed.dtype)
         positions = F.embedding_bag(taps, self.pos_embed, per_sample_weights=weights, mode="sum")
         embedded = (self.patch_embed(batch.patches) + positions)[:, None]
         rotation = Rotation.of(vision_angles(batch.patch_coordinates, self.shape))
         segments = PackedSegments.of(batch.vision_cu_seqlens, batch.vision_max_seqlen)
         tapped = []
-        for number, hidden in enumerate(self._outputs(embedded, rotation, segments)):
+        for number, hidden in enumerate(self._layer_outputs(embedded, rotation, segments)):
             if number in self.shape.deepstack_layers:
                 tapped.append(hidden)
         return [*tapped, hidden]
@@ -214,14 +124,115 @@ class VisionEncoder(MegatronModule):
         # Decided at the first call: if the linear layers have adapters by then, the layers cannot be joined.
         return not self.sharded and can_join(self.blocks.layers)
 
-    def _outputs(self, hidden: torch.Tensor, rotation: Rotation, segments: PackedSegments) -> Iterator[torch.Tensor]:
+    def _layer_outputs(
+        self, hidden: torch.Tensor, rotation: Rotation, segments: PackedSegments
+    ) -> Iterator[torch.Tensor]:
         """Yield the output of each layer, (P, 1, hidden)."""
         layers = self.blocks.layers
         if self._is_joined and not self.recompute:
             yield from joined_layers(layers, hidden, rotation, segments)
             return
         for layer in layers:
+            # To recompute layer by layer, each layer is joined alone: no span reaches into the next one.
             call = partial(joined_layer, layer) if self._is_joined else layer
             call = partial(recomputed, call, is_random=self.is_random) if self.recompute else call
             hidden = call(hidden, rotation, segments)
             yield hidden
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> ShardedStateDict:
+        """Extend megatron-core's method by the deepstack mergers' own."""
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        # megatron-core takes the modules of a ModuleList to be whole on every rank, which those are not with
+        # vision_split=tensor_parallel.
+        for number, merger in enumerate(self.deepstack_mergers):
+            state |= merger.sharded_state_dict(f"{prefix}deepstack_mergers.{number}.", sharded_offsets, metadata)
+        return state
+
+
+class PatchEmbedding(torch.nn.Module):
+    """A module that normalises uint8 patches and projects them. The weight has a frame axis."""
+
+    def __init__(self, config: TransformerConfig, shape: VisionShape) -> None:
+        super().__init__()
+        axes = (shape.hidden_size, 3, shape.temporal_patch_size, shape.patch_size, shape.patch_size)
+        self.weight = torch.nn.Parameter(torch.empty(axes, dtype=config.params_dtype))
+        self.bias = torch.nn.Parameter(torch.empty(shape.hidden_size, dtype=config.params_dtype))
+        # Not persistent: `set_normalisation` sets them from the data's own pixel format.
+        self.register_buffer("offset", torch.zeros(3), persistent=False)
+        self.register_buffer("divisor", torch.ones(3), persistent=False)
+
+    def set_normalisation(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+        """Set the image processor's mean and standard deviation per channel, on the scale 0 to 1."""
+        self.offset.copy_(torch.tensor(mean) * 255)
+        self.divisor.copy_(torch.tensor(std) * 255)
+
+    def forward(self, patches: torch.Tensor) -> torch.Tensor:
+        """Embed (P, C) uint8 to (P, hidden)."""
+        pixels = patches.view(len(patches), 3, -1).float()  # normalised in float32, whatever the weights' dtype
+        pixels = pixels.sub(self.offset[:, None]).div(self.divisor[:, None]).flatten(1)
+        # The frames of a still image are equal, so one product with their summed weights suffices.
+        weight = self.weight.sum(dim=2).flatten(1)
+        return F.linear(pixels.to(weight.dtype), weight, self.bias)
+
+
+class PatchMerger(MegatronModule):
+    """A module that merges merge x merge patches into one image token. Deepstack's mergers normalise after the patches
+    are joined."""
+
+    def __init__(self, config, shape: VisionShape, modules: BackendSpecProvider, groups, *, norm_after: bool) -> None:
+        super().__init__(config)
+        self.width = shape.hidden_size * shape.spatial_merge_size**2
+        self.norm_after = norm_after
+        norm_size = self.width if norm_after else shape.hidden_size
+        self.norm = build_module(modules.layer_norm(), config=config, hidden_size=norm_size, eps=1e-6)
+        shared = {
+            "config": config,
+            "init_method": config.init_method,
+            "bias": True,
+            "skip_bias_add": False,
+            "is_expert": False,
+            "tp_group": groups.tp,
+        }
+        column, row = modules.column_parallel_linear(), modules.row_parallel_linear()
+        self.linear_fc1 = column(self.width, self.width, gather_output=False, **shared)
+        self.linear_fc2 = row(self.width, shape.out_hidden_size, input_is_parallel=True, **shared)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Merge (P, 1, hidden) to (V, D)."""
+        hidden = self.norm(hidden.reshape(-1, self.width)) if self.norm_after else self.norm(hidden)
+        hidden, _ = self.linear_fc1(hidden.reshape(-1, 1, self.width))
+        hidden, _ = self.linear_fc2(F.gelu(hidden))  # the exact gelu, unlike the layers' tanh approximation
+        return hidden.squeeze(1)
+
+
+def position_taps(coordinates: torch.Tensor, frames: torch.Tensor, side: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the taps that resample a side x side table of learned positions to each frame's grid.
+
+    The interpolation is bilinear with aligned corners, as in transformers'
+    `get_vision_interpolation_indices_and_weights`.
+
+    Args:
+        coordinates: (P, 2) int32 row and column of each patch.
+        frames: (P, 2) int32 numbers of rows and columns of each patch's frame.
+
+    Returns:
+        (P, 4) int64 rows of the table for each patch, and their (P, 4) float32 weights, which sum to 1.
+    """
+    # Every operation on floats is a single float32 operation, so all devices give the same bits; none is waited for.
+    source = coordinates.float() * (side - 1) / (frames - 1).clamp(min=1)
+    low = source.floor()
+    fraction = source - low
+    index = low.long()
+    near = torch.stack((index, (index + 1).clamp(max=side - 1)), -1)  # (P, axis, 2)
+    weights = torch.stack((1 - fraction, fraction), -1)
+    taps = near[:, 0, :, None] * side + near[:, 1, None]
+    return taps.flatten(1), (weights[:, 0, :, None] * weights[:, 1, None]).flatten(1)
+
+
+def vision_angles(patch_coordinates: torch.Tensor, shape: VisionShape) -> torch.Tensor:
+    """Return the angles of (P, 2) rows and columns: (P, head_dim / 2) float32. Half of the pairs rotate by the row,
+    half by the column."""
+    inverse = inverse_frequencies(shape.rope_theta, shape.head_dim // 2, patch_coordinates.device)
+    return (patch_coordinates[..., None].float() * inverse).flatten(1)

@@ -15,6 +15,51 @@ from trainer.layers.kernels.rms_norm import row_blocks
 _PROGRAMS = 132 * 4  # programs of the backward pass; each sums the gradients of the vectors over its rows
 
 
+def add_norm(
+    x: torch.Tensor,
+    delta: torch.Tensor | None,
+    delta_bias: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return x + delta + delta_bias and its layer norm, computed in float32; the sum is rounded before the norm.
+
+    Args:
+        x, delta: (N, D), contiguous. If delta is None, there is no sum, and x itself is returned.
+        delta_bias, weight, bias: (D,).
+
+    Returns:
+        The sum (N, D), its norm (N, D), and (2, N) float32 means and inverse standard deviations.
+    """
+    out = x if delta is None else torch.empty_like(x)
+    normed, statistics = torch.empty_like(x), x.new_empty(2, len(x), dtype=torch.float32)
+    shape = row_blocks(x)
+    _add_norm_fwd[(triton.cdiv(len(x), shape["ROWS"]),)](
+        *(x, delta, delta_bias, weight, bias, out, normed, statistics, len(x), eps), ADD=delta is not None, **shape
+    )
+    return out, normed, statistics
+
+
+def add_norm_gradients(
+    d_out: torch.Tensor, d_normed: torch.Tensor, out: torch.Tensor, statistics: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradient of x, which is also that of delta, and those of the vectors.
+
+    Args:
+        d_out, d_normed: (N, D) gradients of the sum and of its norm, contiguous.
+        out, statistics: results of `add_norm`.
+
+    Returns:
+        (N, D), and (3, D) float32: the gradients of the norm's weight, of its bias, and of delta_bias.
+    """
+    shape, d_x = row_blocks(out), torch.empty_like(out)
+    programs = min(_PROGRAMS, triton.cdiv(len(out), shape["ROWS"]))
+    sums = out.new_empty(programs, 3, out.size(1), dtype=torch.float32)
+    _add_norm_bwd[(programs,)](d_out, d_normed, out, statistics, weight, d_x, sums, len(out), **shape)
+    return d_x, sums.sum(0)
+
+
 @triton.jit
 def _add_norm_fwd(
     x, delta, delta_bias, weight, bias, out, normed, statistics, rows, eps,
@@ -75,48 +120,3 @@ def _add_norm_bwd(
     tl.store(sums, tl.sum(of_weight, 0), mask=place < D)
     tl.store(sums + D, tl.sum(of_bias, 0), mask=place < D)
     tl.store(sums + 2 * D, tl.sum(of_x, 0), mask=place < D)
-
-
-def add_norm(
-    x: torch.Tensor,
-    delta: torch.Tensor | None,
-    delta_bias: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return x + delta + delta_bias and its layer norm, computed in float32; the sum is rounded before the norm.
-
-    Args:
-        x, delta: (N, D), contiguous. If delta is None, there is no sum, and x itself is returned.
-        delta_bias, weight, bias: (D,).
-
-    Returns:
-        The sum (N, D), its norm (N, D), and (2, N) float32 means and inverse standard deviations.
-    """
-    out = x if delta is None else torch.empty_like(x)
-    normed, statistics = torch.empty_like(x), x.new_empty(2, len(x), dtype=torch.float32)
-    shape = row_blocks(x)
-    _add_norm_fwd[(triton.cdiv(len(x), shape["ROWS"]),)](
-        *(x, delta, delta_bias, weight, bias, out, normed, statistics, len(x), eps), ADD=delta is not None, **shape
-    )
-    return out, normed, statistics
-
-
-def add_norm_gradients(
-    d_out: torch.Tensor, d_normed: torch.Tensor, out: torch.Tensor, statistics: torch.Tensor, weight: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradient of x, which is also that of delta, and those of the vectors.
-
-    Args:
-        d_out, d_normed: (N, D) gradients of the sum and of its norm, contiguous.
-        out, statistics: results of `add_norm`.
-
-    Returns:
-        (N, D), and (3, D) float32: the gradients of the norm's weight, of its bias, and of delta_bias.
-    """
-    shape, d_x = row_blocks(out), torch.empty_like(out)
-    programs = min(_PROGRAMS, triton.cdiv(len(out), shape["ROWS"]))
-    sums = out.new_empty(programs, 3, out.size(1), dtype=torch.float32)
-    _add_norm_bwd[(programs,)](d_out, d_normed, out, statistics, weight, d_x, sums, len(out), **shape)
-    return d_x, sums.sum(0)

@@ -73,13 +73,13 @@ def joined_layer(
 class Span:
     """The end of a layer after its attention, the beginning of the next one up to its attention, or both."""
 
-    after: PackedLayer | None
-    before: PackedLayer | None
+    ending: PackedLayer | None  # the layer whose attention comes before the span
+    beginning: PackedLayer | None  # the layer whose attention comes after it
 
     @property
     def heads(self) -> "Heads":
         """The heads of the next attention, as wide as its core takes them."""
-        attention = self.before.self_attention
+        attention = self.beginning.self_attention
         groups, head_dim = attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
         per_group = attention.num_attention_heads_per_partition // groups
         return Heads(groups, per_group, head_dim, getattr(attention.core_attention, "head_width", head_dim))
@@ -88,17 +88,17 @@ class Span:
     def modules(self) -> list[torch.nn.Module]:
         """The linear layers and norms, in the order of their use; each has a weight and a bias."""
         modules = []
-        if self.after:
-            attention, norm, mlp = self.after.self_attention, self.after.pre_mlp_layernorm, self.after.mlp
+        if self.ending:
+            attention, norm, mlp = self.ending.self_attention, self.ending.pre_mlp_layernorm, self.ending.mlp
             modules += [attention.linear_proj, norm, mlp.linear_fc1, mlp.linear_fc2]
-        if self.before:
-            modules += [self.before.input_layernorm, self.before.self_attention.linear_qkv]
+        if self.beginning:
+            modules += [self.beginning.input_layernorm, self.beginning.self_attention.linear_qkv]
         return modules
 
     @property
     def eps(self) -> float:
-        """That of the norms' variances."""
-        return (self.after or self.before).config.layernorm_epsilon
+        """The epsilon of the norms' variances."""
+        return (self.ending or self.beginning).config.layernorm_epsilon
 
 
 def _run(span: Span, hidden: torch.Tensor, rotation: Rotation, *attended: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -108,26 +108,31 @@ def _run(span: Span, hidden: torch.Tensor, rotation: Rotation, *attended: torch.
 
 
 class _Span(torch.autograd.Function):
+    """The parameters are weight and bias of each of `Span.modules`, so the end of a layer has the first eight and the
+    beginning of the next the last four; the gradients come in the same order."""
+
     @staticmethod
     def forward(ctx, span, hidden, attended, cos, sin, *params):
         kept, ctx.span, eps = [], span, span.eps
         norm, norm_bias, *_ = params[-4:]  # those of the next attention, if there is one
         statistics = None
-        if span.after:
+        if span.ending:
             proj, proj_bias, mlp_norm, mlp_norm_bias, fc1, fc1_bias, fc2, fc2_bias = params[:8]
+            # The sum after attention, and its norm.
             middle, normed, mlp_statistics = add_norm(
                 *(hidden, product(attended, proj), proj_bias, mlp_norm, mlp_norm_bias, eps)
             )
             inner, before_gelu = gelu_product(normed, fc1, fc1_bias)
             kept = [attended, middle, normed, mlp_statistics, before_gelu, inner]
-            if span.before:
+            if span.beginning:
+                # The sum after the MLP, with fc2's bias, and the norm of the next layer.
                 hidden, normed, statistics = add_norm(*(middle, product(inner, fc2), fc2_bias, norm, norm_bias, eps))
             else:
                 hidden = product(inner, fc2, fc2_bias).add_(middle)
-        elif span.before:
+        elif span.beginning:  # the first layer: nothing to add
             hidden, normed, statistics = add_norm(hidden, None, None, norm, norm_bias, eps)
         qkv = ()
-        if span.before:
+        if span.beginning:
             kept += [cos, sin, hidden, normed, statistics]
             qkv = split_forward(product(normed, *params[-2:]), cos, sin, span.heads)
         ctx.save_for_backward(*kept, *params)
@@ -142,18 +147,18 @@ class _Span(torch.autograd.Function):
         span, modules, needed = ctx.span, ctx.span.modules, ctx.needs_input_grad[5:]
         d_hidden, d_attended, grads = d_hidden.contiguous(), None, []
         fc2_bias_grad = None
-        if span.before:
+        if span.beginning:
             cos, sin, hidden, normed, statistics = kept[-5:]
             norm, _, qkv, _ = params[-4:]
             d_mixed, qkv_bias_grad = split_gradients(d_qkv, cos, sin, span.heads)
             qkv_grad = _of_weight(modules[-1], needed[-2], d_mixed, normed)
             d_hidden, sums = add_norm_gradients(*(d_hidden, product_gradient(d_mixed, qkv), hidden, statistics, norm))
-            *norm_grads, fc2_bias_grad = sums
+            *norm_grads, fc2_bias_grad = sums  # fc2's bias was added before the norm, by the same kernel
             grads = [*norm_grads, qkv_grad, qkv_bias_grad]
-        if span.after:
+        if span.ending:
             attended, middle, normed, statistics, before_gelu, inner = kept[:6]
             proj, _, norm, _, fc1, fc1_bias, fc2, _ = params[:8]
-            if fc2_bias_grad is None:
+            if fc2_bias_grad is None:  # the last layer
                 fc2_bias_grad = d_hidden.sum(0, dtype=torch.float32)
             d_inner = gelu_product_gradient(d_hidden, fc2, before_gelu)
             fc2_grad = _of_weight(modules[3], needed[6], d_hidden, inner)

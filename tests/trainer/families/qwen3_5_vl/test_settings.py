@@ -12,7 +12,7 @@ from tests.helpers.run_dir import changed, check_job, write_job
 from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiny_hybrid_model import DELTA, hybrid_config, hybrid_hf_dir
 from trainer.contract.parallel import ParallelConfig
-from trainer.families.qwen3_5_vl.shape import read_shape
+from trainer.families.qwen3_5_vl.family import read_shape
 from trainer.layers.decoder import decoder_config
 from trainer.parts.delta.part import DeltaNet
 

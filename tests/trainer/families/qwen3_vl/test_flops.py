@@ -13,9 +13,9 @@ from trainer.contract.adapter import ROLES, AdapterConfig
 from trainer.contract.run import OptimConfig, PartConfig, TrainConfig
 from trainer.data.flops import cost_model, model_flops, training_cost
 from trainer.data.micro_batch import geometry_of, make_micro_batch
+from trainer.model.adapters import adapted_layers
 from trainer.model.registry import read_model
 from trainer.model.shape import DecoderShape
-from trainer.model.targets import adapted_layers
 
 pytestmark = pytest.mark.promise(
     "`athanor plan` counts parameters, FLOPs and what adapters and delta layers keep exactly, and GPU memory "

@@ -13,8 +13,78 @@ from trainer.data.packed_chunks import PackedChunks
 from trainer.parts.delta.rule.plain import L2_EPS
 
 TAPS = 4
+# Launch settings. A program takes one head and ROWS tokens forward, HEADS heads and RUN tokens backward; maxnreg bounds
+# the registers of a thread. RUN also sets the memory of the taps' gradients, one sum for each run.
 FORWARD = {"ROWS": 16, "num_warps": 2}
 BACKWARD = {"RUN": 128, "HEADS": 2, "num_warps": 2, "maxnreg": 168}
+
+
+def convolve_heads(
+    mixed: torch.Tensor,
+    weight: torch.Tensor,
+    chunks: PackedChunks,
+    heads: tuple[int, int, int],
+    place: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Convolve, apply silu, split into heads and normalise queries and keys, in float32 from the read to the write.
+
+    Args:
+        mixed: (T, [q | k | v]); rows may be slices of wider rows.
+        weight: (channels, 4).
+        heads: HK, H and D.
+        place: memory for the gradient of `mixed`, laid out like it; None for new memory.
+
+    Returns:
+        q and k (T, HK, H / HK, D) of unit length, q times D ** -0.5, and v (T, H, D). The value heads of a key head
+        share its memory; their gradients are summed while they are read.
+    """
+    return _Convolution.apply(mixed, weight, chunks, heads, place)
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, mixed, weight, chunks: PackedChunks, heads: tuple[int, int, int], place):
+        key_heads, value_heads, dim = heads
+        tokens = len(mixed)
+        q, k = (mixed.new_empty(tokens, key_heads, dim) for _ in range(2))
+        v = mixed.new_empty(tokens, value_heads, dim)
+        ctx.meta = {"HK": key_heads, "H": value_heads, "D": dim}
+        ctx.chunks, ctx.place = chunks, place
+        grid = (2 * key_heads + value_heads, triton.cdiv(tokens, FORWARD["ROWS"]))
+        _convolve_forward[grid](
+            *(mixed, weight, chunks.positions, q, k, v, tokens, mixed.stride(0), dim**-0.5, L2_EPS),
+            **ctx.meta,
+            **FORWARD,
+        )
+        ctx.save_for_backward(mixed, weight)
+        q, k = (x.unsqueeze(2).expand(-1, -1, value_heads // key_heads, -1) for x in (q, k))
+        return q, k, v
+
+    @staticmethod
+    def backward(ctx, dq, dk, dv):
+        mixed, weight = ctx.saved_tensors
+        key_heads, value_heads, dim = ctx.meta.values()
+        tokens, channels = len(mixed), weight.shape[0]
+        launch = BACKWARD | {"HEADS": _common(BACKWARD["HEADS"], key_heads, value_heads)}
+        d_mixed = mixed.new_empty(tokens, channels) if ctx.place is None else ctx.place
+        runs = triton.cdiv(tokens, launch["RUN"])
+        sums = mixed.new_empty(runs, *weight.shape, dtype=torch.float32)
+        grads = (dq.contiguous(), dk.contiguous(), dv.contiguous())
+        grid = ((2 * key_heads + value_heads) // launch["HEADS"], runs)
+        _convolve_backward[grid](
+            *(mixed, weight, ctx.chunks.positions, *grads, d_mixed, sums, tokens),
+            *(mixed.stride(0), d_mixed.stride(0), dim**-0.5, L2_EPS),
+            **ctx.meta,
+            **launch,
+        )
+        return d_mixed, sums.sum(0).to(weight.dtype), None, None, None
+
+
+def _common(most: int, key_heads: int, value_heads: int) -> int:
+    """Return the largest power of two up to `most` that divides both numbers of heads."""
+    while key_heads % most or value_heads % most:
+        most //= 2
+    return most
 
 
 @triton.jit
@@ -50,6 +120,7 @@ def _convolve_forward(
 @triton.jit
 def _load_row(base, token, tokens, stride, channel):
     """Return a token's channels, or zeros if the bin has no such token."""
+    # `channel >= 0` is always true: it gives the mask the shape of the channels.
     inside = (token >= 0) & (token < tokens) & (channel >= 0)
     return tl.load(base + token * stride + channel, mask=inside, other=0.0)
 
@@ -137,6 +208,8 @@ def _run_backward(
     head, dim = tl.arange(0, HEADS)[:, None], tl.arange(0, D)[None, :]
     channel, source = (first + head) * D + dim, (first_of_grad + head) * (SHARED * D) + dim
     w0, w1, w2, w3 = _load_taps(weight, channel)
+    # Names of variables, as an array of tensors cannot be indexed in a kernel: x3 to x0 are the newest token and the
+    # three before it.
     zero = tl.zeros((HEADS, D), tl.float32)
     a1, a2, a3 = zero, zero, zero  # partial gradients of the tokens one, two and three before
     s3, s2, s1, s0 = zero, zero, zero, zero
@@ -208,71 +281,3 @@ def _convolve_backward(
             mixed, weight, positions, dv, d_mixed, sums, head, head - 2 * HK, tokens, stride, stride_dx, 1.0, eps,
             WIDTH, H * D, D, RUN, HEADS, 1, False,
         )  # fmt: skip
-
-
-class _Convolution(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, mixed, weight, chunks: PackedChunks, heads: tuple[int, int, int], place):
-        key_heads, value_heads, dim = heads
-        tokens = len(mixed)
-        q, k = (mixed.new_empty(tokens, key_heads, dim) for _ in range(2))
-        v = mixed.new_empty(tokens, value_heads, dim)
-        ctx.meta = {"HK": key_heads, "H": value_heads, "D": dim}
-        ctx.chunks, ctx.place = chunks, place
-        grid = (2 * key_heads + value_heads, triton.cdiv(tokens, FORWARD["ROWS"]))
-        _convolve_forward[grid](
-            *(mixed, weight, chunks.positions, q, k, v, tokens, mixed.stride(0), dim**-0.5, L2_EPS),
-            **ctx.meta,
-            **FORWARD,
-        )
-        ctx.save_for_backward(mixed, weight)
-        q, k = (x.unsqueeze(2).expand(-1, -1, value_heads // key_heads, -1) for x in (q, k))
-        return q, k, v
-
-    @staticmethod
-    def backward(ctx, dq, dk, dv):
-        mixed, weight = ctx.saved_tensors
-        key_heads, value_heads, dim = ctx.meta.values()
-        tokens, channels = len(mixed), weight.shape[0]
-        launch = BACKWARD | {"HEADS": _common(BACKWARD["HEADS"], key_heads, value_heads)}
-        d_mixed = mixed.new_empty(tokens, channels) if ctx.place is None else ctx.place
-        runs = triton.cdiv(tokens, launch["RUN"])
-        sums = mixed.new_empty(runs, *weight.shape, dtype=torch.float32)
-        grads = (dq.contiguous(), dk.contiguous(), dv.contiguous())
-        grid = ((2 * key_heads + value_heads) // launch["HEADS"], runs)
-        _convolve_backward[grid](
-            *(mixed, weight, ctx.chunks.positions, *grads, d_mixed, sums, tokens),
-            *(mixed.stride(0), d_mixed.stride(0), dim**-0.5, L2_EPS),
-            **ctx.meta,
-            **launch,
-        )
-        return d_mixed, sums.sum(0).to(weight.dtype), None, None, None
-
-
-def _common(most: int, key_heads: int, value_heads: int) -> int:
-    """Return the largest power of two up to `most` that divides both numbers of heads."""
-    while key_heads % most or value_heads % most:
-        most //= 2
-    return most
-
-
-def convolve_heads(
-    mixed: torch.Tensor,
-    weight: torch.Tensor,
-    chunks: PackedChunks,
-    heads: tuple[int, int, int],
-    place: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Convolve, apply silu, split into heads and normalise queries and keys, in float32 from the read to the write.
-
-    Args:
-        mixed: (T, [q | k | v]); rows may be slices of wider rows.
-        weight: (channels, 4).
-        heads: HK, H and D.
-        place: memory for the gradient of `mixed`, laid out like it; None for new memory.
-
-    Returns:
-        q and k (T, HK, H / HK, D) of unit length, q times D ** -0.5, and v (T, H, D). The value heads of a key head
-        share its memory; their gradients are summed while they are read.
-    """
-    return _Convolution.apply(mixed, weight, chunks, heads, place)

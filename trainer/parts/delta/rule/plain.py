@@ -79,6 +79,7 @@ def gated_delta_rule(
     system = (k @ k.mT) * between * beta.unsqueeze(-1)
     right = torch.cat([v, k * decay.exp().unsqueeze(-1)], -1) * beta.unsqueeze(-1)
     solved = torch.linalg.solve_triangular(system.tril(-1), right, upper=False, unitriangular=True)
+    # Inside a chunk the new values solve (I + L) u = beta v; w takes the state's part of them away.
     o = _over_chunks(q, k, decay, scores, *solved.split(v.shape[-1], -1), chunks)
     return o.transpose(1, 2).flatten(0, 1)[cells]
 
@@ -90,10 +91,11 @@ def _over_chunks(q, k, decay, scores, u, w, chunks: PackedChunks) -> torch.Tenso
     from_start = decay.exp().unsqueeze(-1) * q
     through = decay[..., -1].exp()[..., None, None]
     state = q.new_zeros(len(spans), *q.shape[1:2], q.shape[-1], u.shape[-1])
+    # `order` has the chunk of each row of `outs`: step by step, and inside a step by segment.
     order, outs = [], []
     for step in range(spans[0][1] - spans[0][0]):
         at = [first + step for first, last in spans if first + step < last]
-        state = state[: len(at)]
+        state = state[: len(at)]  # of the segments that go on
         new = u[at] - w[at] @ state
         outs.append(from_start[at] @ state + scores[at] @ new)
         state = through[at] * state + into_end[at].mT @ new
@@ -106,6 +108,7 @@ def _over_chunks(q, k, decay, scores, u, w, chunks: PackedChunks) -> torch.Tenso
 def cells_of(chunks: PackedChunks) -> torch.Tensor:
     """Return (T,) the row of each token if every chunk has 64 rows."""
     positions = torch.cat([torch.arange(n) for n in chunks.lengths()])
+    # (segments,) the first chunk of each: the number of chunks of all segments before it.
     firsts = torch.tensor([-(-n // CHUNK) for n in chunks.lengths()]).cumsum(0).roll(1)
     firsts[0] = 0
     return (firsts.repeat_interleave(torch.tensor(chunks.lengths())) * CHUNK + positions).to(chunks.starts.device)
