@@ -48,7 +48,10 @@ def test_nothing_heavy_is_loaded(arguments, words, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["plan", "--set", "execution.modules=engine"], "execution.modules=engine: Transformer Engine needs an NVIDIA"),
+        full(
+            ["plan", "--set", "execution.modules=engine"],
+            "execution.modules=engine: Transformer Engine needs an NVIDIA",
+        ),
         (["plan", "--set", "train.precision=float8"], "train.precision=float8 needs a GPU of the Hopper generation"),
     ],
 )
