@@ -108,6 +108,7 @@ class ShuffledExecutor(Executor):
         self._thread.join()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", [1, full(2)])
 def test_shards_that_end_in_another_order(source, expected, tmp_path, seed):
     with ShuffledExecutor(seed) as executor:

@@ -335,6 +335,7 @@ def remove(path: Path) -> None:
     path.unlink()
 
 
+@pytest.mark.full
 @pytest.mark.promise(
     "A checkpoint with a flipped bit, or a pickle that calls a function, is refused, and training continues "
     "from the one before."
@@ -343,9 +344,9 @@ def remove(path: Path) -> None:
     ("name", "damage"),
     [
         ("__1_0.distcp", flip),  # the first rank sees no damage in its own file
-        full("athanor.json", remove),
-        full("common.pt", remove),
-        full("__0_0.distcp", lambda path: os.truncate(path, 1000)),
+        ("athanor.json", remove),
+        ("common.pt", remove),
+        ("__0_0.distcp", lambda path: os.truncate(path, 1000)),
     ],
 )
 def test_a_damaged_newest_checkpoint_is_kept_aside_and_the_ranks_go_on_from_the_one_before(
@@ -371,7 +372,6 @@ def test_a_damaged_newest_checkpoint_is_kept_aside_and_the_ranks_go_on_from_the_
     "A checkpoint with a flipped bit, or a pickle that calls a function, is refused, and training continues "
     "from the one before."
 )
-@pytest.mark.full
 def test_a_training_whose_checkpoints_are_all_damaged_begins_anew(undisturbed, tmp_path):
     run = make_run(tmp_path, asynchronous=False)
     shutil.copytree(undisturbed.output_dir / "checkpoints", run.output_dir / "checkpoints")

@@ -30,7 +30,7 @@ from tests.helpers.tiers import full
 from trainer.contract.names import EXIT_STOPPED, RUN_JSON
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import ExpertsConfig, OptimConfig, RunConfig
-from trainer.data.order import bins_at, bins_for_step
+from trainer.data.order import bins_at
 
 SEED, GLOBAL_BATCH = 5, 2
 
@@ -185,31 +185,6 @@ def test_sigterm_finishes_the_step_saves_and_says_so(tmp_path):
     assert (run.output_dir / result.checkpoint / "athanor.json").is_file()
     assert result.step == metrics_of(run)[-1].step
     assert f"step-{result.step:06d}" in result.checkpoint
-
-
-@pytest.mark.full
-@pytest.mark.promise(
-    "Layouts of tp, sp, pp, cp, dp and ep, with recompute, and images that other ranks encode train on up to 16 "
-    "processes as one does: losses to 1e-5, gradient norms to 1e-4, weights to 2e-6."
-)
-def test_two_ranks_equal_one(undisturbed, tmp_path):
-    run = write_job(tmp_path, num_steps=6)
-    assert run_trainer(run, processes=2) == 0, log_of(run)
-    text_only_alone = False
-    for ours, theirs in zip(metrics_of(run), metrics_of(undisturbed("first")), strict=True):
-        assert ours.loss == pytest.approx(theirs.loss, rel=1e-6)
-        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-6)
-        assert ours.tokens == theirs.tokens
-        if theirs.heldout_loss is not None:
-            assert ours.heldout_loss == pytest.approx(theirs.heldout_loss, rel=1e-6)
-        text_only_alone |= text_only_bin_in(ours.step)
-    assert text_only_alone, "no step had a text-only bin on one rank: the test would show nothing"
-
-
-def text_only_bin_in(step: int) -> bool:
-    bins = make_bins()
-    numbers = bins_for_step([len(bins)], seed=SEED, step=step - 1, global_batch_size=GLOBAL_BATCH)
-    return any(all(len(s.image_grid_thw) == 0 for s in bins[number]) for number in numbers)
 
 
 def wait_for(condition, run, seconds: float = 120) -> None:

@@ -22,7 +22,7 @@ from tests.helpers.tiers import full, tiered
 from tests.helpers.world import run_world, start_ranks
 from trainer.contract.parallel import ParallelConfig
 
-CORE = ("pp2-dealt", "own-2+1-vision-tp2")
+CORE = ("pp2-dealt", "own-1+1")
 
 pytestmark = pytest.mark.promise(
     "Layouts of tp, sp, pp, cp, dp and ep, with recompute, and images that other ranks encode train on up to 16 "

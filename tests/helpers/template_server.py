@@ -5,6 +5,7 @@ the same limits. tests/stages/encode/test_template.py starts the program as the 
 """
 
 import atexit
+import contextlib
 import functools
 import gc
 import os
@@ -76,7 +77,6 @@ def _serve(place: str) -> None:
     from stages.encode import template_process  # imports transformers, which no test process needs for this
 
     gc.freeze()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks that wait
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(place)
         listener.listen(128)
@@ -90,11 +90,13 @@ def _serve(place: str) -> None:
             connection.close()
             for stream in streams:
                 os.close(stream)
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass  # otherwise the processor seconds of forks that have ended would count nowhere
 
 
 def _start(program: Callable[[], None], connection: socket.socket, streams: list[int]) -> None:
     """Run the program in a fork of this fork, and tell its pid and its exit status. Never returns."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     pid = os.fork()
     for number, stream in enumerate([*streams, os.open(os.devnull, os.O_WRONLY)]):
         os.dup2(stream, number)

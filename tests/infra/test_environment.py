@@ -68,6 +68,7 @@ def test_the_check_sees_what_it_looks_for():
     assert {"ATHANOR_CACHE_DIR", "MLFLOW_TRACKING_URI", "ATHANOR_ROOT"} <= set(all_reads())
 
 
+@pytest.mark.full
 def test_every_variable_of_the_code_is_named():
     named = read_env_file(INFRA / "env.example")
     missing = {

@@ -18,6 +18,7 @@ from tests.helpers.json_rows import data_uri, read_source, reasons, turns, write
 from tests.helpers.json_rows import json_lines as as_lines
 from tests.helpers.object_store import BUCKET, moto_server
 from tests.helpers.raw_rows import png
+from tests.helpers.tiers import full
 
 pytestmark = pytest.mark.promise(
     "Each builder turns its source's rows into samples, names and counts each bad row, and no image is both "
@@ -301,7 +302,7 @@ def test_text_tables_in_a_store(source, small_parts):
     assert [turns(item)[1][1] for item in found] == [row["answer"] for row in ROWS] * 4
 
 
-@pytest.mark.parametrize("name", ["t.csv", "t.jsonl", "t.json"])
+@pytest.mark.parametrize("name", [full("t.csv"), "t.jsonl", full("t.json")])
 def test_a_part_of_a_stored_file_takes_little_more_than_its_bytes(name, tmp_path, monkeypatch):
     fetched, fetch = [], S3File._fetch_range
 

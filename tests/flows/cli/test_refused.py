@@ -24,7 +24,7 @@ HEAVY = {"torch", "prefect", "mlflow", "transformers", "tokenizers", "scipy", "m
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["run", "--set", "model=/nowhere"], "model '/nowhere' is not a directory here"),
+        full(["run", "--set", "model=/nowhere"], "model '/nowhere' is not a directory here"),
         (["plan", "--set", "train.adapter={rank: 8, alpha: 8, targets: [q_proj]}"], r"nearest: .*\.q_proj"),
         full(["run", "--set", "train.optim.lr=abc"], "train.optim.lr='abc' should be a valid number"),
         full(["run", "--set", "nosuch.key=1"], "unknown key nosuch"),
@@ -48,7 +48,10 @@ def test_nothing_heavy_is_loaded(arguments, words, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["plan", "--set", "execution.modules=engine"], "execution.modules=engine: Transformer Engine needs an NVIDIA"),
+        full(
+            ["plan", "--set", "execution.modules=engine"],
+            "execution.modules=engine: Transformer Engine needs an NVIDIA",
+        ),
         (["plan", "--set", "train.precision=float8"], "train.precision=float8 needs a GPU of the Hopper generation"),
     ],
 )
@@ -113,7 +116,7 @@ CIRCLE = "a symbolic link that leads back to itself"
         (["plan", "--set", "data=circle"], "circle does not exist"),
         (["plan", "--set", f"model=/{LONG}"], "File name too long"),
         (["plan", "--set", f"data=/{LONG}"], "File name too long"),
-        (["sweep", "--grid", f"train.seed={DEEP}"], "is nested too deeply to be read"),
+        full(["sweep", "--grid", f"train.seed={DEEP}"], "is nested too deeply to be read"),
         (["ask", "~nosuchuser/x", "-", "Which digit?"], NO_USER),
         (["ask", f"/{LONG}", "-", "Which digit?"], "File name too long"),
         (["preview", "~nosuchuser/x"], NO_USER),
@@ -178,7 +181,7 @@ def test_a_table_on_a_terminal_has_only_escapes_of_our_own(capsys):
 
 @pytest.mark.parametrize(
     ("closed", "status", "line"),
-    [(">&-", 0, ""), ("2>&-", 2, ""), ("<&- >&- 2>&-", 2, ""), ("2>&1 >&-", 2, "athanor: ")],
+    [full(">&-", 0, ""), full("2>&-", 2, ""), ("<&- >&- 2>&-", 2, ""), ("2>&1 >&-", 2, "athanor: ")],
 )
 def test_a_closed_stream_is_the_null_device_and_no_file_of_ours(closed, status, line, tmp_path):
     words = f"{sys.executable} -m flows.cli.main recipes {'' if status == 0 else '--root circle'} {closed}"

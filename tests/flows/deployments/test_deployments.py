@@ -78,6 +78,7 @@ def test_registered_again_it_keeps_what_people_have_set():
         assert after.id == nightly.id and len(client.read_deployments()) >= len(OFFERS)
 
 
+@pytest.mark.full
 def test_parameters_that_no_longer_fit_are_told_and_kept(caplog):
     from prefect.client.schemas.actions import DeploymentUpdate
 

@@ -27,6 +27,7 @@ from flows.resources.execution import ExecutionConfig
 from stages.artifacts.workers import StageResources, run_tasks
 from tests.helpers.kill_worker import kill_itself, kill_itself_once, slow_or_failing, work_until_released
 from tests.helpers.patience import at_most
+from tests.helpers.tiers import full
 from tests.helpers.trees import tree_digest
 
 pytestmark = pytest.mark.promise(
@@ -116,7 +117,7 @@ def test_prepare_data_makes_the_same_artifacts(address, tmp_path, monkeypatch):
     ("address", "blocked", "words"),
     [
         ("tcp://127.0.0.1:1", None, "no Dask scheduler answers there"),
-        ("nonsense://nowhere", None, "no Dask scheduler answers there"),
+        full("nonsense://nowhere", None, "no Dask scheduler answers there"),
         (
             "tcp://127.0.0.1:1",
             "distributed",

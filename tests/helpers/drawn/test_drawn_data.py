@@ -21,6 +21,8 @@ from tests.helpers.json_rows import read_source, turns
 from tests.helpers.raw_rows import CORD_SCHEMA
 from tests.helpers.trees import tree_digest
 
+pytestmark = pytest.mark.full  # a dataset of the tests alone
+
 FEW = dict.fromkeys(SUBSETS, 6)
 
 

@@ -43,6 +43,7 @@ from tests.helpers.evaluation import (
     samples_artifact,
     talkative_hf_dir,
 )
+from tests.helpers.tiers import full
 from trainer.contract.names import EXIT_INPUT
 
 pytestmark = pytest.mark.promise(
@@ -107,7 +108,9 @@ def test_the_manifest_tells_no_time(made, tmp_path):
     assert (again.dir / "manifest.json").read_bytes() == (made[1].dir / "manifest.json").read_bytes()
 
 
-@pytest.mark.parametrize("change", [{"part_size": 1}, {"part_size": 100}, {"batch_size": 1}, {"batch_tokens": 100}])
+@pytest.mark.parametrize(
+    "change", [full({"part_size": 1}), {"part_size": 100}, full({"batch_size": 1}), {"batch_tokens": 100}]
+)
 def test_how_it_is_cut_changes_no_answer_in_float32(made, tmp_path, change):
     assert _bytes(answered(CONFIG.model_copy(update=change), made[0], tmp_path)) == _bytes(made[1])
 
@@ -291,8 +294,12 @@ def _without_a_line(path):
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
 
 
+def empty(path):
+    path.write_text("")
+
+
 @pytest.mark.parametrize("name", [PLAN_JSONL, "parts/00001.jsonl", "parts/00001.json"])
-@pytest.mark.parametrize("damage", [_without_a_line, lambda path: path.write_text("")], ids=["a line less", "empty"])
+@pytest.mark.parametrize("damage", [pytest.param(_without_a_line, id="a line less"), full(empty, id="empty")])
 def test_a_rerun_does_not_lose_answers_of_a_damaged_part(made, tmp_path, monkeypatch, name, damage):
     def stop(*_):
         raise RuntimeError("stop here")

@@ -32,7 +32,7 @@ from tests.helpers.drawn_pictures import (
 )
 from tests.helpers.raw_rows import row, write_source
 from tests.helpers.samples import make_samples_artifact, turns
-from tests.helpers.tiers import tiered
+from tests.helpers.tiers import full, tiered
 
 pytestmark = pytest.mark.promise(
     "Held-out images that occur in train, encoded again, resized or cropped by 2% too, count in no score; others that "
@@ -248,7 +248,7 @@ def test_forms_of_one_template_all_count(count, tmp_path):
 
 @pytest.mark.parametrize(
     ("draw", "lost"),
-    [(form, []), (screenshot, ["contrast 1, brighter by 12"]), (photo, [])],  # its light parts become one white
+    [full(form, []), (screenshot, ["contrast 1, brighter by 12"]), full(photo, [])],  # its light parts become one white
     ids=["form", "screenshot", "photo"],
 )
 def test_a_changed_copy_is_found_among_its_kind(draw, lost, tmp_path):

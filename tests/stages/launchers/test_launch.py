@@ -229,7 +229,7 @@ def test_a_job_whose_parent_is_killed_saves_and_ends(tmp_path, processes):
     wait_for(lambda: not _alive(str(tmp_path)), 20, "end of the job")
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", tiered([1, 2], core=[1]))
 def test_ranks_know_their_place_and_the_error_has_the_status_of_the_first_to_fail(tmp_path, monkeypatch, processes):
     for name, value in {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "elsewhere"}.items():  # set by an outer job
         monkeypatch.setenv(name, value)

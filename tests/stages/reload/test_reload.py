@@ -138,6 +138,7 @@ def test_an_adapter_merged_with_a_wrong_scale_is_caught(tmp_path, in_this_proces
     assert stats["reason"].startswith("peft answers ") and "by a margin of" in stats["reason"]
 
 
+@pytest.mark.full
 def test_an_adapter_of_another_base_is_caught(tmp_path, in_this_process):
     base = talkative_hf_dir()
     adapter = write_adapter(tmp_path / "adapter", base)

@@ -185,14 +185,6 @@ def test_a_training_that_finished_while_nobody_waited_is_not_launched_again(inpu
         train.run_trainer(changed(run, log_interval=2), StageResources(), "train")
 
 
-def test_the_last_lines_of_the_log_are_in_the_error(inputs, tmp_path, monkeypatch):
-    monkeypatch.setenv("FAKE_TRAINER", "fail")
-    with pytest.raises(TrainerFailed) as caught:
-        _run(inputs, tmp_path)
-    first, *tail = str(caught.value).splitlines()
-    assert first.endswith("logs/trainer.log") and "fake trainer train" in tail
-
-
 def test_a_broken_listener_stops_nothing(inputs, tmp_path):
     def broken(rows):
         raise ConnectionError("no server")

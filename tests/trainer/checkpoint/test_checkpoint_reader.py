@@ -168,7 +168,7 @@ def test_one_flipped_bit_anywhere_is_refused_in_one_line(saved, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", SPOILERS)
-@pytest.mark.parametrize("force", ["", "1"])
+@pytest.mark.parametrize("force", [full(""), "1"])
 def test_a_pickle_that_calls_is_refused_and_calls_nothing(saved, copied, tmp_path, monkeypatch, name, force):
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", force)
     target = tmp_path / "touched"

@@ -16,6 +16,7 @@ from stages.inputs.model_directory import ModelDirectory
 from tests.helpers.adapters import adapted_model, in_peft
 from tests.helpers.reference import load_reference
 from tests.helpers.single_rank import single_rank
+from tests.helpers.tiers import full
 from tests.trainer.checkpoint.test_adapter_files import assert_logits_equal
 from trainer.checkpoint.adapter_files import with_adapters
 from trainer.checkpoint.hf_weights import HFTensors, is_of_experts
@@ -50,7 +51,9 @@ def mesh():
         yield mesh
 
 
-@pytest.fixture(scope="module", params=CASES, ids=["transposed", "as ours, rank 5", "down alone, rank 3"])
+@pytest.fixture(
+    scope="module", params=[*CASES[:2], full(CASES[2])], ids=["transposed", "as ours, rank 5", "down alone, rank 3"]
+)
 def written(request, mesh, tmp_path_factory):
     """A model with adapters on its experts, and its adapter/ and hf/ on disk."""
     shape, target, rank = request.param

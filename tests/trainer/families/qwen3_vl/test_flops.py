@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.helpers.bins import MIXED, ONE_IMAGE, TEXT_ONLY, TWO_IMAGES, Kind, make_samples
 from tests.helpers.reference import load_reference, random_hf_dir, reference_inputs
+from tests.helpers.tiers import tiered
 from trainer.contract.adapter import ROLES, AdapterConfig
 from trainer.contract.run import OptimConfig, PartConfig, TrainConfig
 from trainer.data.flops import cost_model, model_flops, training_cost
@@ -93,7 +94,7 @@ def trained_reference(hf_dir: Path, train: TrainConfig) -> torch.nn.Module:
 UNLIKE = Kind(9, ((1, 2, 2), (1, 12, 12), (1, 4, 4)))
 
 
-@pytest.mark.parametrize("name", TRAININGS)
+@pytest.mark.parametrize("name", tiered(TRAININGS, ("everything", "adapters everywhere")))
 def test_a_step_counts_what_torch_counts_forward_and_backward(name):
     settings, head_products = TRAININGS[name]
     train, hf_dir = of_training(**settings), random_hf_dir("first")
