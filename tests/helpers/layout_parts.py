@@ -10,7 +10,6 @@ import inspect
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -26,7 +25,7 @@ from trainer.data.balance import deal, planned_work
 from trainer.data.flops import cost_model
 from trainer.data.micro_batch import Geometry, MicroBatch, make_micro_batch
 from trainer.data.slices import zigzag_order
-from trainer.families.qwen3_vl.model import Qwen3VLModel
+from trainer.families.qwen3_vl.model import image_groups
 from trainer.parallel.mesh import Mesh
 from trainer.plan.pieces import pipeline_pieces
 
@@ -195,7 +194,7 @@ def _part(parallel: ParallelConfig, mesh: Mesh, samples: Sequence[TokenizedSampl
     sizes = batch.vision_cu_seqlens.diff().tolist()
     tokens = zigzag_order(batch.cu_seqlens.numpy(), cut.cp).reshape(cut.cp, -1)[cut.cp_rank]
     numbers = {image: number for number, image in enumerate(pixels_of(samples))}
-    encoders, users = Qwen3VLModel._sharers(SimpleNamespace(groups=mesh.groups, parallel=parallel))
+    encoders, users = image_groups(mesh.groups, parallel)
     work = planned_work(sum_bin(planned_bin(samples)), SEQ_LEN)
     pieces = pipeline_pieces(QWEN_2B, parallel, work)
     return Part(

@@ -124,10 +124,12 @@ def test_the_hash_allows_this_code_and_no_other(hf_dir):
 
 @pytest.mark.parametrize("load", [ChatEncoder, Generator])
 def test_allowed_code_is_not_run_either(hf_dir, load, monkeypatch):
-    """The test calls every function that reads a directory with transformers, without `check_weights`."""
+    """The test calls every function that reads a directory with transformers."""
     touched = bring_code(hf_dir)
     monkeypatch.setattr("builtins.input", lambda _text: "y")  # transformers would ask if it had no class of its own
-    load(ModelDirectory(hf_dir))
+    model = ModelDirectory(hf_dir)
+    model.check_weights(code_sha256(hf_dir))
+    load(model)
     assert not touched.exists()
 
 

@@ -117,7 +117,7 @@ def test_our_kernels_run_from_their_capability_on(capability, ours, hopper, monk
 def test_attention_is_flash_attention_4s_where_it_runs(monkeypatch, tmp_path):
     monkeypatch.setenv("ATHANOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    monkeypatch.setattr(choice, "load", lambda name: name)
+    monkeypatch.setattr(choice, "resolve_name", lambda name: name)
     for wanted, capability, version, kind in (
         ("plain", (9, 0), "4.0.0b36", choice._FAST_ATTENTION),
         ("plain", (9, 0), "", FlashAttention),
@@ -144,7 +144,7 @@ def test_flash_attention_4_keeps_kernels_where_it_can(trouble, tmp_path, monkeyp
     monkeypatch.setattr(choice, "host_of", lambda device: host)
     # What FlashAttention 4 reads when it is imported.
     seen = []
-    monkeypatch.setattr(choice, "load", lambda name: seen.append(dict(environ)))
+    monkeypatch.setattr(choice, "resolve_name", lambda name: seen.append(dict(environ)))
     choice.choose_modules("plain", GPU)
     enabled = seen[0].get("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED")
     directory = seen[0].get("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")

@@ -45,6 +45,13 @@ from trainer.parallel.vision.world import VisionWorld
 from trainer.parts.vision.module import VisionEncoder, vision_config
 
 
+def image_groups(groups: ProcessGroupCollection, parallel: ParallelConfig) -> tuple[ProcessGroup, ProcessGroup]:
+    """Return the ranks that share the images of a bin, and the ranks that hold different tokens of the bin."""
+    encoders = groups.tp_cp if parallel.vision_split == "images" else groups.cp
+    users = groups.tp_cp if parallel.sequence_parallel else groups.cp
+    return encoders, users
+
+
 def build_encoder(
     shape: VisionShape, parallel: ParallelConfig, dtype: torch.dtype, modules: BackendSpecProvider, mesh: Mesh
 ) -> VisionEncoder:
@@ -113,11 +120,8 @@ class Qwen3VLModel(PackedModel):
         """Embed the tokens, with image tokens inserted; the function between the layers adds the features."""
         encoded = self.encode(self.vision, batch) if batch.features is None else batch.features
         self.clock.switch("language")
-        # The ranks that share the images of a bin, and the ranks that hold different tokens of the bin. A rank gathers
-        # image tokens from the first, because those of its own text may have been encoded on any of them.
-        encoders = self.groups.tp_cp if self.parallel.vision_split == "images" else self.groups.cp
-        users = self.groups.tp_cp if self.parallel.sequence_parallel else self.groups.cp
-        gathered = gather_rows(encoded, batch.gathered_rows, encoders, users)
+        # The tokens of this rank's own images may have been encoded on any rank of the first group.
+        gathered = gather_rows(encoded, batch.gathered_rows, *image_groups(self.groups, self.parallel))
         rows = gathered.index_select(0, batch.image_rows)
         image_tokens, *features = rows.chunk(1 + self.shape.num_deepstack, dim=-1)  # each (V, D)
         places = batch.image_index
