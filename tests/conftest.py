@@ -5,10 +5,7 @@ Files run in the order of their recorded durations, longest first, because on fe
 tests are finished.
 """
 
-import functools
-import importlib.metadata
 import os
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -27,16 +24,9 @@ measure_start()
 pytest_plugins = ("tests.tiers.plugin",)
 
 
-@functools.cache
-def _entry_points(group: str, path: tuple[str, ...]) -> importlib.metadata.EntryPoints:
-    return importlib.metadata.entry_points(group=group)
-
-
 @pytest.fixture(autouse=True, scope="session")
 def quick() -> Iterator[None]:
-    """Fork the processes of chat templates, in a fiftieth of the time of a start, and look for families of other
-    packages once: every recipe that is loaded would read the metadata of all packages four times."""
+    """Fork the processes of chat templates, in a fiftieth of the time of a start."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("stages.encode.template.subprocess", FORKING)
-        patch.setattr("trainer.model.registry.entry_points", lambda group: _entry_points(group, tuple(sys.path)))
         yield

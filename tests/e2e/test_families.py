@@ -27,6 +27,7 @@ from tests.toy_family.family import write_distribution
 from tests.toy_family.reference import write_toy
 from trainer.contract.result import read_metrics
 from trainer.data.micro_batch import geometry_of, make_micro_batch
+from trainer.model import registry
 from trainer.model.registry import read_model
 
 SETTINGS = {
@@ -180,12 +181,14 @@ def test_qwen3_5_is_trained_on_pictures_exported_with_what_it_carries_and_answer
 
 
 @pytest.fixture
-def toy(tmp_path, monkeypatch) -> Path:
+def toy(tmp_path, monkeypatch) -> Iterator[Path]:
     """Make a directory of the toy model, whose family is registered as that of an installed package."""
     installed = write_distribution(tmp_path / "installed")
     monkeypatch.syspath_prepend(installed)
+    registry._all_places.cache_clear()
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(installed), str(Path(__file__).parents[2])]))
-    return write_toy(tmp_path / "toy")
+    yield write_toy(tmp_path / "toy")
+    registry._all_places.cache_clear()
 
 
 @pytest.mark.promise(
