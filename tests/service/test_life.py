@@ -220,7 +220,7 @@ def life(service, undisturbed) -> Life:
 def test_cancelling_saves_and_ends_everything(life):
     step = life.train_on()
     life.client.set_flow_run_state(life.run_id, State(type=StateType.CANCELLING))
-    life.ends("Cancelled", seconds=10)
+    life.ends("Cancelled", seconds=20)  # by itself: after 30 seconds Prefect kills a flow
     assert life.checkpoint() >= step
     wait_for(lambda: life.mlflow_status() == "KILLED", 20, "MLflow run KILLED")
 

@@ -18,6 +18,7 @@ from dataset_builders.readers.file_patterns import ROOT_MARK
 from flows.cli.main import main
 from flows.pipeline import progress
 from flows.pipeline.flow import flow, prepare_data
+from flows.pipeline.plan import Plan
 from flows.pipeline.recipe import load_recipe
 from flows.pipeline.tasks import task
 from flows.resources import dask_pool
@@ -27,6 +28,7 @@ from flows.resources.execution import ExecutionConfig
 from stages.artifacts.workers import StageResources, run_tasks
 from tests.helpers.kill_worker import kill_itself, kill_itself_once, slow_or_failing, work_until_released
 from tests.helpers.patience import at_most
+from tests.helpers.tiers import full
 from tests.helpers.trees import tree_digest
 
 pytestmark = pytest.mark.promise(
@@ -95,10 +97,11 @@ def test_prepare_data_makes_the_same_artifacts(address, tmp_path, monkeypatch):
     monkeypatch.setattr(dask_pool._ShardExecutor, "submit", recorded)
     trees = []
     for extra in ([f"execution.dask_address={address}"], []):
-        config = load_recipe(overrides=[*(f"{k}={v}" for k, v in SMALL.items()), *extra]).config
         root = tmp_path / str(len(trees))
-        runs, _ = prepare_data(config, str(root))
-        assert not any(run["reused"] for run in runs.values())
+        plan = Plan.open(load_recipe(overrides=[*(f"{k}={v}" for k, v in SMALL.items()), *extra]), root)
+        prepare_data(plan)
+        results = [step.result for step in plan.steps if step.result is not None]
+        assert results and not any(result.reused for result in results)
         trees.append(tree_digest(root / "artifacts"))
         assert {path.suffix for path in (root / "scratch").iterdir()} == {".lock"}
         assert {path.name for path in root.iterdir() if path.is_file()} == set(), "the marker is gone"
@@ -116,7 +119,7 @@ def test_prepare_data_makes_the_same_artifacts(address, tmp_path, monkeypatch):
     ("address", "blocked", "words"),
     [
         ("tcp://127.0.0.1:1", None, "no Dask scheduler answers there"),
-        ("nonsense://nowhere", None, "no Dask scheduler answers there"),
+        full("nonsense://nowhere", None, "no Dask scheduler answers there"),
         (
             "tcp://127.0.0.1:1",
             "distributed",
