@@ -45,7 +45,8 @@ def test_adapters_learn_a_second_task_and_the_base_stays_as_it_is(tmp_path):
     assert before["digits_words"] == 0 and before["digits_single"] >= 0.85
     assert after["digits_words"] >= 0.85 and after["digits_single"] >= before["digits_single"] - 0.06
     export = artifacts(tmp_path, "export")[-1]
-    adapter = AdapterDirectory(export / "adapter").check_base(ModelDirectory(base / "hf"))
+    adapter = AdapterDirectory(export / "adapter")
+    adapter.check_base(ModelDirectory(base / "hf"))
     assert len(adapter.modules) == 3 * 7 + 3 * 2  # the language model's layers and three mergers
     (compared,) = artifacts(tmp_path, "compare")
     assert "digits_single" in json.dumps(load_manifest(compared).stats)

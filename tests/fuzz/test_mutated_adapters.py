@@ -139,7 +139,8 @@ def outcome(directory: Path) -> str:
         AssertionError: it was read and PEFT's numbers differ, or the refusal does not name the directory.
     """
     try:
-        adapter = AdapterDirectory(directory).check_base(ModelDirectory(talkative_hf_dir()))
+        adapter = AdapterDirectory(directory)
+        adapter.check_base(ModelDirectory(talkative_hf_dir()))
     except InputError as error:
         line = str(error)
         assert str(directory) in line and "\n" not in line and len(line) < 1501, line

@@ -286,7 +286,7 @@ def test_pictures_are_scaled_in_training_as_in_asking(tmp_path):
     trained_on = encode_image(data, load_image_config(ModelDirectory(tiny_hf_dir()), **limits))[1].tolist()
 
     def check(prompt_format) -> None:
-        assert encode_image(data, prompt_format(tiny_hf_dir()).pixels)[1].tolist() == trained_on
+        assert encode_image(data, prompt_format(ModelDirectory(tiny_hf_dir())).pixels)[1].tolist() == trained_on
 
     check(partial(read_prompt_format, tokenized=limits))
     with fault_seen():
