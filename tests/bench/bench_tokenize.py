@@ -239,7 +239,7 @@ def _work(source: Path, directory: Path, barrier: object, times: object) -> None
     """Run a worker of `measure_processes` on one shard, measured after everything is loaded."""
     torch.set_num_threads(1)
     task = _task(source, directory)
-    tokenize_shard._encoder(task.hf_dir, task.processor_digest, "all", None)
+    tokenize_shard.encoder_of(task.hf_dir, task.processor_digest, task.config)
     tokenize_shard.tokenize_shard(task)
     shutil.rmtree(directory)
     barrier.wait()
