@@ -84,9 +84,9 @@ def answer_parts(
     Args:
         device: number of the GPU on this host.
         on_part: called after each part, with the number of its questions.
+        on_answer: called at each answer, with the number of answers in its part before it; its error ends the work.
         model: the open and checked directory of the job's model; None: it is opened and checked here.
         adapter: the same of its adapter.
-        on_answer: called at each answer, with the number of answers in its part before it; its error ends the work.
     """
     questions, config = read_plan(job.work_dir / PLAN_JSONL), job.config
     parts = cut_parts(questions, config.part_size)

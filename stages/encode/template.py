@@ -96,7 +96,11 @@ class ChatTemplate:
         """
         texts: list[str | SkipSample] = []
         requests = [
-            _request(messages, add_generation_prompt, _has_reasoning(messages) if thinks is None else thinks)
+            _request(
+                messages,
+                add_generation_prompt,
+                bool(messages and messages[-1].get(REASONING)) if thinks is None else thinks,
+            )
             for messages in conversations
         ]
         for part in _parts(requests):
@@ -186,10 +190,6 @@ def _turns(number: int) -> Messages:
     pairs = [("What is it?", "A seven."), ("And now?", "Still a seven."), ("Is it odd?", "Yes.")][:number]
     roles = ("user", "assistant")
     return [{"role": role, "content": text} for pair in pairs for role, text in zip(roles, pair)]
-
-
-def _has_reasoning(messages: Messages) -> bool:
-    return bool(messages) and bool(messages[-1].get(REASONING))
 
 
 def _request(messages: Messages, add_generation_prompt: bool, thinks: bool) -> str:

@@ -17,7 +17,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from dataset_builders.contracts.feature_store import FeatureType
 from dataset_builders.contracts.features import FEATURE_INDEX, FIELD, images_name, index_name, shard_name, write_table
 from dataset_builders.contracts.manifest import load_manifest
-from dataset_builders.contracts.sample import Split
 from dataset_builders.contracts.shard_io import ShardWriter, finished_shard, read_record
 from dataset_builders.contracts.tokenized import TokenizedSample, read_pixel_store
 from dataset_builders.pictures.pixel_codecs import decode_sample
@@ -152,7 +151,8 @@ def _write_shard(
                 for column, value in zip(columns.values(), row):
                     column.append(value)
         write_table(run.features_dir / index_name(number), columns, FEATURE_INDEX)
-        writer.commit(_split(images))
+        # The split of the samples in which the shard's images first occur.
+        writer.commit("heldout" if images[0]["shard"].startswith("heldout/") else "train")
 
 
 def _stored(computed: torch.Tensor, dtype: FeatureType) -> tuple[torch.Tensor, torch.Tensor]:
@@ -160,8 +160,3 @@ def _stored(computed: torch.Tensor, dtype: FeatureType) -> tuple[torch.Tensor, t
     stored = computed.to(getattr(torch, dtype))
     errors = (stored.to(torch.float32) - computed.to(torch.float32)).abs().amax(dim=1)
     return stored.cpu(), errors.cpu()
-
-
-def _split(images: Sequence[dict]) -> Split:
-    """Return the split of a shard: the split of the samples in which its images first occur."""
-    return "heldout" if images[0]["shard"].startswith("heldout/") else "train"
