@@ -458,3 +458,14 @@ def test_a_hub_name_without_network(monkeypatch):
     monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
     with pytest.raises(InputError, match=r"'some/model'.*hub cannot be reached.*give that directory"):
         resolve_hf_dir("some/model")
+
+
+def test_a_tensor_in_two_files_is_refused_with_both_names(hf_dir):
+    tensors = load_file(hf_dir / "model.safetensors")
+    (hf_dir / "model.safetensors").unlink()
+    twice, *names = sorted(tensors)
+    for file, held in {"a.safetensors": [twice, *names], "b.safetensors": [twice]}.items():
+        save_file({name: tensors[name] for name in held}, hf_dir / file, metadata={"format": "pt"})
+    weight_map = {twice: "b.safetensors"} | dict.fromkeys(names, "a.safetensors")
+    (hf_dir / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert f"b.safetensors and a.safetensors both hold {twice}; copy the" in _refusal(hf_dir)
