@@ -261,7 +261,8 @@ import sys
 from dataset_builders.contracts.sample import Message
 from pathlib import Path
 from stages.answer.transformers_engine import Generator
-generator = Generator(Path(sys.argv[1]))
+from stages.inputs.model_directory import ModelDirectory
+generator = Generator(ModelDirectory(Path(sys.argv[1])))
 images = generator.encode_images([])
 print(generator.generate([generator.encode_prompt([Message(role="user", text="Which digit?")], images)], 3))
 """
