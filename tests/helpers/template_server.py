@@ -39,7 +39,8 @@ class Forked:
         self.pid, self._status = self._told(), None
 
     def _told(self) -> int:
-        return _NUMBER.unpack(self._server.recv(_NUMBER.size, socket.MSG_WAITALL))[0]
+        number = self._server.recv(_NUMBER.size, socket.MSG_WAITALL)
+        return _NUMBER.unpack(number)[0] if number else -signal.SIGKILL  # the server ended, and its forks with it
 
     def poll(self) -> int | None:
         """Return the exit status, or None while the process is running."""
