@@ -28,5 +28,5 @@ pytest_plugins = ("tests.tiers.plugin",)
 def quick() -> Iterator[None]:
     """Fork the processes of chat templates, in a fiftieth of the time of a start."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("stages.encode.template.subprocess", FORKING)
+        patch.setattr("stages.shared.chat_format.template.subprocess", FORKING)
         yield

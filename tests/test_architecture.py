@@ -51,8 +51,8 @@ IMPORTERS = {
     "webdataset": ("dataset_builders.contracts.shard_io",),
     "PIL": (
         *("dataset_builders.pictures.images", "dataset_builders.pictures.jpeg", "dataset_builders.pictures.pixels"),
-        *("stages.encode.images", "stages.contamination.second_look"),
-        *("stages.release.flavor.mlflow_model", "stages.reload.stranger"),  # run where there is no athanor
+        *("stages.shared.chat_format.images", "stages.contamination.second_look"),
+        *("stages.release.flavor.mlflow_model", "stages.verify.loaders"),  # run where there is no athanor
     ),
     "simplejpeg": ("dataset_builders.pictures.jpeg",),
 }
@@ -63,8 +63,8 @@ NO_MEGATRON = (*TRAINER_FACE, "trainer.data", "trainer.loop.metrics")
 RANK_NAMES = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}
 RANK_READERS = (
     *("trainer.parallel.mesh", "stages.answer.worker"),  # processes that torchrun starts: ranks of a training, workers
-    "stages.reload.stranger",  # one process of a job does the work
-    "stages.launchers.torchrun",  # sets torchrun's variables for a process that needs no torchrun
+    "stages.verify.loaders",  # one process of a job does the work
+    "stages.shared.launchers.torchrun",  # sets torchrun's variables for a process that needs no torchrun
 )
 # Modules that may change the process's own environment: for settings that a library reads at its import, or on request.
 ENVIRONMENT_WRITERS = (
@@ -81,8 +81,8 @@ ENVIRONMENT_WRITERS = (
     "trainer.layers.modules.choice",  # where FlashAttention 4 keeps compiled kernels
 )
 CHILD_ENVIRONMENT_WRITERS = (
-    "stages.launchers.torchrun",
-    "stages.launchers.slurm.launcher",
+    "stages.shared.launchers.torchrun",
+    "stages.shared.launchers.slurm.launcher",
     "flows.prefect_server.processes",
 )
 VAGUE = {"utils", "util", "base", "common", "helpers", "misc", "core", "types", "interfaces"}
@@ -145,7 +145,7 @@ def test_the_checks_see_what_they_look_for():
     assert {"a.b", "top.inner.c", "top.d.e", "g.h"} <= found
     writes = "os.environ['A'] = '1'\nos.environ.setdefault('A', '1')\ndel os.environ['A']\nos.putenv('A', '1')\n"
     assert list(environment_writes(ast.walk(ast.parse(writes + "x = os.environ.get('A')")))) == [1, 3, 2, 4]
-    assert is_within("stages.launchers.job", "stages.") and not is_within("stages_other", "stages")
+    assert is_within("stages.shared.launchers.job", "stages.") and not is_within("stages_other", "stages")
 
 
 def test_there_is_something_to_check():
@@ -421,7 +421,7 @@ def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
 
 def test_no_page_is_written_by_hand():
     fail_with(
-        f"{at(path)}: {', '.join(tags)}; HTML lies in stages/pages/templates"
+        f"{at(path)}: {', '.join(tags)}; HTML lies in stages/shared/pages/templates"
         for path in MODULES
         if "stages" in path.relative_to(ROOT).parts
         if (tags := re.findall(r"</(?:a|b|div|h\d|p|pre|section|span|table|td|tr)>", path.read_text(encoding="utf-8")))

@@ -19,7 +19,7 @@ from dataset_builders.errors import InputError
 from dataset_builders.sources.registry import BUILDERS, get_builder
 from flows.pipeline.config import PipelineConfig
 from flows.pipeline.recipe import load_recipe
-from stages.inputs import model_directory, raw_source
+from stages.shared.inputs import model_directory, raw_source
 from tests.helpers.json_rows import read_source, write_file
 from tests.helpers.raw_rows import png
 from tests.test_architecture import MODULES, ROOT, name_of

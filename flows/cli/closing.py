@@ -16,11 +16,11 @@ from flows.prefect_server.service_record import read_service
 from flows.tracking.notes import score_text
 from flows.tracking.record import MlflowState
 from flows.tracking.store import has_own_database
-from stages.artifacts.artifact import Artifact
-from stages.artifacts.quarantine import QUARANTINE, reason_words
 from stages.evaluate.predictions import PREDICTIONS
-from stages.pages.page import REPORT_HTML
-from stages.scoring.names import PERPLEXITY
+from stages.shared.artifacts.artifact import Artifact
+from stages.shared.artifacts.quarantine import QUARANTINE, reason_words
+from stages.shared.pages.page import REPORT_HTML
+from stages.shared.scoring.names import PERPLEXITY
 
 
 def print_closing(

@@ -20,11 +20,11 @@ from flows.cli.init.choice import FEW_STEPS, check_apart
 from flows.cli.init.findings import anomalies
 from flows.cli.text_table import bytes_text
 from flows.pipeline.config import PipelineConfig
-from stages.artifacts.quarantine import MIN_LOST, check_lost, reason_words
 from stages.convert.config import SourceReading
-from stages.encode.images import load_image_config
-from stages.inputs.config import EmbeddedModelConfig
-from stages.inputs.model_directory import opened_model
+from stages.shared.artifacts.quarantine import MIN_LOST, check_lost, reason_words
+from stages.shared.chat_format.images import load_image_config
+from stages.shared.inputs.config import EmbeddedModelConfig
+from stages.shared.inputs.model_directory import opened_model
 from trainer.contract.run import TrainConfig
 from trainer.model.shape import ModelShape
 

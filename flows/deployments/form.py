@@ -28,7 +28,7 @@ _SOURCE = {"type": "string", "title": "a directory, URL or hub name"}
 _NO_VALUE = {"type": "string", "enum": [NONE], "title": NONE}
 _ORDER = (
     *("train", "data", "model", "start_adapter", "convert", "contamination", "tokenize", "plan_bins"),
-    *("encode_images", "evaluate", "compare", "reload", "execution", "name"),
+    *("encode_images", "evaluate", "compare", "verify", "execution", "name"),
 )
 _SOURCES = ("data", "model")  # sections that a request may replace by a directory, URL or name
 _OPEN = ("train", "train.optim")  # sections that are not folded, since most runs change them
@@ -73,7 +73,7 @@ _SECTIONS = {
     ),
     "evaluate": ("Evaluation", "How held-out samples are asked, and which metrics score the answers."),
     "compare": ("Before and after", "How sure a difference from the model before training has to be."),
-    "reload": ("Other programs", "How many held-out questions transformers, PEFT and MLflow answer again."),
+    "verify": ("Other programs", "How many held-out questions transformers, PEFT and MLflow answer again."),
     "execution": ("Where and how it runs", "Processes, launcher, layout, checkpoints. Changes no result."),
 }
 

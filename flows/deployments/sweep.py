@@ -26,7 +26,7 @@ from flows.pipeline.progress import display
 from flows.pipeline.recipe import DEFAULT_RECIPE, Recipe, load_recipe
 from flows.tracking.notes import run_name, score_text
 from flows.tracking.tracker import compare_page
-from stages.artifacts.artifact import Artifact
+from stages.shared.artifacts.artifact import Artifact
 
 
 @dataclass(frozen=True, slots=True)

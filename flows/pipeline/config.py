@@ -16,11 +16,11 @@ from stages.convert.config import RAW, ConvertConfig, MixedConvertConfig, Source
 from stages.encode_images.config import EncodeImagesConfig
 from stages.evaluate.config import CompareConfig, EvaluateConfig
 from stages.export.config import ExportConfig
-from stages.inputs.config import EmbeddedDataConfig, EmbeddedEasyVqaConfig, EmbeddedModelConfig
 from stages.plan_bins.config import PlanBinsConfig
-from stages.reload.config import ReloadConfig
-from stages.scoring.names import SAME_ANSWERS
+from stages.shared.inputs.config import EmbeddedDataConfig, EmbeddedEasyVqaConfig, EmbeddedModelConfig
+from stages.shared.scoring.names import SAME_ANSWERS
 from stages.tokenize.config import TokenizeConfig
+from stages.verify.config import VerifyConfig
 from trainer.contract.run import TrainConfig
 from trainer.model.shape import ModelShape
 from trainer.plan.layout import FieldNames, check_layout
@@ -118,8 +118,8 @@ class PipelineConfig(StrictModel):
     compare: CompareConfig | None = Field(
         default=CompareConfig(), description="comparison with the model before training; null: no comparison"
     )
-    reload: ReloadConfig | None = Field(
-        default=ReloadConfig(), description="held-out questions that other programs answer with the export; null: none"
+    verify: VerifyConfig | None = Field(
+        default=VerifyConfig(), description="held-out questions that other programs answer with the export; null: none"
     )
     execution: ExecutionConfig = ExecutionConfig()
 
@@ -137,10 +137,10 @@ class PipelineConfig(StrictModel):
         self._check_lengths()
         self._check_profile()
         self._check_adapter()
-        if SAME_ANSWERS in self.execution.registry.gates and self.reload is None:
+        if SAME_ANSWERS in self.execution.registry.gates and self.verify is None:
             raise ValueError(
-                f"execution.registry.gates.{SAME_ANSWERS} needs the answers of other programs, and reload=null asks "
-                f"for none; leave out reload=null, or give execution.registry.gates without {SAME_ANSWERS}"
+                f"execution.registry.gates.{SAME_ANSWERS} needs the answers of other programs, and verify=null asks "
+                f"for none; leave out verify=null, or give execution.registry.gates without {SAME_ANSWERS}"
             )
         if self.train.experts.force_balance:
             raise ValueError(

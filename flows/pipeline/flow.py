@@ -26,9 +26,9 @@ from flows.resources.limits import has_server
 from flows.tracking.notes import run_name
 from stages.answer.engine import check_engine
 from stages.contamination.stage import contaminated_keys
-from stages.inputs.model_directory import opened_model
-from stages.launchers.job import check_launcher
 from stages.release.hub import check_push
+from stages.shared.inputs.model_directory import opened_model
+from stages.shared.launchers.job import check_launcher
 from stages.tokenize.shard import encoder_of
 from trainer.contract.names import HF_EXPORT
 

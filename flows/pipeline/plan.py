@@ -18,14 +18,14 @@ from flows.pipeline.config import PipelineConfig
 from flows.pipeline.recipe import Recipe
 from flows.pipeline.steps import Step, make_steps
 from flows.resources.host import this_host
-from stages.artifacts.artifact import Artifact, Input, artifact_dir, changed_inputs, stage_identity
-from stages.artifacts.run_stage import why_rebuild
-from stages.encode.images import load_image_config
-from stages.encode.template import check_template
-from stages.inputs.adapter_directory import AdapterDirectory, adapter_input
-from stages.inputs.config import EmbeddedEasyVqaConfig
-from stages.inputs.ends import end_ids
-from stages.inputs.model_directory import (
+from stages.shared.artifacts.artifact import Artifact, Input, artifact_dir, changed_inputs, stage_identity
+from stages.shared.artifacts.run_stage import why_rebuild
+from stages.shared.chat_format.images import load_image_config
+from stages.shared.chat_format.template import check_template
+from stages.shared.inputs.adapter_directory import AdapterDirectory, adapter_input
+from stages.shared.inputs.config import EmbeddedEasyVqaConfig
+from stages.shared.inputs.ends import end_ids
+from stages.shared.inputs.model_directory import (
     ModelDirectory,
     model_input,
     opened_model,
@@ -33,7 +33,7 @@ from stages.inputs.model_directory import (
     read_json,
     resolve_hf_dir,
 )
-from stages.inputs.raw_source import open_raw
+from stages.shared.inputs.raw_source import open_raw
 from trainer.contract.machine.modules import check_precision, describe
 from trainer.contract.peft import check_start
 from trainer.model.adapters import adapted_layers, check_adapter

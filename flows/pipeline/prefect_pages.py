@@ -10,9 +10,9 @@ from dataset_builders.storage.store import StorePath, location
 from flows.pipeline.tasks import StageRun
 from flows.prefect_server.reports import page_url
 from flows.tracking.notes import markdown_table, score_text
-from stages.pages.page import REPORT_HTML
-from stages.pages.report import REPORT_JSON, read_report
-from stages.scoring.names import OVERALL
+from stages.shared.pages.page import REPORT_HTML
+from stages.shared.pages.report import REPORT_JSON, read_report
+from stages.shared.scoring.names import OVERALL
 
 _log = logging.getLogger("athanor.pipeline")
 

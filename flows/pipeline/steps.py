@@ -13,12 +13,12 @@ from pydantic import BaseModel
 
 from flows.pipeline.config import PipelineConfig
 from flows.resources.host import this_host
-from stages.artifacts.artifact import Artifact, Input, Stage, StageResult
 from stages.convert.config import RAW
 from stages.encode_images.config import EncodeImagesConfig, EncodingConfig
-from stages.inputs.config import EmbeddedEasyVqaConfig
-from stages.inputs.model_directory import opened_model, processor_input
 from stages.release.config import ReleaseConfig
+from stages.shared.artifacts.artifact import Artifact, Input, Stage, StageResult
+from stages.shared.inputs.config import EmbeddedEasyVqaConfig
+from stages.shared.inputs.model_directory import opened_model, processor_input
 from trainer.contract.run import TrainConfig
 
 PREPARE_DATA, TRAIN, EVALUATE = FLOWS = ("prepare-data", "vlm-sft", "evaluate")
@@ -84,15 +84,16 @@ def make_steps(config: PipelineConfig, given: Mapping[str, Input]) -> list[Step]
     from stages.compare import stage as compare
     from stages.contamination import stage as contamination
     from stages.convert import stage as convert
+    from stages.embedded_data import digits, easy_vqa
+    from stages.embedded_model import stage as tiny_model
     from stages.encode_images import stage as encode_images
     from stages.evaluate import stage as evaluate
     from stages.export import stage as export
-    from stages.inputs import digits, easy_vqa, tiny_model
     from stages.plan_bins import stage as plan_bins
     from stages.release import stage as release
-    from stages.reload import stage as reload
     from stages.tokenize import stage as tokenize
     from stages.train import stage as train
+    from stages.verify import stage as verify
 
     steps: list[Step] = []
 
@@ -146,10 +147,10 @@ def make_steps(config: PipelineConfig, given: Mapping[str, Input]) -> list[Step]
     if config.evaluate.adapter == "beside":
         tuned = {**before, "adapter": exported}
     answers = step("answer", answer, config.evaluate.answer, Needs.SLOT, **tuned)
-    reloaded = compared = None
-    if config.reload is not None:
+    verified = compared = None
+    if config.verify is not None:
         loaded = {"export": exported, "model": model, "answers": answers, "samples": samples}
-        reloaded = step("reload", reload, config.reload, Needs.SLOT, **loaded)
+        verified = step("verify", verify, config.verify, Needs.SLOT, **loaded)
     scored = {"samples": samples, "contamination": seen}
     scores = step("evaluate", evaluate, config.evaluate.scoring, answers=answers, **scored, made_by=trained)
     if config.compare is not None:
@@ -158,7 +159,7 @@ def make_steps(config: PipelineConfig, given: Mapping[str, Input]) -> list[Step]
         of_base = step("answer_base", answer, config.evaluate.answer, Needs.SLOT, beside=beside, **before)
         base = step("evaluate_base", evaluate, config.evaluate.scoring, answers=of_base, **scored, start_of=trained)
         compared = step("compare", compare, config.compare, base=base, tuned=scores, samples=samples)
-    made = {"export": exported, "train": trained, "evaluate": scores, **scored, "reload": reloaded, "compare": compared}
+    made = {"export": exported, "train": trained, "evaluate": scores, **scored, "verify": verified, "compare": compared}
     step("release", release, release_config(config), **made)
     return steps
 

@@ -32,12 +32,12 @@ from flows.resources.limits import slot_of, wait_for_server
 from flows.resources.run_record import record_run
 from flows.tracking.config import refusals
 from flows.tracking.tracker import Tracker
-from stages.artifacts.artifact import Input, StageResult, artifact_dir, stage_identity
-from stages.artifacts.quarantine import reason_words
-from stages.artifacts.run_stage import run_stage, scratch_dir
-from stages.artifacts.workers import StageResources
 from stages.release.hub import push_to_hub
-from stages.scoring.names import OVERALL, SAME_ANSWERS, flat_scores
+from stages.shared.artifacts.artifact import Input, StageResult, artifact_dir, stage_identity
+from stages.shared.artifacts.quarantine import reason_words
+from stages.shared.artifacts.run_stage import run_stage, scratch_dir
+from stages.shared.artifacts.workers import StageResources
+from stages.shared.scoring.names import OVERALL, SAME_ANSWERS, flat_scores
 from trainer.contract.names import HF_EXPORT, METRICS_JSONL
 from trainer.contract.result import MetricsRow
 
@@ -192,10 +192,10 @@ def register_task(plan: Plan, tracking_run: str | None) -> list[str]:
         one line per gate that failed; empty if the model was registered.
     """
     tracker, registry = Tracker(plan.root, tracking_run), plan.config.execution.registry
-    evaluated, reloaded, compared = (plan.artifact(name) for name in ("evaluate", "reload", "compare"))
+    evaluated, verified, compared = (plan.artifact(name) for name in ("evaluate", "verify", "compare"))
     scores, why = evaluated.manifest.stats["scores"], {}
-    if reloaded is not None:
-        stats = reloaded.manifest.stats
+    if verified is not None:
+        stats = verified.manifest.stats
         scores = {**scores, OVERALL: {**scores[OVERALL], SAME_ANSWERS: stats[SAME_ANSWERS]}}
         why = {SAME_ANSWERS: stats["reason"]}
     gains = None if compared is None else compared.manifest.stats["gains"]

@@ -10,7 +10,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from stages.launchers.parent import with_parent
+from stages.shared.launchers.parent import with_parent
 
 SERVICE_VARIABLE = "ATHANOR_SERVICE"  # in every process of a service: the directory of its root's files
 ROOT_VARIABLE = "ATHANOR_ROOT"

@@ -32,7 +32,7 @@ from dataset_builders.storage.files import write_text
 from dataset_builders.storage.store import StorePath, make_dir
 from flows.resources.dask_worker import KEY_PREFIX, look, run_shard_task, running_tasks, versions
 from flows.resources.execution import ExecutionConfig
-from stages.artifacts.workers import StageResources
+from stages.shared.artifacts.workers import StageResources
 
 _CONNECT_SECONDS = 10.0
 _WORKER_SECONDS = 60.0  # for the first worker to answer: an adaptive cluster may have none at first

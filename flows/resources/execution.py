@@ -3,7 +3,7 @@
 from pydantic import Field
 
 from flows.tracking.config import RegistryConfig, TrackingConfig
-from stages.launchers.config import ClusterConfig
+from stages.shared.launchers.config import ClusterConfig
 from trainer.contract.run import TrainerExecution
 
 

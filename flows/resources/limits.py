@@ -32,7 +32,7 @@ from dataset_builders.errors import InputError
 from dataset_builders.storage.store import StorePath
 from flows.prefect_server.temporary import is_temporary
 from flows.resources.run_record import read_runs, record_slot
-from stages.launchers.config import ClusterConfig
+from stages.shared.launchers.config import ClusterConfig
 
 HOST_LIMIT = ClusterConfig().limit
 LEASE_SECONDS = 60.0  # the shortest that Prefect grants

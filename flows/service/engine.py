@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from flows.prefect_server.processes import SERVICE_VARIABLE
-from stages.launchers.parent import end_with_parent
+from stages.shared.launchers.parent import end_with_parent
 
 
 def print_into(path: Path) -> None:

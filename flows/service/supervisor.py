@@ -2,7 +2,7 @@
 
 One thread does all of it, in a loop with a period of a quarter of a second, because Linux ends a child together with
 the thread that started it: if this process is killed, the three programs get SIGTERM. In the same way, the flow runs
-get SIGTERM if the worker is killed, and a trainer if its flow is (`stages/launchers/parent.py`); so nothing is left.
+get SIGTERM if the worker is killed, and a trainer if its flow is (`stages/shared/launchers/parent.py`).
 What a killed process left in Prefect and MLflow, the worker settles (`reconcile.py`).
 """
 
@@ -39,9 +39,9 @@ from flows.prefect_server.service_record import (
     write_record,
 )
 from flows.service.programs import Program, Service, mlflow_server, prefect_server, worker
-from stages.launchers.owner import Owner
-from stages.launchers.parent import adopt_orphans
-from stages.launchers.processes import runs
+from stages.shared.launchers.owner import Owner
+from stages.shared.launchers.parent import adopt_orphans
+from stages.shared.launchers.processes import runs
 from trainer.contract.names import EXIT_FAILED
 
 TURN_SECONDS = 0.25

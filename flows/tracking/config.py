@@ -11,7 +11,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from dataset_builders.contracts.strict import StrictModel
-from stages.scoring.names import check_score
+from stages.shared.scoring.names import check_score
 
 ArtifactLevel = Literal["references", "small", "all"]
 

@@ -62,10 +62,10 @@ from flows.tracking.run_writer import (
 )
 from flows.tracking.store import check_own_database, connect, experiment_of, may_pass, store_digest, tracking_uri
 from flows.tracking.system import CPU_METRIC
-from stages.artifacts.artifact import Artifact
 from stages.evaluate.predictions import COMPARISON, PREDICTIONS
 from stages.release.flavor.mlmodel import FLAVOR_FILES
-from stages.scoring.names import OVERALL, flat_scores
+from stages.shared.artifacts.artifact import Artifact
+from stages.shared.scoring.names import OVERALL, flat_scores
 from trainer.contract.names import METRICS_JSONL
 from trainer.contract.result import MetricsRow, read_metrics
 

@@ -23,9 +23,9 @@ from flows.tracking.notes import score_text, version_note
 from flows.tracking.record import Registration, find_place
 from flows.tracking.run_writer import HIDDEN, RunWriter
 from flows.tracking.store import may_pass, store_lock
-from stages.artifacts.artifact import Artifact
 from stages.evaluate.predictions import PREDICTIONS, heldout_fingerprint
-from stages.scoring.names import flat_scores
+from stages.shared.artifacts.artifact import Artifact
+from stages.shared.scoring.names import flat_scores
 
 if TYPE_CHECKING:
     from stages.compare.certainty import Certainty

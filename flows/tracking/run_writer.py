@@ -20,7 +20,7 @@ from mlflow.entities import Metric, Param, Run, RunTag
 from dataset_builders.storage.store import StorePath, is_local, local_copy, walk_files
 from flows.prefect_server.service_record import FILES_VARIABLE
 from flows.tracking.config import ArtifactLevel
-from stages.artifacts.artifact import Artifact
+from stages.shared.artifacts.artifact import Artifact
 from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT, PROFILE
 
 # MLflow's pages hide tags that begin with "mlflow.": only code reads these.

@@ -32,7 +32,7 @@ from flows.tracking.record import (
 )
 from flows.tracking.store import compare_url, server_url, store_digest
 from flows.tracking.system import sampled_host
-from stages.artifacts.artifact import Artifact
+from stages.shared.artifacts.artifact import Artifact
 
 WAIT_SECONDS = 60.0  # longest wait at the end of a run for one part of it, beside an upload
 KILLED_SECONDS = 10.0  # longest wait of a cancelled flow, which has to end

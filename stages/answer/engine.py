@@ -9,9 +9,9 @@ from typing import Any, Protocol
 from dataset_builders.contracts.sample import Message, SkipSample
 from dataset_builders.errors import InputError
 from stages.answer.config import EngineName
-from stages.encode.prompt import PromptFormat
-from stages.inputs.adapter_directory import AdapterDirectory
-from stages.inputs.model_directory import ModelDirectory
+from stages.shared.chat_format.prompt import PromptFormat
+from stages.shared.inputs.adapter_directory import AdapterDirectory
+from stages.shared.inputs.model_directory import ModelDirectory
 
 ENGINES: dict[str, str] = {
     "transformers": "stages.answer.transformers_engine:TransformersEngine",

@@ -9,8 +9,8 @@ from dataset_builders.errors import InputError
 from dataset_builders.storage.files import write_text
 from stages.answer.parts import AnswerJob
 from stages.answer.worker import REFUSED
-from stages.launchers.config import ClusterConfig
-from stages.launchers.job import Job, JobFailed, make_launcher, run_job
+from stages.shared.launchers.config import ClusterConfig
+from stages.shared.launchers.job import Job, JobFailed, make_launcher, run_job
 
 JOB_DIR = "job"
 _LOOK_SECONDS = 1.0

@@ -30,9 +30,9 @@ from stages.answer.config import AnswerConfig
 from stages.answer.engine import Engine, EngineSettings, Prepared, Request, make_engine
 from stages.answer.plan import PLAN_JSONL, Question, cut_groups, cut_parts, read_plan
 from stages.answer.records import GeneratedAnswer, Line, SkippedSample, line_of, rows_of
-from stages.encode.prompt import PromptFormat
-from stages.inputs.adapter_directory import AdapterDirectory, open_model_to_answer
-from stages.inputs.model_directory import ModelDirectory
+from stages.shared.chat_format.prompt import PromptFormat
+from stages.shared.inputs.adapter_directory import AdapterDirectory, open_model_to_answer
+from stages.shared.inputs.model_directory import ModelDirectory
 
 PARTS = "parts"
 _MOST_THREADS = 8

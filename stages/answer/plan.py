@@ -25,8 +25,8 @@ from dataset_builders.pictures.images import image_size
 from dataset_builders.pictures.pixels import image_grid
 from dataset_builders.storage.files import read_sealed, write_sealed
 from stages.answer.records import rows_of
-from stages.artifacts.artifact import Artifact
-from stages.encode.chat import ChatEncoder
+from stages.shared.artifacts.artifact import Artifact
+from stages.shared.chat_format.chat import ChatEncoder
 
 PLAN_JSONL = "plan.jsonl"
 _GROUPS_SIDE_BY_SIDE = 4  # groups that fill a decoding batch; a new group enters as old rows end

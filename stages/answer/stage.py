@@ -38,14 +38,14 @@ from stages.answer.records import (
     read_answers,
     to_line,
 )
-from stages.artifacts.artifact import Artifact, Input, Stage, StageOutput
-from stages.artifacts.workers import StageResources
-from stages.encode.chat import ChatEncoder
-from stages.encode.prompt import read_prompt_format
-from stages.inputs.adapter_directory import AdapterDirectory, opened_adapter
-from stages.inputs.model_directory import ModelDirectory, opened_model
-from stages.launchers.config import ClusterConfig
-from stages.pages.report import Histogram, Section, Table, write_report
+from stages.shared.artifacts.artifact import Artifact, Input, Stage, StageOutput
+from stages.shared.artifacts.workers import StageResources
+from stages.shared.chat_format.chat import ChatEncoder
+from stages.shared.chat_format.prompt import read_prompt_format
+from stages.shared.inputs.adapter_directory import AdapterDirectory, opened_adapter
+from stages.shared.inputs.model_directory import ModelDirectory, opened_model
+from stages.shared.launchers.config import ClusterConfig
+from stages.shared.pages.report import Histogram, Section, Table, write_report
 
 # 2: answers.jsonl has the token ids in place of their number; 3: an answer ends with its turn, and
 # max_samples_per_subset draws samples

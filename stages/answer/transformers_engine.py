@@ -13,13 +13,13 @@ from dataset_builders.errors import InputError
 from dataset_builders.pictures.pixels import encode_image
 from stages.answer.engine import Answer, EngineSettings, Prepared, Request
 from stages.answer.greedy_decoder import EncodedImages, GreedyDecoder, PoolLimits, Prompt, Row
-from stages.encode.chat import ChatEncoder
-from stages.encode.prompt import PromptFormat, read_prompt_format
-from stages.inputs.adapter_directory import AdapterDirectory
-from stages.inputs.adapter_layers import add_adapters
-from stages.inputs.ends import end_ids
-from stages.inputs.model_directory import ModelDirectory
-from stages.inputs.transformers_progress import no_progress_bar
+from stages.shared.chat_format.chat import ChatEncoder
+from stages.shared.chat_format.prompt import PromptFormat, read_prompt_format
+from stages.shared.inputs.adapter_directory import AdapterDirectory
+from stages.shared.inputs.adapter_layers import add_adapters
+from stages.shared.inputs.ends import end_ids
+from stages.shared.inputs.model_directory import ModelDirectory
+from stages.shared.inputs.transformers_progress import no_progress_bar
 
 _UNLIMITED = PoolLimits(rows=1 << 30, tokens=1 << 60)
 

@@ -20,10 +20,10 @@ from dataset_builders.contracts.tokenized import PixelConfig
 from dataset_builders.pictures.images import image_size, open_rgb
 from dataset_builders.pictures.pixels import image_grid
 from stages.answer.engine import Answer, EngineSettings, Prepared, Request, check_engine
-from stages.encode.chat import ChatEncoder
-from stages.encode.images import load_image_config, write_pixel_limits
-from stages.inputs.ends import end_ids
-from stages.inputs.model_directory import ModelDirectory
+from stages.shared.chat_format.chat import ChatEncoder
+from stages.shared.chat_format.images import load_image_config, write_pixel_limits
+from stages.shared.inputs.ends import end_ids
+from stages.shared.inputs.model_directory import ModelDirectory
 
 _GROUPS_TOGETHER = 16  # groups per call, so that vLLM's scheduler can choose among many sequences
 

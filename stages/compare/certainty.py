@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from dataset_builders.errors import InputError
-from stages.artifacts.artifact import Artifact
 from stages.compare.difference import answers_of, check_same
 from stages.evaluate.evaluation import BOOTSTRAP
 from stages.evaluate.predictions import counted, read_predictions
-from stages.scoring.intervals import (
+from stages.shared.artifacts.artifact import Artifact
+from stages.shared.scoring.intervals import (
     Bootstrap,
     Difference,
     Interval,
@@ -21,10 +21,10 @@ from stages.scoring.intervals import (
     overall,
     overall_difference,
 )
-from stages.scoring.names import METRIC_NAMES, OVERALL
-from stages.scoring.subsets import metrics_of
-from stages.scoring.summary import SCORE
-from stages.scoring.table import get_metric
+from stages.shared.scoring.names import METRIC_NAMES, OVERALL
+from stages.shared.scoring.subsets import metrics_of
+from stages.shared.scoring.summary import SCORE
+from stages.shared.scoring.table import get_metric
 
 _COLUMNS = ("key", "turn", "subset", "question", "references", "answer", "pictures", "contaminated")
 

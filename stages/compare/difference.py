@@ -7,10 +7,10 @@ import numpy as np
 import pyarrow as pa
 
 from dataset_builders.errors import InputError
-from stages.scoring.intervals import Bootstrap, Difference, difference, overall_difference
-from stages.scoring.metrics.contract import Judged
-from stages.scoring.names import OVERALL
-from stages.scoring.summary import SCORE, AnswerSet, SubsetScores, score_subsets, upward_rows
+from stages.shared.scoring.intervals import Bootstrap, Difference, difference, overall_difference
+from stages.shared.scoring.metrics.contract import Judged
+from stages.shared.scoring.names import OVERALL
+from stages.shared.scoring.summary import SCORE, AnswerSet, SubsetScores, score_subsets, upward_rows
 
 _SAME = ("key", "turn", "question", "references")
 

@@ -9,10 +9,10 @@ import pyarrow.compute as pc
 
 from dataset_builders.pictures.images import preview_png
 from stages.compare.difference import Comparison
-from stages.pages.report import Pictures, Section, Table, write_report
-from stages.scoring.intervals import Difference, Interval
-from stages.scoring.names import OVERALL
-from stages.scoring.summary import upwards
+from stages.shared.pages.report import Pictures, Section, Table, write_report
+from stages.shared.scoring.intervals import Difference, Interval
+from stages.shared.scoring.names import OVERALL
+from stages.shared.scoring.summary import upwards
 
 _PICTURES = 48
 _ROWS = 200

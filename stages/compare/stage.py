@@ -18,13 +18,13 @@ import pyarrow.parquet as pq
 from dataset_builders.errors import InputError
 from dataset_builders.storage.files import atomic_path
 from stages.answer.plan import heldout_samples
-from stages.artifacts.artifact import Artifact, Stage, StageOutput
 from stages.compare.difference import Comparison, compare_predictions
 from stages.compare.report import shown_keys, write_comparison_report
 from stages.evaluate.config import CompareConfig
 from stages.evaluate.predictions import COMPARISON, counted, read_predictions
-from stages.scoring.intervals import Bootstrap
-from stages.scoring.summary import upward_rows, upwards
+from stages.shared.artifacts.artifact import Artifact, Stage, StageOutput
+from stages.shared.scoring.intervals import Bootstrap
+from stages.shared.scoring.summary import upward_rows, upwards
 
 VERSION = 3  # 2: contaminated samples are excluded; 3: all images of a sample on the page
 COMPARISON_SCHEMA = pa.schema(

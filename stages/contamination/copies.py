@@ -15,11 +15,11 @@ import pyarrow.compute as pc
 
 from dataset_builders.contracts.shard_io import read_record
 from dataset_builders.storage.store import StorePath
-from stages.artifacts.workers import StageResources, run_tasks
 from stages.contamination.config import ContaminationConfig
 from stages.contamination.near_hashes import near_pairs
 from stages.contamination.scan import THUMBNAIL_BYTES, PictureTask, count_pictures, read_pictures, read_thumbnails
 from stages.contamination.second_look import apart
+from stages.shared.artifacts.workers import StageResources, run_tasks
 
 How = Literal["bytes", "pixels", "near"]
 HOWS: tuple[How, ...] = ("bytes", "pixels", "near")

@@ -18,9 +18,9 @@ from dataset_builders.contracts.sample import SkipSample
 from dataset_builders.contracts.shard_io import iter_located
 from dataset_builders.pictures.picture_hash import THUMBNAIL_SIDE, look_at
 from dataset_builders.storage.store import StorePath, local_copy, make_dir
-from stages.artifacts.artifact import Artifact
-from stages.artifacts.row_tables import read_columns, write_rows
-from stages.artifacts.workers import StageResources, run_tasks
+from stages.shared.artifacts.artifact import Artifact
+from stages.shared.artifacts.row_tables import read_columns, write_rows
+from stages.shared.artifacts.workers import StageResources, run_tasks
 
 SCAN_SCHEMA = pa.schema(
     [

@@ -28,12 +28,12 @@ from dataset_builders.pictures.images import grey_png
 from dataset_builders.pictures.picture_hash import THUMBNAIL_SIDE
 from dataset_builders.storage.files import atomic_path
 from dataset_builders.storage.store import StorePath, local_copy, remove_tree
-from stages.artifacts.artifact import Artifact, Stage, StageOutput
-from stages.artifacts.workers import StageResources
 from stages.contamination.config import ContaminationConfig
 from stages.contamination.copies import HOWS, Copy, How, find_copies
 from stages.contamination.scan import PictureTask, read_pictures, scan_pictures
-from stages.pages.report import Pictures, Section, Table, write_report
+from stages.shared.artifacts.artifact import Artifact, Stage, StageOutput
+from stages.shared.artifacts.workers import StageResources
+from stages.shared.pages.report import Pictures, Section, Table, write_report
 
 VERSION = 3  # 3: a shape in colour is no copy of one in a grey of other lightness
 CONTAMINATION = "contamination.parquet"

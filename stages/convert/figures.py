@@ -12,9 +12,9 @@ import pyarrow.compute as pc
 from dataset_builders.contracts.sample import SPLITS
 from dataset_builders.readers.parts import Part
 from dataset_builders.storage.store import StorePath
-from stages.artifacts.row_tables import read_columns
 from stages.convert.plan import LEFT_OUT, Plan
 from stages.convert.scan import Scan, scan_path
+from stages.shared.artifacts.row_tables import read_columns
 
 _LENGTHS = ("question_chars", "answer_chars")
 _BUCKET_BITS = 18

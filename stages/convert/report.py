@@ -12,11 +12,11 @@ import pyarrow.compute as pc
 from dataset_builders.contracts.sample import SKIP_REASONS, SPLITS
 from dataset_builders.readers.parts import Part
 from dataset_builders.storage.store import StorePath
-from stages.artifacts.quarantine import LeftOut, left_out_table
 from stages.convert.figures import Figures, spread, value_counts
 from stages.convert.plan import REASONS, Plan
 from stages.convert.scan import Scan
-from stages.pages.report import Histogram, Section, Table, write_report
+from stages.shared.artifacts.quarantine import LeftOut, left_out_table
+from stages.shared.pages.report import Histogram, Section, Table, write_report
 
 _SHOWN_SKIPS = 100
 _ROWS_AT_A_TIME = 1 << 16

@@ -17,9 +17,9 @@ from dataset_builders.pictures.images import ImageInfo, ImageLimits, check_image
 from dataset_builders.readers.parts import Part, SkippedRow
 from dataset_builders.sources.registry import get_builder
 from dataset_builders.storage.store import StorePath
-from stages.artifacts.row_tables import read_columns, write_rows
-from stages.artifacts.workers import StageResources, run_tasks
 from stages.convert.writing_systems import count_scripts
+from stages.shared.artifacts.row_tables import read_columns, write_rows
+from stages.shared.artifacts.workers import StageResources, run_tasks
 
 _PICTURE = pa.struct(
     [

@@ -21,9 +21,6 @@ from dataset_builders.pictures.images import ImageLimits
 from dataset_builders.readers.parts import Part, parts_of
 from dataset_builders.sources.registry import get_builder
 from dataset_builders.storage.store import StorePath, make_dir, remove_tree
-from stages.artifacts.artifact import Input, Stage, StageOutput
-from stages.artifacts.quarantine import QUARANTINE, check_lost, write_quarantine
-from stages.artifacts.workers import StageResources
 from stages.convert.choice import choose_rows
 from stages.convert.config import ConvertConfig, subset_prefix
 from stages.convert.figures import gather_figures
@@ -32,6 +29,9 @@ from stages.convert.plan import DUPLICATE, Draw, check_heldout, make_plan
 from stages.convert.report import Converted, convert_stats, iter_left_out, write_convert_report
 from stages.convert.scan import ScanTask, assert_parts_apart, scan_all, scan_path
 from stages.convert.write import RawRows, write_all, write_tasks
+from stages.shared.artifacts.artifact import Input, Stage, StageOutput
+from stages.shared.artifacts.quarantine import QUARANTINE, check_lost, write_quarantine
+from stages.shared.artifacts.workers import StageResources
 
 # 3: references of documents without the_cauldron's full stop; 4: min_heldout, running numbers with any number of digits
 # 5: a key twice, the digits of float32; 6: what no option reads, placeholders, numbered marks
@@ -123,5 +123,5 @@ STAGE = Stage(
     _run,
     dataset="samples",
     digested=(PICTURES, QUARANTINE),
-    contents="stages.preview.render:stage_contents",
+    contents="stages.shared.preview.render:stage_contents",
 )

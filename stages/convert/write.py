@@ -16,10 +16,10 @@ from dataset_builders.errors import InputError
 from dataset_builders.readers.parts import Part
 from dataset_builders.sources.registry import get_builder
 from dataset_builders.storage.store import StorePath
-from stages.artifacts.row_tables import read_columns
-from stages.artifacts.workers import StageResources, run_tasks
 from stages.convert.plan import Plan
 from stages.convert.scan import Scan, scan_path
+from stages.shared.artifacts.row_tables import read_columns
+from stages.shared.artifacts.workers import StageResources, run_tasks
 
 _IDENTITY_COLUMNS = ("key", "digest", "pictures.list.element.sha256", "checksums")
 

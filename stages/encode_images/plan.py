@@ -19,8 +19,8 @@ from dataset_builders.contracts.features import (
 )
 from dataset_builders.contracts.sample import Split
 from dataset_builders.storage.store import StorePath, make_dir
-from stages.artifacts.row_tables import write_rows
 from stages.encode_images.scan import ScanTask
+from stages.shared.artifacts.row_tables import write_rows
 
 
 @dataclass(slots=True)

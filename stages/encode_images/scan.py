@@ -11,9 +11,9 @@ from dataset_builders.contracts.shard_io import iter_located
 from dataset_builders.contracts.tokenized import PixelStore, read_pixel_store
 from dataset_builders.pictures.pixel_codecs import decode_sample
 from dataset_builders.storage.store import StorePath, make_dir
-from stages.artifacts.artifact import Artifact
-from stages.artifacts.row_tables import write_rows
-from stages.artifacts.workers import StageResources, run_tasks
+from stages.shared.artifacts.artifact import Artifact
+from stages.shared.artifacts.row_tables import write_rows
+from stages.shared.artifacts.workers import StageResources, run_tasks
 
 _BYTES_PER_WORKER = 1e9  # bytes that are read and hashed in about the time that a process takes to start
 

@@ -26,13 +26,13 @@ from dataset_builders.contracts.features import (
 )
 from dataset_builders.contracts.shard_io import finished_shard
 from dataset_builders.storage.store import absolute
-from stages.artifacts.artifact import Artifact, Input, Stage, StageOutput
-from stages.artifacts.workers import StageResources
 from stages.encode_images.config import EncodingConfig
 from stages.encode_images.plan import ImagePlan, plan_images
 from stages.encode_images.scan import scan_images
-from stages.inputs.model_directory import opened_model
-from stages.pages.report import write_report
+from stages.shared.artifacts.artifact import Artifact, Input, Stage, StageOutput
+from stages.shared.artifacts.workers import StageResources
+from stages.shared.inputs.model_directory import opened_model
+from stages.shared.pages.report import write_report
 from stages.train.run_trainer import run_trainer
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import EncodeRun

@@ -6,7 +6,7 @@ from pydantic import Field, field_validator
 
 from dataset_builders.contracts.strict import StrictModel
 from stages.answer.config import AnswerConfig
-from stages.scoring.names import check_overrides
+from stages.shared.scoring.names import check_overrides
 
 
 class EvaluateConfig(AnswerConfig):

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from stages.evaluate.health import health
 from stages.evaluate.predictions import Prediction, Scored
 from stages.evaluate.reference_loss import reference_loss
-from stages.scoring.intervals import Bootstrap, Interval
-from stages.scoring.metrics.contract import Judged
-from stages.scoring.names import OVERALL
-from stages.scoring.summary import AnswerSet, SubsetScores, score_subsets, table_of, upward_rows, upwards
+from stages.shared.scoring.intervals import Bootstrap, Interval
+from stages.shared.scoring.metrics.contract import Judged
+from stages.shared.scoring.names import OVERALL
+from stages.shared.scoring.summary import AnswerSet, SubsetScores, score_subsets, table_of, upward_rows, upwards
 from trainer.contract.result import HeldoutRow
 
 BOOTSTRAP = Bootstrap(resamples=2000)  # for the intervals; a comparison of two models uses more resamples

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from stages.evaluate.predictions import Prediction
-from stages.scoring.names import HEALTH_NAMES
+from stages.shared.scoring.names import HEALTH_NAMES
 
 HEALTH: dict[str, Callable[[Prediction], float]] = {
     "stop_rate": lambda a: a.stopped,  # the cheapest detector of an untrained end-of-turn token

@@ -13,7 +13,7 @@ from dataset_builders.contracts.fingerprint import canonical_json, fingerprint
 from dataset_builders.contracts.sample import Sample, image_digests, subset_of
 from dataset_builders.storage.files import atomic_path
 from dataset_builders.storage.store import StorePath, local_copy
-from stages.artifacts.artifact import Artifact
+from stages.shared.artifacts.artifact import Artifact
 
 PREDICTIONS = "predictions.parquet"
 COMPARISON = "comparison.parquet"  # the comparison of two evaluations: stages/compare/stage.py

@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from dataset_builders.contracts.sample import whole_key
-from stages.scoring.names import LOSS, PERPLEXITY
+from stages.shared.scoring.names import LOSS, PERPLEXITY
 from trainer.contract.result import HeldoutRow
 
 _LARGEST = 700.0  # exp of a larger number is not a float64

@@ -7,9 +7,9 @@ from dataset_builders.contracts.sample import Sample
 from dataset_builders.pictures.images import preview_png
 from stages.evaluate.evaluation import BOOTSTRAP, Evaluation
 from stages.evaluate.predictions import Prediction, Scored
-from stages.pages.report import Histogram, Pictures, Section, Table, write_report
-from stages.scoring.names import OVERALL
-from stages.scoring.summary import SCORE
+from stages.shared.pages.report import Histogram, Pictures, Section, Table, write_report
+from stages.shared.scoring.names import OVERALL
+from stages.shared.scoring.summary import SCORE
 
 _WRONG_PICTURES = 48
 _RIGHT_PICTURES = 12

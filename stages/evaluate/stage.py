@@ -18,15 +18,15 @@ from dataset_builders.errors import InputError
 from dataset_builders.storage.store import local_copy
 from stages.answer.plan import heldout_samples
 from stages.answer.records import ANSWERS_JSONL, GeneratedAnswer, Line, SkippedSample, read_answers
-from stages.artifacts.artifact import Artifact, Stage, StageOutput
-from stages.artifacts.workers import StageResources
 from stages.contamination.stage import contaminated_keys
 from stages.evaluate.config import EvaluateConfig
 from stages.evaluate.evaluation import Evaluation
 from stages.evaluate.predictions import PREDICTIONS, Prediction, predictions_table, writing_predictions
 from stages.evaluate.reference_loss import by_sample
 from stages.evaluate.report import Gallery, write_evaluation_report
-from stages.scoring.summary import SCORE
+from stages.shared.artifacts.artifact import Artifact, Stage, StageOutput
+from stages.shared.artifacts.workers import StageResources
+from stages.shared.scoring.summary import SCORE
 from trainer.contract.names import HELDOUT_BASE_JSONL, HELDOUT_JSONL
 from trainer.contract.result import HeldoutRow, read_heldout
 

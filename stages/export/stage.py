@@ -14,14 +14,14 @@ from typing import Any
 
 from dataset_builders.storage.files import write_json, write_text
 from dataset_builders.storage.store import absolute, local_dir
-from stages.artifacts.artifact import Artifact, Input, Stage, StageOutput
-from stages.artifacts.intact import file_entries
-from stages.artifacts.workers import StageResources
-from stages.encode.chat import SYSTEM_PROMPT
-from stages.encode.images import write_pixel_limits
 from stages.export.config import ExportConfig
-from stages.inputs.ends import add_end
-from stages.inputs.model_directory import (
+from stages.shared.artifacts.artifact import Artifact, Input, Stage, StageOutput
+from stages.shared.artifacts.intact import file_entries
+from stages.shared.artifacts.workers import StageResources
+from stages.shared.chat_format.chat import SYSTEM_PROMPT
+from stages.shared.chat_format.images import write_pixel_limits
+from stages.shared.inputs.ends import add_end
+from stages.shared.inputs.model_directory import (
     ModelDirectory,
     StoredTensor,
     opened_model,
@@ -29,8 +29,8 @@ from stages.inputs.model_directory import (
     safetensors_header,
     stored_tensors,
 )
-from stages.inputs.remote_code import drop_auto_maps
-from stages.pages.report import Table, write_report
+from stages.shared.inputs.remote_code import drop_auto_maps
+from stages.shared.pages.report import Table, write_report
 from stages.train.run_trainer import run_trainer
 from stages.train.stage import digest_of_base
 from trainer.contract.adapter import AdapterConfig

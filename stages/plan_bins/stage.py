@@ -18,9 +18,6 @@ from dataset_builders.contracts.sample import SPLITS
 from dataset_builders.contracts.tokenized import index_partitions
 from dataset_builders.errors import MANIFEST, InputError, damaged
 from dataset_builders.storage.store import StorePath
-from stages.artifacts.artifact import Artifact, Stage, StageOutput
-from stages.artifacts.quarantine import QUARANTINE, count_reasons, write_quarantine
-from stages.artifacts.workers import StageResources, run_tasks
 from stages.plan_bins.config import PlanBinsConfig
 from stages.plan_bins.mixture import SubsetDraw, SubsetSize, count_epochs, make_draws, with_shares
 from stages.plan_bins.partition import (
@@ -35,6 +32,9 @@ from stages.plan_bins.partition import (
     scan_partition,
 )
 from stages.plan_bins.report import write_plan_report
+from stages.shared.artifacts.artifact import Artifact, Stage, StageOutput
+from stages.shared.artifacts.quarantine import QUARANTINE, count_reasons, write_quarantine
+from stages.shared.artifacts.workers import StageResources, run_tasks
 
 VERSION = 2
 
@@ -168,5 +168,5 @@ STAGE = Stage(
     _run,
     dataset="training",
     digested=(BINS, "bins/*.arrow", QUARANTINE),
-    contents="stages.preview.render:stage_contents",
+    contents="stages.shared.preview.render:stage_contents",
 )

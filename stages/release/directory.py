@@ -17,10 +17,10 @@ from dataset_builders.pictures.images import preview_png
 from dataset_builders.storage.files import write_json
 from dataset_builders.storage.store import local_dir
 from stages.answer.plan import heldout_samples
-from stages.artifacts.artifact import Artifact
-from stages.inputs.model_directory import read_json
 from stages.release.flavor.mlmodel import installed_versions, write_flavor
 from stages.release.model_card import HUB_NAME
+from stages.shared.artifacts.artifact import Artifact
+from stages.shared.inputs.model_directory import read_json
 from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT
 from trainer.contract.peft import ADAPTER_CONFIG
 

@@ -6,8 +6,8 @@ import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 
 from dataset_builders.errors import InputError, one_line
-from stages.inputs.model_directory import ModelDirectory, model_input
 from stages.release.model_card import HUB_NAME, MODEL_CARD
+from stages.shared.inputs.model_directory import ModelDirectory, model_input
 
 
 def check_push(repo_id: str | None) -> None:

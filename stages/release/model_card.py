@@ -17,8 +17,8 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from dataset_builders.sources.licences import CAULDRON_PROMPTS, licence_of
 from dataset_builders.storage.files import write_text
-from stages.artifacts.artifact import Artifact
-from stages.pages.page import render
+from stages.shared.artifacts.artifact import Artifact
+from stages.shared.pages.page import render
 
 MODEL_CARD = "README.md"
 _CAULDRON = "HuggingFaceM4/the_cauldron"
@@ -62,7 +62,7 @@ class CardFacts:
         reproduce: the command that reproduces the model.
         mtp: number of tensors of multi-token prediction that were trained.
         adapter: facts of the adapter that was trained; None: the model itself was trained.
-        reload: the stats of that stage's manifest; None if it did not run.
+        verify: the stats of that stage's manifest; None if it did not run.
     """
 
     name: str
@@ -78,7 +78,7 @@ class CardFacts:
     carried: Mapping[str, int] = field(default_factory=dict)
     mtp: int = 0
     adapter: Mapping[str, object] | None = None
-    reload: Mapping[str, Any] | None = None
+    verify: Mapping[str, Any] | None = None
 
 
 def training_facts(trained: Artifact, exported: Artifact) -> dict[str, int | float | str]:

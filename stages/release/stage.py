@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stages.artifacts.artifact import Artifact, Stage, StageOutput
-from stages.pages.report import write_report
 from stages.release.config import ReleaseConfig
 from stages.release.directory import write_directory
 from stages.release.flavor.mlmodel import FLAVOR_FILES
 from stages.release.model_card import MODEL_CARD, CardFacts, Score, training_facts, write_model_card
-from stages.scoring.names import OVERALL
-from stages.scoring.summary import SCORE
+from stages.shared.artifacts.artifact import Artifact, Stage, StageOutput
+from stages.shared.pages.report import write_report
+from stages.shared.scoring.names import OVERALL
+from stages.shared.scoring.summary import SCORE
 from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT
 
 # 2: MLflow's flavor, and the answers of other programs; 3: what rows may not hold, pictures that look alike
@@ -28,7 +28,7 @@ _REPRODUCE = "athanor run recipe.yaml"
 
 
 def _run(config: ReleaseConfig, inputs: Mapping[str, Artifact], work: Path, resources: object) -> StageOutput:
-    """Run the stage. Inputs: "export", "train", "samples", "evaluate"; "reload", "compare" and "contamination" are
+    """Run the stage. Inputs: "export", "train", "samples", "evaluate"; "verify", "compare" and "contamination" are
     optional."""
     limit = config.recipe.get("evaluate", {}).get("max_new_tokens", _MAX_NEW_TOKENS)
     known = write_directory(work, inputs["export"], inputs["samples"], config.base_model, limit)
@@ -56,7 +56,7 @@ def _facts(config: ReleaseConfig, inputs: Mapping[str, Artifact]) -> CardFacts:
         scores=_scores(inputs["evaluate"].manifest.stats, _before(inputs)),
         score_note=_note(inputs["evaluate"].manifest.stats),
         contamination=contaminated,
-        reload=inputs["reload"].manifest.stats if "reload" in inputs else None,
+        verify=inputs["verify"].manifest.stats if "verify" in inputs else None,
         reproduce=f"# the recipe below, in a file of that name\n{_REPRODUCE}",
     )
 

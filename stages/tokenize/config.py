@@ -6,7 +6,7 @@ from pydantic import Field, field_validator
 
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.contracts.tokenized import Codec
-from stages.encode.config import LEARN_ALL, Learn
+from stages.shared.chat_format.config import LEARN_ALL, Learn
 
 OverLength = Literal["skip", "drop_turns"]
 

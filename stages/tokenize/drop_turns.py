@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Sample, SkipSample
-from stages.encode.chat import ChatEncoder, TokenizedText, split_turns
+from stages.shared.chat_format.chat import ChatEncoder, TokenizedText, split_turns
 
 
 def drop_turns(

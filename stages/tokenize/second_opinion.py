@@ -2,8 +2,8 @@
 
 The pixels are always compared with Pillow's decoding of the file, and with transformers' torchvision-backed image
 processor if torchvision can be imported. The ids are compared with the ids of the text in which every image token is
-written out before tokenization, as in transformers' processors; the splice of `stages.encode.chat` is not used. The ids
-before each trained answer are compared with the ids of its inference prompt.
+written out before tokenization, as in transformers' processors, without the splice of `stages.shared.chat_format.chat`.
+The ids before each trained answer are compared with the ids of its inference prompt.
 """
 
 import functools
@@ -19,9 +19,9 @@ from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Sample, SkipS
 from dataset_builders.contracts.tokenized import PixelConfig, TokenizedSample
 from dataset_builders.pictures.images import open_rgb
 from dataset_builders.pictures.pixels import encode_rgb, pixel_values
-from stages.encode.chat import ChatEncoder, learnt_answers
-from stages.encode.template import REASONING, Messages
-from stages.inputs.model_directory import ModelDirectory
+from stages.shared.chat_format.chat import ChatEncoder, learnt_answers
+from stages.shared.chat_format.template import REASONING, Messages
+from stages.shared.inputs.model_directory import ModelDirectory
 
 WITHOUT_TORCHVISION = (
     "Pillow's decoding; with transformers' image processor too where torchvision imports: "

@@ -22,10 +22,10 @@ from dataset_builders.pictures.pixel_codecs import decode_sample, encode_sample
 from dataset_builders.pictures.pixels import count_patches, encode_rgb, image_grid
 from dataset_builders.storage.files import read_sealed, write_sealed
 from dataset_builders.storage.store import StorePath, local_dir
-from stages.artifacts.quarantine import LeftOut, count_reasons
-from stages.encode.chat import ChatEncoder, TokenizedText, learnt_answers, split_turns
-from stages.encode.reasoning import Conversation
-from stages.inputs.model_directory import ModelDirectory
+from stages.shared.artifacts.quarantine import LeftOut, count_reasons
+from stages.shared.chat_format.chat import ChatEncoder, TokenizedText, learnt_answers, split_turns
+from stages.shared.chat_format.reasoning import Conversation
+from stages.shared.inputs.model_directory import ModelDirectory
 from stages.tokenize.config import TokenizeConfig
 from stages.tokenize.drop_turns import drop_turns, with_first
 from stages.tokenize.second_opinion import ProcessorCheck

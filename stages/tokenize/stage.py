@@ -6,8 +6,8 @@ quarantine.jsonl         samples that were left out: key, reason, detail
 shortened.jsonl          samples that lost their last turns: key, turns_kept, turns_before
 report.json, report.html some samples, token by token, with the trained tokens in colour; distributions
 
-If the chat template rewrites earlier turns, a conversation becomes several samples (`stages/encode/reasoning.py`).
-Their keys end in -t and the number of their last answer.
+If the chat template rewrites earlier turns, a conversation becomes several samples (`reasoning.py` in
+stages/shared/chat_format). Their keys end in -t and the number of their last answer.
 """
 
 import json
@@ -24,12 +24,12 @@ from dataset_builders.contracts.shard_io import finished_shard
 from dataset_builders.contracts.tokenized import INDEX, INDEX_SCHEMA, SIZES, IndexWriter, PixelStore, iter_index
 from dataset_builders.storage.files import atomic_path
 from dataset_builders.storage.store import StorePath
-from stages.artifacts.artifact import Artifact, External, Input, Stage, StageOutput
-from stages.artifacts.quarantine import QUARANTINE, LeftOut, check_lost, count_reasons, write_quarantine
-from stages.artifacts.workers import StageResources, run_tasks
-from stages.encode.chat import ChatEncoder
-from stages.encode.images import load_image_config
-from stages.inputs.model_directory import opened_model
+from stages.shared.artifacts.artifact import Artifact, External, Input, Stage, StageOutput
+from stages.shared.artifacts.quarantine import QUARANTINE, LeftOut, check_lost, count_reasons, write_quarantine
+from stages.shared.artifacts.workers import StageResources, run_tasks
+from stages.shared.chat_format.chat import ChatEncoder
+from stages.shared.chat_format.images import load_image_config
+from stages.shared.inputs.model_directory import opened_model
 from stages.tokenize.config import TokenizeConfig
 from stages.tokenize.report import write_tokenize_report
 from stages.tokenize.shard import ShardTask, encoder_of, notes_path, read_notes, tokenize_shard
@@ -147,5 +147,5 @@ STAGE = Stage(
     _run,
     dataset="training",
     digested=(f"{INDEX}/*.parquet", QUARANTINE, SHORTENED),
-    contents="stages.preview.render:stage_contents",
+    contents="stages.shared.preview.render:stage_contents",
 )

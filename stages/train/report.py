@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from stages.pages.report import Drawing, Table, write_report
+from stages.shared.pages.report import Drawing, Table, write_report
 from trainer.contract.result import LAYERS, MetricsRow
 from trainer.plan.placement import Placement
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from dataset_builders.errors import DamagedFile, InputError
 from dataset_builders.storage.files import GrowingFile, write_text
-from stages.artifacts.workers import StageResources
-from stages.launchers.job import EXIT_DEADLINE, Job, JobFailed, make_launcher, run_job
-from stages.launchers.processes import end_processes, processes_of
+from stages.shared.artifacts.workers import StageResources
+from stages.shared.launchers.job import EXIT_DEADLINE, Job, JobFailed, make_launcher, run_job
+from stages.shared.launchers.processes import end_processes, processes_of
 from trainer.contract.checkpoint import KEPT_ASIDE, check_checkpoint
 from trainer.contract.names import METRICS_JSONL, RESULT_JSON, RUN_JSON, TRAINER_LOG
 from trainer.contract.result import MetricsRow, TrainResult, parse_metrics

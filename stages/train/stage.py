@@ -16,9 +16,9 @@ from dataset_builders.contracts.fingerprint import fingerprint
 from dataset_builders.contracts.manifest import load_manifest
 from dataset_builders.errors import InputError
 from dataset_builders.storage.store import absolute, local_dir
-from stages.artifacts.artifact import Artifact, Input, Stage, StageOutput, stage_identity
-from stages.artifacts.workers import StageResources
-from stages.inputs.model_directory import hf_dir_of, opened_model
+from stages.shared.artifacts.artifact import Artifact, Input, Stage, StageOutput, stage_identity
+from stages.shared.artifacts.workers import StageResources
+from stages.shared.inputs.model_directory import hf_dir_of, opened_model
 from stages.train.report import write_train_report
 from stages.train.run_trainer import run_trainer
 from trainer.contract.checkpoint import check_checkpoint

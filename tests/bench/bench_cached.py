@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from stages.artifacts.artifact import Artifact, External
-from stages.artifacts.run_stage import run_stage
-from stages.artifacts.workers import StageResources
 from stages.encode_images.config import EncodingConfig
 from stages.encode_images.stage import STAGE
+from stages.shared.artifacts.artifact import Artifact, External
+from stages.shared.artifacts.run_stage import run_stage
+from stages.shared.artifacts.workers import StageResources
 from tests.bench.host import apart
 from tests.bench.mix import MODELS, write_data, write_model_and_look
 from tests.bench.trainer_job import Execution, endless_training, train_steps

@@ -26,12 +26,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from stages.artifacts.artifact import External
-from stages.artifacts.run_stage import run_stage
 from stages.convert.plan import Draw, make_plan
 from stages.convert.scan import Scan
 from stages.convert.stage import STAGE, ConvertConfig
-from stages.inputs.digits import ROW_SCHEMA
+from stages.embedded_data.digits import ROW_SCHEMA
+from stages.shared.artifacts.artifact import External
+from stages.shared.artifacts.run_stage import run_stage
 from tests.bench.memory import alone
 
 PICTURES = 100

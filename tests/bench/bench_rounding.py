@@ -1,4 +1,4 @@
-"""The bound of `stages.reload.verdict` beside the differences that rounding to bfloat16 makes.
+"""The bound of `stages.verify.verdict` beside the differences that rounding to bfloat16 makes.
 
     python -m tests.bench.bench_rounding [HF_DIR ...]
 
@@ -17,8 +17,8 @@ import transformers
 from dataset_builders.contracts.sample import Message
 from stages.answer.greedy_decoder import Row
 from stages.answer.transformers_engine import Generator
-from stages.inputs.model_directory import ModelDirectory
-from stages.reload import verdict
+from stages.shared.inputs.model_directory import ModelDirectory
+from stages.verify import verdict
 from tests.helpers.evaluation import picture, talkative_hf_dir
 from tests.helpers.tiny_experts_model import experts_hf_dir
 from tests.helpers.tiny_hybrid_model import hybrid_hf_dir, talkative_hybrid_dir

@@ -30,8 +30,8 @@ from dataset_builders.contracts.tokenized import PatchFormat, PixelConfig, Pixel
 from dataset_builders.pictures.images import open_rgb, read_rgb
 from dataset_builders.pictures.pixel_codecs import decode_sample, encode_sample
 from dataset_builders.pictures.pixels import encode_image, encode_rgb, pixel_values
-from stages.encode.chat import ChatEncoder
-from stages.inputs.model_directory import ModelDirectory
+from stages.shared.chat_format.chat import ChatEncoder
+from stages.shared.inputs.model_directory import ModelDirectory
 from stages.tokenize import shard as tokenize_shard
 from stages.tokenize.config import TokenizeConfig
 from tests.helpers.samples import make_samples_artifact, turns

@@ -19,9 +19,9 @@ from dataset_builders.contracts.manifest import Manifest
 from dataset_builders.contracts.shard_io import ShardWriter
 from dataset_builders.contracts.tokenized import PatchFormat, PixelConfig, PixelStore, TokenizedSample
 from dataset_builders.pictures.pixel_codecs import encode_sample
-from stages.inputs.config import EmbeddedModelConfig
-from stages.inputs.transformers_progress import no_progress_bar
 from stages.plan_bins.pack import pack
+from stages.shared.inputs.config import EmbeddedModelConfig
+from stages.shared.inputs.transformers_progress import no_progress_bar
 from tests.bench.host import Host
 from tests.helpers.bins import Kind, make_sample, write_plan
 from tests.helpers.large_model import write_large_model

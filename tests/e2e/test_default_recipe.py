@@ -19,16 +19,16 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 from dataset_builders.contracts.sample import IMAGE_SLOT
 from dataset_builders.pictures.pixels import encode_image, pixel_values
 from flows.tracking.store import connect
-from stages.encode.images import load_image_config
-from stages.inputs.model_directory import ModelDirectory
-from stages.scoring.metrics.exact_match import normalize
+from stages.shared.chat_format.images import load_image_config
+from stages.shared.inputs.model_directory import ModelDirectory
+from stages.shared.scoring.metrics.exact_match import normalize
 from tests.helpers.patience import at_most
 
 pytestmark = pytest.mark.full
 ATHANOR = Path(sys.executable).parent / "athanor"
 STAGES = (
     *("embedded_data", "embedded_model", "convert", "contamination", "tokenize", "plan_bins"),
-    *("train", "export", "answer", "reload", "evaluate", "answer_base", "evaluate_base", "compare", "release"),
+    *("train", "export", "answer", "verify", "evaluate", "answer_base", "evaluate_base", "compare", "release"),
 )
 
 
@@ -111,7 +111,7 @@ def test_a_second_run_makes_nothing_again(root):
 def test_another_learning_rate_reruns_training_and_what_follows(root):
     plan = athanor("plan", "--root", str(root), "--set", "train.optim.lr=0.001")
     verdicts = dict(re.findall(r"^  (\w+) +(make|reuse)\b", plan, re.M))
-    made = ("train", "export", "answer", "reload", "evaluate", "evaluate_base", "compare", "release")
+    made = ("train", "export", "answer", "verify", "evaluate", "evaluate_base", "compare", "release")
     assert verdicts == {s: "make" if s in made else "reuse" for s in STAGES}
     assert re.search(r"train +make +optim\.lr: 0\.003 -> 0\.001", plan)
 

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 from flows.cli.main import main
-from stages.artifacts.artifact import Artifact
-from stages.pages.report import read_report
+from stages.shared.artifacts.artifact import Artifact
+from stages.shared.pages.report import read_report
 from tests.helpers.bins import MIXED, make_samples
 from tests.helpers.evaluation import picture
 from tests.helpers.reference import load_reference, reference_losses
@@ -127,7 +127,7 @@ def test_qwen3_is_tokenized_trained_exported_and_answered(tmp_path, capsys):
 @pytest.mark.full
 def test_qwen3_5_is_trained_with_its_drafts(tmp_path, capsys):
     model, root = mtp_hf_dir(), tmp_path / "root"
-    settings = {"train.mtp_loss_scaling_factor": 0.3, "compare": "null", "reload": "null"}
+    settings = {"train.mtp_loss_scaling_factor": 0.3, "compare": "null", "verify": "null"}
     assert run(root, {**DIGITS, "model": model, **settings}) == 0
     (trained,) = made(root, "train")
     losses = [row.mtp_loss for row in read_metrics(trained.dir)]

@@ -22,7 +22,7 @@ from flows.cli.main import main
 from flows.pipeline.recipe import load_recipe
 from flows.tracking.registry import CANDIDATE, CHAMPION, REASON_TAG
 from flows.tracking.store import connect
-from stages.encode.chat import ChatEncoder
+from stages.shared.chat_format.chat import ChatEncoder
 from stages.tokenize import stage as tokenize_samples
 from tests.helpers.index import read_index
 

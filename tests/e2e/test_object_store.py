@@ -12,14 +12,14 @@ import pytest
 from dataset_builders.contracts.manifest import MANIFEST
 from dataset_builders.storage.store import StorePath, location, upload_dir, walk_files
 from flows.pipeline.recipe import load_recipe
-from stages.artifacts.artifact import Artifact, External
-from stages.artifacts.run_stage import run_stage
 from stages.convert.stage import STAGE as CONVERT
-from stages.inputs.digits import STAGE as EMBEDDED_DATA
-from stages.inputs.digits import EmbeddedDataConfig
-from stages.inputs.model_directory import ModelDirectory, processor_input
-from stages.inputs.tiny_model import STAGE as EMBEDDED_MODEL
+from stages.embedded_data.digits import STAGE as EMBEDDED_DATA
+from stages.embedded_data.digits import EmbeddedDataConfig
+from stages.embedded_model.stage import STAGE as EMBEDDED_MODEL
 from stages.plan_bins.stage import STAGE as PLAN_BINS
+from stages.shared.artifacts.artifact import Artifact, External
+from stages.shared.artifacts.run_stage import run_stage
+from stages.shared.inputs.model_directory import ModelDirectory, processor_input
 from stages.tokenize.stage import STAGE as TOKENIZE
 from tests.helpers.object_store import BUCKET, CuttingProxy, environment, moto_server
 from tests.helpers.patience import at_most

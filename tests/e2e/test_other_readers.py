@@ -20,8 +20,8 @@ from dataset_builders.contracts.sample_record import from_fields, to_fields
 from dataset_builders.contracts.shard_io import ShardWriter, iter_records, read_record
 from dataset_builders.contracts.tokenized import read_pixel_store
 from dataset_builders.pictures.pixel_codecs import decode_sample
-from stages.artifacts.artifact import External
-from stages.artifacts.run_stage import run_stage
+from stages.shared.artifacts.artifact import External
+from stages.shared.artifacts.run_stage import run_stage
 from stages.tokenize.config import TokenizeConfig
 from stages.tokenize.stage import STAGE as TOKENIZE
 from tests.helpers.index import read_index

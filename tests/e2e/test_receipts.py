@@ -24,17 +24,17 @@ from dataset_builders.storage.files import write_text
 from flows.pipeline.recipe import load_recipe
 from stages.answer.plan import heldout_samples
 from stages.answer.records import ANSWERS_JSONL, GeneratedAnswer, to_line
-from stages.artifacts.artifact import Artifact, External
-from stages.artifacts.run_stage import run_stage
 from stages.convert.stage import STAGE as CONVERT
 from stages.evaluate.config import EvaluateConfig
 from stages.evaluate.predictions import read_predictions
 from stages.evaluate.stage import STAGE as EVALUATE
+from stages.shared.artifacts.artifact import Artifact, External
+from stages.shared.artifacts.run_stage import run_stage
 from tests.helpers.drawn.suite import iter_cord_splits
 from tests.helpers.drawn.write import SUITE_YAML
 from tests.helpers.raw_rows import CORD_SCHEMA, cord_row, png, write_parquet
 from tests.helpers.tiers import tiered
-from tests.stages.scoring.metrics.cord_cases import CORD_JSON, RECEIPTS
+from tests.stages.shared.scoring.metrics.cord_cases import CORD_JSON, RECEIPTS
 
 pytestmark = pytest.mark.promise("A receipt goes from raw row to nTED, as JSON and as tags, with an exact inverse.")
 

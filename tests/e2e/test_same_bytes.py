@@ -14,8 +14,8 @@ from distributed import Client, LocalCluster
 
 import stages.convert.stage
 import stages.tokenize.stage
-from stages.artifacts import workers
-from stages.artifacts.workers import StageResources
+from stages.shared.artifacts import workers
+from stages.shared.artifacts.workers import StageResources
 from tests.helpers.data_stages import run_all, write_rows
 from tests.helpers.patience import at_most
 from tests.helpers.tiers import full

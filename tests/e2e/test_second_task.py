@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from dataset_builders.contracts.manifest import load_manifest
-from stages.inputs.adapter_directory import AdapterDirectory
-from stages.inputs.model_directory import ModelDirectory
+from stages.shared.inputs.adapter_directory import AdapterDirectory
+from stages.shared.inputs.model_directory import ModelDirectory
 from tests.helpers.patience import at_most
 
 pytestmark = pytest.mark.promise(

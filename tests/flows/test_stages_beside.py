@@ -15,8 +15,8 @@ from flows.pipeline.plan import Plan
 from flows.pipeline.recipe import load_recipe
 from flows.pipeline.steps import PREPARE_DATA, TRAIN, Needs, Step
 from flows.pipeline.tasks import stage_runs
-from stages.artifacts.artifact import Stage, StageOutput
-from stages.artifacts.workers import StageResources
+from stages.shared.artifacts.artifact import Stage, StageOutput
+from stages.shared.artifacts.workers import StageResources
 from tests.helpers.patience import at_most
 from tests.helpers.plans import steps_of
 

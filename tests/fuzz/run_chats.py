@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from dataset_builders.contracts.sample import Message, Sample, SkipSample
-from stages.encode.chat import ChatEncoder
-from stages.inputs.model_directory import ModelDirectory
+from stages.shared.chat_format.chat import ChatEncoder
+from stages.shared.inputs.model_directory import ModelDirectory
 from tests.fuzz.hostile import SNIPPETS, long_text, text
 from tests.fuzz.sources import IMAGES
 from tests.fuzz.watch import run

@@ -11,7 +11,7 @@ from pathlib import Path
 from safetensors import safe_open
 
 from dataset_builders.errors import InputError
-from stages.inputs.model_directory import (
+from stages.shared.inputs.model_directory import (
     WEIGHTS,
     WEIGHTS_INDEX,
     ModelDirectory,

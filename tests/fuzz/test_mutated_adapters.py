@@ -22,9 +22,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 from dataset_builders.errors import InputError
-from stages.inputs.adapter_directory import AdapterDirectory
-from stages.inputs.adapter_layers import add_adapters
-from stages.inputs.model_directory import ModelDirectory
+from stages.shared.inputs.adapter_directory import AdapterDirectory
+from stages.shared.inputs.adapter_layers import add_adapters
+from stages.shared.inputs.model_directory import ModelDirectory
 from tests.fuzz.hostile import value
 from tests.fuzz.run_models import spoil_header
 from tests.helpers.adapter_files import write_adapter

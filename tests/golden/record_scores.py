@@ -22,8 +22,8 @@ from pycocoevalcap.tokenizer.ptbtokenizer import PTBTokenizer
 from sacrebleu.metrics import BLEU
 
 from dataset_builders.storage.files import write_json
-from tests.stages.scoring.metrics.caption_cases import CAPTIONS, CAPTIONS_JSON, TEXTS
-from tests.stages.scoring.metrics.cord_cases import CORD_JSON, RECEIPTS
+from tests.stages.shared.scoring.metrics.caption_cases import CAPTIONS, CAPTIONS_JSON, TEXTS
+from tests.stages.shared.scoring.metrics.cord_cases import CORD_JSON, RECEIPTS
 
 
 def tokenize(texts: list[str]) -> list[str]:

@@ -11,8 +11,8 @@ import tempfile
 from pathlib import Path
 
 from dataset_builders.storage.files import write_json
-from stages.inputs.config import EmbeddedModelConfig
-from stages.inputs.tiny_model import make_tiny_hf_dir
+from stages.embedded_model.stage import make_tiny_hf_dir
+from stages.shared.inputs.config import EmbeddedModelConfig
 from tests.helpers.large_model import write_large_model
 from trainer.model.registry import get_variant
 

@@ -3,12 +3,12 @@
 from pathlib import Path
 
 from flows.pipeline.recipe import load_recipe
-from stages.artifacts.artifact import Artifact, External
-from stages.artifacts.run_stage import run_stage
-from stages.artifacts.workers import StageResources
 from stages.convert.stage import STAGE as CONVERT
-from stages.inputs.model_directory import ModelDirectory, processor_input
 from stages.plan_bins.stage import STAGE as PLAN_BINS
+from stages.shared.artifacts.artifact import Artifact, External
+from stages.shared.artifacts.run_stage import run_stage
+from stages.shared.artifacts.workers import StageResources
+from stages.shared.inputs.model_directory import ModelDirectory, processor_input
 from stages.tokenize.stage import STAGE as TOKENIZE
 from tests.helpers.raw_rows import mixed_rows, plain_rows, row, write_source
 

@@ -15,13 +15,13 @@ from dataset_builders.contracts.sample_record import to_fields
 from dataset_builders.contracts.shard_io import ShardWriter, remove_entries
 from stages.answer.stage import STAGE as ANSWER
 from stages.answer.stage import AnswerConfig
-from stages.artifacts.artifact import Artifact
-from stages.artifacts.intact import file_entries
-from stages.artifacts.run_stage import run_stage
-from stages.artifacts.workers import StageResources
+from stages.embedded_model.stage import make_tiny_hf_dir
 from stages.evaluate.config import EvaluateConfig
 from stages.evaluate.stage import STAGE as EVALUATE
-from stages.inputs.tiny_model import make_tiny_hf_dir
+from stages.shared.artifacts.artifact import Artifact
+from stages.shared.artifacts.intact import file_entries
+from stages.shared.artifacts.run_stage import run_stage
+from stages.shared.artifacts.workers import StageResources
 from tests.helpers.process_dir import process_dir
 from tests.helpers.tiny_model import FIRST, TEXTS
 

@@ -1,6 +1,6 @@
 """A fake trainer that keeps the contract: run.json in; metrics.jsonl, checkpoints, result.json, hf/ out.
 
-Run as a script with the path of run.json, or of the job.json of `reload`, whose loaders then all answer like our own
+Run as a script with the path of run.json, or of the job.json of `verify`, whose loaders then all answer like our own
 stage. FAKE_TRAINER in the environment makes it fail (fail, input, stop, die) or wait for SIGTERM. With `aside` it
 reports that a checkpoint was damaged, and trains.
 """
@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dataset_builders.contracts.manifest import file_entry
-from stages.launchers.config import ClusterConfig
-from stages.launchers.job import LAUNCHERS, Job
-from stages.launchers.torchrun import TorchrunLauncher
+from stages.shared.launchers.config import ClusterConfig
+from stages.shared.launchers.job import LAUNCHERS, Job
+from stages.shared.launchers.torchrun import TorchrunLauncher
 from trainer.contract.checkpoint import KEPT_ASIDE, write_checkpoint_record
 from trainer.contract.names import (
     ADAPTER_EXPORT,

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from dataset_builders.contracts.tokenized import TokenizedSample
-from stages.artifacts.artifact import Artifact, External
-from stages.artifacts.run_stage import run_stage
-from stages.artifacts.workers import StageResources
 from stages.encode_images import stage
 from stages.encode_images.config import EncodingConfig
-from stages.launchers.config import ClusterConfig
+from stages.shared.artifacts.artifact import Artifact, External
+from stages.shared.artifacts.run_stage import run_stage
+from stages.shared.artifacts.workers import StageResources
+from stages.shared.launchers.config import ClusterConfig
 from tests.helpers.world import start
 from trainer.contract.names import RUN_JSON
 from trainer.contract.run import EncodeRun

@@ -9,10 +9,10 @@ import torch
 import stages.answer.transformers_engine
 from stages.answer.records import ANSWERS_JSONL
 from stages.answer.stage import AnswerConfig
-from stages.artifacts.workers import StageResources
-from stages.encode.prompt import read_prompt_format
-from stages.inputs.model_directory import ModelDirectory
-from stages.launchers.config import ClusterConfig
+from stages.shared.artifacts.workers import StageResources
+from stages.shared.chat_format.prompt import read_prompt_format
+from stages.shared.inputs.model_directory import ModelDirectory
+from stages.shared.launchers.config import ClusterConfig
 from tests.helpers.evaluation import answered, hf_artifact, mixed_samples, samples_artifact, talkative_hf_dir
 from tests.helpers.kill import kill_and_rerun, print_result
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import torch
 
-from stages.artifacts.run_stage import run_stage
-from stages.inputs.model_directory import ModelDirectory, processor_input
 from stages.plan_bins.stage import STAGE as PLAN_BINS
 from stages.plan_bins.stage import PlanBinsConfig
+from stages.shared.artifacts.run_stage import run_stage
+from stages.shared.inputs.model_directory import ModelDirectory, processor_input
 from stages.tokenize.stage import STAGE as TOKENIZE
 from stages.tokenize.stage import TokenizeConfig
 from tests.helpers.kill import kill_and_rerun, print_result

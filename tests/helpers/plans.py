@@ -5,7 +5,7 @@ from pathlib import Path
 from flows.pipeline.config import PipelineConfig
 from flows.pipeline.plan import Plan
 from flows.pipeline.steps import Step
-from stages.artifacts.artifact import Artifact, External
+from stages.shared.artifacts.artifact import Artifact, External
 
 
 def unopened(config: PipelineConfig, **artifacts: Artifact) -> Plan:

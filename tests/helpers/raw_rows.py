@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from stages.inputs.digits import ROW_SCHEMA
+from stages.embedded_data.digits import ROW_SCHEMA
 
 Row = dict[str, list[dict[str, object]]]
 

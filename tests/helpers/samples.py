@@ -11,7 +11,7 @@ from dataset_builders.contracts.manifest import Manifest
 from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Sample
 from dataset_builders.contracts.sample_record import to_fields
 from dataset_builders.contracts.shard_io import ShardWriter, remove_entries
-from stages.artifacts.artifact import Artifact
+from stages.shared.artifacts.artifact import Artifact
 
 
 def make_image(width: int, height: int, seed: int = 0, mode: str = "RGB", image_format: str = "PNG") -> bytes:

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from stages.inputs.config import EmbeddedModelConfig
+from stages.shared.inputs.config import EmbeddedModelConfig
 from trainer.model.layer import Layer
 from trainer.model.shape import ModelShape
 

@@ -1,7 +1,7 @@
 """The processes of chat templates, quickly: a server that has imported transformers forks each of them.
 
 Such a process takes a second to import transformers, and hundreds of tests need one. A fork runs the same program with
-the same limits. tests/stages/encode/test_template.py starts the program as the product does, too.
+the same limits. tests/stages/shared/chat_format/test_template.py starts the program as the product does, too.
 """
 
 import atexit
@@ -58,7 +58,7 @@ class Forked:
             os.kill(self.pid, signal.SIGKILL)
 
 
-# In place of the module `subprocess` of stages/encode/template.py.
+# In place of the module `subprocess` of stages/shared/chat_format/template.py.
 FORKING = SimpleNamespace(Popen=Forked, PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL)
 
 
@@ -75,7 +75,7 @@ def _server() -> str:
 
 def _serve(place: str) -> None:
     """Fork a process for each connection, until the owner of the server ends."""
-    from stages.encode import template_process  # imports transformers, which no test process needs for this
+    from stages.shared.chat_format import template_process  # imports transformers, which no test process needs for this
 
     gc.freeze()
     with socket.socket(socket.AF_UNIX) as listener:

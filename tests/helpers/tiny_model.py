@@ -3,7 +3,7 @@
 import functools
 from pathlib import Path
 
-from stages.inputs.tiny_model import EmbeddedModelConfig, make_tiny_hf_dir
+from stages.embedded_model.stage import EmbeddedModelConfig, make_tiny_hf_dir
 from tests.helpers.process_dir import process_dir
 
 TEXTS = [

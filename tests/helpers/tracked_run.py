@@ -10,7 +10,7 @@ from mlflow import MlflowClient
 
 from dataset_builders.contracts.manifest import Manifest, Parent
 from flows.tracking.tracker import Opening, Tracker, open_run
-from stages.artifacts.artifact import Artifact
+from stages.shared.artifacts.artifact import Artifact
 from tests.helpers.fake_trainer import metrics_row
 from trainer.contract.names import METRICS_JSONL
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from stages.launchers.job import as_rank
+from stages.shared.launchers.job import as_rank
 from trainer.contract.run import RunConfig
 
 _LINK = "net0"

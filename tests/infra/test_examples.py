@@ -5,8 +5,8 @@ from pathlib import Path
 import yaml
 from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
 
-from stages.launchers.config import ClusterConfig
-from stages.launchers.job import Job, make_launcher
+from stages.shared.launchers.config import ClusterConfig
+from stages.shared.launchers.job import Job, make_launcher
 from tests.helpers.compose_file import INFRA
 
 RUN_DIR = "/athanor/scratch/train-5f1c2d3e4a5b6c7d"

@@ -13,8 +13,8 @@ from tokenizers.processors import TemplateProcessing
 
 from dataset_builders.contracts.sample import IMAGE_SLOT, Message, SkipSample
 from dataset_builders.contracts.tokenized import TokenizedSample
-from stages.encode.chat import ChatEncoder
-from stages.inputs.model_directory import ModelDirectory
+from stages.shared.chat_format.chat import ChatEncoder
+from stages.shared.inputs.model_directory import ModelDirectory
 from tests.helpers.samples import turns
 from tests.helpers.think_templates import think_hf_dir
 from tests.helpers.tiny_model import tiny_hf_dir

@@ -17,10 +17,10 @@ from dataset_builders.contracts.sample import IMAGE_SLOT, Sample, SkipSample
 from dataset_builders.contracts.tokenized import PixelStore, TokenizedSample
 from dataset_builders.pictures.images import open_rgb
 from dataset_builders.pictures.pixels import encode_image
-from stages.encode.chat import ChatEncoder
-from stages.encode.images import load_image_config
-from stages.encode.prompt import read_prompt_format
-from stages.inputs.model_directory import ModelDirectory
+from stages.shared.chat_format.chat import ChatEncoder
+from stages.shared.chat_format.images import load_image_config
+from stages.shared.chat_format.prompt import read_prompt_format
+from stages.shared.inputs.model_directory import ModelDirectory
 from stages.tokenize.config import TokenizeConfig
 from stages.tokenize.shard import tokenize_sample
 from tests.helpers.bins import MIXED, TEXT_ONLY, Kind, make_samples

@@ -7,15 +7,15 @@ import numpy as np
 
 from dataset_builders.contracts.tokenized import TokenizedSample
 from dataset_builders.pictures.pixels import encode_image, pixel_values
-from stages.inputs.model_directory import ModelDirectory
+from stages.shared.inputs.model_directory import ModelDirectory
 from tests.helpers.pixels import image_config, pixel_cases
 from tests.helpers.samples import make_image, make_sample
 from tests.helpers.torchvision_reference import reference_pixels, torchvision_version
 
 _VERSION = torchvision_version()  # mended where it does not load by itself, before transformers' models import it
 
-from stages.encode.chat import ChatEncoder  # noqa: E402
-from stages.encode.images import load_image_config  # noqa: E402
+from stages.shared.chat_format.chat import ChatEncoder  # noqa: E402
+from stages.shared.chat_format.images import load_image_config  # noqa: E402
 from stages.tokenize.second_opinion import ProcessorCheck  # noqa: E402
 from tests.helpers.tiny_model import tiny_hf_dir  # noqa: E402
 

@@ -16,7 +16,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeDecoderLayer
 
 from dataset_builders.contracts.tokenized import TokenizedSample
-from stages.inputs.model_directory import ModelDirectory
+from stages.shared.inputs.model_directory import ModelDirectory
 from tests.helpers.bins import MIXED, Kind, make_samples
 from tests.helpers.reference import load_reference, reference_inputs
 from tests.helpers.run_dir import OPTIM, model_dir

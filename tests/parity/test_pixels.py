@@ -1,5 +1,5 @@
 """Pixels against transformers' torchvision processor itself (full tier; the core compares its recorded digests,
-tests/stages/encode/test_encode_image.py).
+tests/stages/shared/chat_format/test_encode_image.py).
 
 `make test-full` installs torchvision beside the environment, into .venv/torchvision, and not into it: the project does
 not need it, and other tests show what a user without it meets.

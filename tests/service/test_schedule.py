@@ -15,7 +15,7 @@ from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId
 from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.schedules import CronSchedule
 
-from stages.launchers.config import ClusterConfig
+from stages.shared.launchers.config import ClusterConfig
 from tests.helpers.patience import at_most
 from tests.helpers.service import RunningService, nested, run_athanor, running_service, wait_for
 from tests.helpers.small_run import SMALL

@@ -12,7 +12,7 @@ import pytest
 
 from flows.prefect_server.service_record import read_record
 from flows.tracking.store import server_url
-from stages.launchers.config import ClusterConfig
+from stages.shared.launchers.config import ClusterConfig
 from tests.helpers.service import RunningService, answers, nested, run_athanor, running_service, wait_for
 from tests.helpers.small_run import SMALL
 

@@ -3,8 +3,8 @@
 import pytest
 
 from flows.pipeline.recipe import load_recipe
-from stages.inputs.config import EmbeddedModelConfig
-from stages.inputs.model_directory import ModelDirectory
+from stages.shared.inputs.config import EmbeddedModelConfig
+from stages.shared.inputs.model_directory import ModelDirectory
 from tests.helpers.shapes import QWEN_2B
 from tests.helpers.tiny_hybrid_model import hybrid_config
 from tests.helpers.tiny_model import FIRST, SECOND, tiny_hf_dir

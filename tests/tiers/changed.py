@@ -37,7 +37,7 @@ TRAINER = ("tests/stages/train/", "tests/stages/encode_images/", "tests/stages/e
 PATHS = {
     "tests/bench/results/*": ("tests/test_figures.py", "tests/test_tiers.py", "tests/infra/test_gpu_environment.py"),
     "tests/gpu/*": ("tests/infra/test_scripts.py", "tests/test_documents.py"),
-    "tests/golden/*": ("tests/stages/scoring/", "tests/dataset_builders/", "tests/parity/", "tests/e2e/"),
+    "tests/golden/*": ("tests/stages/shared/scoring/", "tests/dataset_builders/", "tests/parity/", "tests/e2e/"),
     "tests/durations.json": (),
     "tests/full_pass.json": (),
     "tests/breaks/*.patch": ("tests/test_tiers.py",),
@@ -56,8 +56,8 @@ PATHS = {
         *("tests/flows/", "tests/e2e/", "tests/service/"),
         *("tests/test_documents.py", "tests/test_document_commands.py"),
     ),
-    "stages/pages/templates/*": ("tests/stages/", "tests/e2e/", "tests/test_security.py"),
-    "stages/launchers/*": ("tests/stages/launchers/", "tests/service/test_slurm.py"),
+    "stages/shared/pages/templates/*": ("tests/stages/", "tests/e2e/", "tests/test_security.py"),
+    "stages/shared/launchers/*": ("tests/stages/shared/launchers/", "tests/service/test_slurm.py"),
 }
 _HAS_FULL = re.compile(r"mark\.full|\bfull\(|\btiered\(")
 _MODULE = re.compile(r"[a-z_][a-z0-9_]*(\.[a-z_][a-z0-9_]*)+(:\w+)?")

@@ -38,11 +38,11 @@ SECTIONS = {
         *("equivalence/test_resharding", "trainer/checkpoint/", "trainer/parallel/", "service/test_operator"),
     ),
     "Evaluation, export and release": (
-        *("stages/answer/", "stages/chat/", "stages/compare/", "stages/contamination/", "stages/evaluate/"),
-        *("stages/reload/", "stages/release/", "stages/scoring/", "flows/cli/test_chat"),
+        *("stages/answer/", "stages/compare/", "stages/contamination/", "stages/evaluate/"),
+        *("stages/verify/", "stages/release/", "stages/shared/scoring/", "flows/cli/test_chat"),
         *("e2e/test_never_stops", "e2e/test_receipts"),
     ),
-    "Service and infrastructure": ("flows/", "infra/", "service/", "stages/launchers/", "test_"),
+    "Service and infrastructure": ("flows/", "infra/", "service/", "stages/shared/launchers/", "test_"),
 }
 CORE, FULL, GPU = "in `make test`", "in `make test-full` only", "on GPUs"
 TIERS = (CORE, FULL, GPU)

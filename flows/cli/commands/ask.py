@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
-from stages.chat.ask import ask
-from stages.inputs.model_directory import resolve_hf_dir
+from stages.answer.ask import ask
+from stages.shared.inputs.model_directory import resolve_hf_dir
 
 
 def ask_command(args: argparse.Namespace) -> int:

@@ -23,8 +23,8 @@ from dataset_builders.contracts.sample import Message
 from dataset_builders.errors import InputError
 from flows.prefect_server.access import USER
 from flows.prefect_server.guard import guarded
-from stages.chat.ask import ChatModel, user_message
-from stages.inputs.model_directory import resolve_hf_dir
+from stages.answer.ask import ChatModel, user_message
+from stages.shared.inputs.model_directory import resolve_hf_dir
 
 HOST = "127.0.0.1"
 _NAMES = (HOST, "localhost")  # a request to another name comes from a foreign page (DNS rebinding)

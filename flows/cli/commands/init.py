@@ -23,9 +23,9 @@ from flows.cli.rows_plan import check_images
 from flows.pipeline.recipe import load_recipe, read_yaml
 from flows.resources.host import gpu_memory_gb
 from flows.resources.terminal import raw_stdout
-from stages.inputs.raw_source import download_first
-from stages.pages.page import REPORT_HTML, plain_page
-from stages.pages.report import Pictures, Table
+from stages.shared.inputs.raw_source import download_first
+from stages.shared.pages.page import REPORT_HTML, plain_page
+from stages.shared.pages.report import Pictures, Table
 
 _LIMITS = ImageLimits(max_pixels=PILLOW_PIXEL_LIMIT, min_side=4)  # convert.min_image_side of the recipes
 _PAGE_SAMPLES = 12

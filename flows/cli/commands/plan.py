@@ -21,12 +21,12 @@ from flows.pipeline.plan import Plan, first_lines
 from flows.pipeline.steps import Step
 from stages.answer.job import answer_job
 from stages.answer.stage import answers_apart
-from stages.artifacts.artifact import Artifact, Input, stage_identity
-from stages.artifacts.run_stage import scratch_dir
 from stages.encode_images.stage import JOB_DIR as ENCODE_JOB_DIR
 from stages.export.stage import JOB_DIR
-from stages.inputs.model_directory import opened_model
-from stages.launchers.job import Job, make_launcher
+from stages.shared.artifacts.artifact import Artifact, Input, stage_identity
+from stages.shared.artifacts.run_stage import scratch_dir
+from stages.shared.inputs.model_directory import opened_model
+from stages.shared.launchers.job import Job, make_launcher
 from stages.train.run_trainer import trainer_job
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import TrainConfig

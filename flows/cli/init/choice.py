@@ -10,8 +10,8 @@ from dataset_builders.contracts.sample import IMAGE_SLOT, image_digests
 from dataset_builders.errors import InputError
 from dataset_builders.recognise.trial import Trial
 from flows.cli.init.fit import ROOMY, Fit, bin_sizes, check_memory, fit_model, smallest
-from stages.inputs.config import EmbeddedModelConfig
-from stages.inputs.model_directory import ModelDirectory, resolve_hf_dir
+from stages.shared.inputs.config import EmbeddedModelConfig
+from stages.shared.inputs.model_directory import ModelDirectory, resolve_hf_dir
 from trainer.model.family import Family
 from trainer.model.registry import get_family, get_variant
 from trainer.model.shape import ModelShape

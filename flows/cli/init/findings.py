@@ -16,8 +16,8 @@ from dataset_builders.recognise.layouts import unread
 from dataset_builders.recognise.recognise import Recognised
 from dataset_builders.recognise.trial import Trial
 from dataset_builders.storage.store import StorePath
-from stages.artifacts.quarantine import MIN_LOST
 from stages.convert.config import ConvertConfig
+from stages.shared.artifacts.quarantine import MIN_LOST
 
 SHOWN = 3
 _CHARS = 300  # longest text that is shown

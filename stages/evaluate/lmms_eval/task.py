@@ -35,10 +35,10 @@ from dataset_builders.contracts.tokenized import PixelConfig
 from dataset_builders.errors import InputError
 from dataset_builders.pictures.pixels import encode_image
 from dataset_builders.storage.files import atomic_path, write_text
-from stages.encode.chat import read_system_prompt
-from stages.encode.images import load_image_config, patches_png
 from stages.evaluate.lmms_eval import functions as lmms_eval_functions
-from stages.inputs.model_directory import ModelDirectory
+from stages.shared.chat_format.chat import read_system_prompt
+from stages.shared.chat_format.images import load_image_config, patches_png
+from stages.shared.inputs.model_directory import ModelDirectory
 
 LMMS_EVAL = "0.7.3"  # the version that this was tested with
 # qwen3_vl imports decord, which lmms-eval does not require; it patches filelock._api, which filelock 4.3 lacks.
@@ -186,7 +186,7 @@ def _with_system(messages: tuple[Message, ...], system_prompt: str | None) -> li
 
 
 def _turn(message: Message) -> dict[str, str]:
-    """Return a message in the form of stages/encode/chat.py: answers without outer white space."""
+    """Return a message in the form of stages/shared/chat_format/chat.py: answers without outer white space."""
     return {"role": message.role, "text": message.text.strip() if message.role == "assistant" else message.text}
 
 

@@ -21,7 +21,7 @@ from dataset_builders.embedded.digits import (
     iter_digit_rows,
 )
 from dataset_builders.pictures.images import open_rgb
-from stages.inputs.config import EmbeddedDataConfig
+from stages.shared.inputs.config import EmbeddedDataConfig
 
 pytestmark = pytest.mark.promise(
     "Each builder turns its source's rows into samples, names and counts each bad row, and no image is both "

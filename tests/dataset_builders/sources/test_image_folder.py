@@ -13,10 +13,10 @@ from dataset_builders.recognise.recognise import recognise
 from dataset_builders.sources import image_folder
 from dataset_builders.sources.image_folder import ImageFolderOptions, iter_part, list_parts
 from dataset_builders.storage.store import location
-from stages.artifacts.artifact import External
-from stages.artifacts.run_stage import run_stage
 from stages.convert.stage import STAGE, ConvertConfig
-from stages.inputs.raw_source import open_raw
+from stages.shared.artifacts.artifact import External
+from stages.shared.artifacts.run_stage import run_stage
+from stages.shared.inputs.raw_source import open_raw
 from tests.helpers.json_rows import read_source, reasons, turns, write_file
 from tests.helpers.object_store import BUCKET, moto_server
 from tests.helpers.raw_rows import encode, picture, png

@@ -15,7 +15,7 @@ from dataset_builders.sources.hub_subsets import HUB_SUBSETS
 from dataset_builders.sources.registry import BUILDERS, get_builder
 from dataset_builders.sources.the_cauldron import CauldronOptions, iter_part, list_parts
 from dataset_builders.storage.store import location, upload_dir
-from stages.inputs.raw_source import open_raw
+from stages.shared.inputs.raw_source import open_raw
 from tests.helpers.object_store import BUCKET, CuttingProxy, environment, moto_server
 from tests.helpers.raw_rows import ROW_SCHEMA, plain_rows, png, row, write_parquet, write_source
 

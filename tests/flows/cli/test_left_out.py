@@ -20,11 +20,11 @@ from dataset_builders.contracts.manifest import Manifest, ShardEntry
 from dataset_builders.contracts.shard_io import iter_records
 from dataset_builders.errors import InputError
 from flows.cli.closing import left_out_lines
-from stages.artifacts.artifact import Artifact, External
-from stages.artifacts.quarantine import LeftOut, count_reasons, write_quarantine
-from stages.artifacts.run_stage import run_stage
 from stages.convert.config import ConvertConfig
 from stages.convert.stage import STAGE
+from stages.shared.artifacts.artifact import Artifact, External
+from stages.shared.artifacts.quarantine import LeftOut, count_reasons, write_quarantine
+from stages.shared.artifacts.run_stage import run_stage
 from tests.helpers.json_rows import data_uri, json_lines, write_file
 from tests.helpers.raw_rows import BAD_IMAGES, CORD_SCHEMA, cord_row, png, row, write_parquet
 from tests.helpers.tiers import tiered

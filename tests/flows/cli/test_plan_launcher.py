@@ -11,10 +11,10 @@ from flows.cli.check import open_plan
 from flows.cli.commands import plan
 from flows.pipeline.plan import Plan
 from flows.pipeline.recipe import load_recipe
-from stages.artifacts.run_stage import run_stage
-from stages.artifacts.workers import StageResources
-from stages.launchers.job import LAUNCHERS, JobFailed
-from stages.launchers.slurm.script import SBATCH_FILE
+from stages.shared.artifacts.run_stage import run_stage
+from stages.shared.artifacts.workers import StageResources
+from stages.shared.launchers.job import LAUNCHERS, JobFailed
+from stages.shared.launchers.slurm.script import SBATCH_FILE
 from stages.train import stage as train
 from tests.helpers.compose_file import INFRA
 from tests.helpers.small_run import SMALL
@@ -57,8 +57,8 @@ def test_what_is_shown_for_slurm_is_what_sbatch_gets(with_data, capsys, tmp_path
     for path in tmp_path.iterdir():
         path.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr("stages.launchers.slurm.launcher.VISIBLE_SECONDS", 0.1)
-    monkeypatch.setattr("stages.launchers.scheduled.LOOK_SECONDS", 0.1)
+    monkeypatch.setattr("stages.shared.launchers.slurm.launcher.VISIBLE_SECONDS", 0.1)
+    monkeypatch.setattr("stages.shared.launchers.scheduled.LOOK_SECONDS", 0.1)
     config = load_recipe("embedded", [*OVERRIDES, HEADER, "execution.cluster.launcher=slurm"]).config
     inputs = {"model": found["embedded_model"], "tokenized": found["tokenize"], "bins": found["plan_bins"]}
     with pytest.raises(JobFailed, match="SLURM job 7 is gone"):
@@ -69,7 +69,7 @@ def test_what_is_shown_for_slurm_is_what_sbatch_gets(with_data, capsys, tmp_path
 
 
 def test_torchrun_is_a_command_and_shown_when_asked_for(with_data, capsys, monkeypatch):
-    monkeypatch.setitem(LAUNCHERS, "torchrun", "stages.launchers.torchrun:TorchrunLauncher")
+    monkeypatch.setitem(LAUNCHERS, "torchrun", "stages.shared.launchers.torchrun:TorchrunLauncher")
     root, _ = with_data
     text = shown(capsys, root, "torchrun", "execution.cluster.processes=2", "train.global_batch_size=2")
     assert "-m torch.distributed.run --standalone --max-restarts=0" in text and f"{root}/scratch/train-" in text

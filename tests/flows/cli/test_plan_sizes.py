@@ -4,7 +4,7 @@ from dataset_builders.contracts.manifest import Manifest
 from flows.cli.commands.plan import size_rows
 from flows.cli.main import main
 from flows.pipeline.recipe import load_recipe
-from stages.artifacts.artifact import Artifact
+from stages.shared.artifacts.artifact import Artifact
 from tests.helpers.plans import unopened
 from tests.helpers.tiny_hybrid_model import hybrid_hf_dir, mtp_hf_dir
 from tests.helpers.tiny_model import tiny_hf_dir

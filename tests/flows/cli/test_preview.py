@@ -7,9 +7,9 @@ import pytest
 
 from dataset_builders.storage.store import location
 from flows.cli.main import main, make_parser
-from stages.artifacts.artifact import Artifact
-from stages.artifacts.run_stage import run_stage
-from stages.inputs.model_directory import ModelDirectory, processor_input
+from stages.shared.artifacts.artifact import Artifact
+from stages.shared.artifacts.run_stage import run_stage
+from stages.shared.inputs.model_directory import ModelDirectory, processor_input
 from stages.tokenize.stage import STAGE, TokenizeConfig
 from tests.helpers.object_store import BUCKET, moto_server
 from tests.helpers.pages import assert_self_contained

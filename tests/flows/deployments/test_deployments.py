@@ -130,7 +130,7 @@ def test_prepare_then_evaluate_then_the_whole_then_evaluate(served):
     assert {run["stage"]: run["reused"] for run in whole["stages"]}["plan_bins"] is True
     again = evaluate_request("embedded", {**overrides, "evaluate": {"max_new_tokens": 3, "max_samples_per_subset": 2}})
     made = {run["stage"]: run["reused"] for run in again["stages"]}
-    names = ("answer", "reload", "evaluate", "answer_base", "evaluate_base", "compare", "release")
+    names = ("answer", "verify", "evaluate", "answer_base", "evaluate_base", "compare", "release")
     assert made == dict.fromkeys(names, False)
     assert "overall" in again["scores"]
     with get_client(sync_client=True) as client:

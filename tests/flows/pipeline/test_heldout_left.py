@@ -9,10 +9,10 @@ from dataset_builders.contracts.sample import Sample
 from dataset_builders.errors import InputError
 from flows.pipeline.flow import check_heldout
 from flows.pipeline.recipe import load_recipe
-from stages.artifacts.artifact import Artifact
-from stages.artifacts.run_stage import run_stage
 from stages.contamination.config import ContaminationConfig
 from stages.contamination.stage import STAGE
+from stages.shared.artifacts.artifact import Artifact
+from stages.shared.artifacts.run_stage import run_stage
 from tests.helpers.drawn_pictures import chart, encoded
 from tests.helpers.plans import unopened
 from tests.helpers.samples import make_samples_artifact, turns

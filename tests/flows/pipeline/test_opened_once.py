@@ -10,8 +10,8 @@ from flows.pipeline import recipe
 from flows.pipeline.flow import check_chat
 from flows.pipeline.plan import Plan, first_lines
 from flows.pipeline.recipe import load_recipe
-from stages.artifacts.run_stage import run_stage
-from stages.inputs import model_directory, raw_source
+from stages.shared.artifacts.run_stage import run_stage
+from stages.shared.inputs import model_directory, raw_source
 from tests.helpers.raw_rows import plain_rows, write_source
 from tests.helpers.tiny_model import tiny_hf_dir
 

@@ -141,7 +141,7 @@ def test_an_unknown_key_names_the_nearest(override, words):
         ("execution.registry.gates={exact_match: {min: .nan}}", "should be a finite number"),
         ("execution.registry.gates={stop_rat: {min: 1}}", "no score 'stop_rat'; did you mean 'stop_rate'?"),
         ("execution.registry.metric=exact_mach/digits", "no score 'exact_mach'; did you mean 'exact_match'?"),
-        ("reload=null", "execution.registry.gates.same_answers needs the answers of other programs"),
+        ("verify=null", "execution.registry.gates.same_answers needs the answers of other programs"),
     ],
 )
 def test_a_value_out_of_bounds_names_the_bound(override, words):

@@ -17,7 +17,7 @@ from flows.tracking.store import connect
 from tests.flows.pipeline.damages import KINDS, account
 from tests.helpers.small_run import SMALL, athanor, error_line, stand_in_trainer
 from tests.helpers.tiers import full
-from tests.stages.encode.test_template import REWRITING, model_with
+from tests.stages.shared.chat_format.test_template import REWRITING, model_with
 
 
 @pytest.fixture(scope="module")

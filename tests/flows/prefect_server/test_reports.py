@@ -8,7 +8,7 @@ from flows.pipeline import prefect_pages
 from flows.pipeline.tasks import StageRun
 from flows.prefect_server import reports
 from flows.prefect_server.reports import page_url, with_reports
-from stages.pages.report import write_report
+from stages.shared.pages.report import write_report
 
 PLACE = "convert/0123456789abcdef"
 

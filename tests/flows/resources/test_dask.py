@@ -25,7 +25,7 @@ from flows.resources import dask_pool
 from flows.resources.dask_pool import on_cluster, with_cluster
 from flows.resources.dask_worker import look, run_shard_task, versions
 from flows.resources.execution import ExecutionConfig
-from stages.artifacts.workers import StageResources, run_tasks
+from stages.shared.artifacts.workers import StageResources, run_tasks
 from tests.helpers.kill_worker import kill_itself, kill_itself_once, slow_or_failing, work_until_released
 from tests.helpers.patience import at_most
 from tests.helpers.tiers import full

@@ -25,7 +25,7 @@ from dataset_builders.errors import InputError
 from flows.resources import limits
 from flows.resources.limits import HOST_LIMIT, create_limits, has_server, slot_of
 from flows.resources.run_record import RunRecord, read_runs
-from stages.launchers.config import ClusterConfig
+from stages.shared.launchers.config import ClusterConfig
 from tests.helpers.patience import at_most
 from tests.helpers.service import wait_for
 

@@ -19,7 +19,7 @@ from flows.prefect_server.processes import log_tail, trim_log
 from flows.service import supervisor as supervised
 from flows.service.programs import Program
 from flows.service.supervisor import StartFailed, StatusLines, Supervisor
-from stages.launchers.owner import Owner
+from stages.shared.launchers.owner import Owner
 from tests.helpers.object_store import free_port
 from tests.helpers.patience import at_most
 from tests.helpers.service import processes_with, wait_for
@@ -181,7 +181,7 @@ time.sleep(600)
 '''
 WORKER = f'''
 import os, subprocess, sys, time
-from stages.launchers.parent import with_parent
+from stages.shared.launchers.parent import with_parent
 subprocess.Popen(with_parent([sys.executable, "-c", {FLOW_RUN!r}, sys.argv[1]]), start_new_session=True)
 time.sleep(600)
 '''

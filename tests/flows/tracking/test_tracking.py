@@ -18,8 +18,8 @@ from flows.tracking.record import load_record, records_dir
 from flows.tracking.run_writer import metric_name
 from flows.tracking.store import compare_url, connect, server_url
 from flows.tracking.tracker import Opening, Tracker, open_run, publish_waiting, sender_of
-from stages.artifacts.artifact import Artifact
-from stages.scoring.names import flat_scores
+from stages.shared.artifacts.artifact import Artifact
+from stages.shared.scoring.names import flat_scores
 from tests.helpers.fake_trainer import metrics_row
 from tests.helpers.patience import at_most
 from tests.helpers.samples import make_sample

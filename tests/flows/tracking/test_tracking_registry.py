@@ -12,7 +12,7 @@ from flows.tracking.registry import EVALUATION_TAG, EXPORT_TAG, HELDOUT_TAG, SCO
 from flows.tracking.store import connect
 from stages.compare.certainty import ScoredAnswers
 from stages.evaluate.predictions import PREDICTIONS, PREDICTIONS_SCHEMA
-from stages.scoring.intervals import Bootstrap
+from stages.shared.scoring.intervals import Bootstrap
 from tests.helpers.tracked_run import make_artifact
 
 pytestmark = pytest.mark.promise(

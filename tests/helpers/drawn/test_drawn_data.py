@@ -12,9 +12,9 @@ from dataset_builders.contracts.shard_io import iter_records
 from dataset_builders.sources.cord_target import from_json, from_tags
 from dataset_builders.sources.cord_v2 import PROMPTS
 from flows.pipeline.recipe import load_recipe
-from stages.artifacts.artifact import External
-from stages.artifacts.run_stage import run_stage
 from stages.convert.stage import STAGE as CONVERT
+from stages.shared.artifacts.artifact import External
+from stages.shared.artifacts.run_stage import run_stage
 from tests.helpers.drawn.suite import SUBSETS, iter_cord_splits, iter_suite_rows
 from tests.helpers.drawn.write import ROW_SCHEMA, SUITE_YAML, write_receipts, write_suite
 from tests.helpers.json_rows import read_source, turns

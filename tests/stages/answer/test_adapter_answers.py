@@ -10,12 +10,12 @@ from safetensors.torch import load_file, save_file
 
 from dataset_builders.errors import InputError, printable
 from flows.cli.main import main
+from stages.answer.ask import ask
 from stages.answer.config import AnswerConfig
 from stages.answer.records import ANSWERS_JSONL
 from stages.answer.transformers_engine import Generator
-from stages.chat.ask import ask
-from stages.inputs.adapter_directory import AdapterDirectory, adapter_input
-from stages.inputs.model_directory import ModelDirectory, model_input
+from stages.shared.inputs.adapter_directory import AdapterDirectory, adapter_input
+from stages.shared.inputs.model_directory import ModelDirectory, model_input
 from tests.helpers.adapter_files import merge_adapter, write_adapter
 from tests.helpers.evaluation import answered, mixed_samples, picture, samples_artifact, talkative_hf_dir
 from tests.helpers.tiers import full, tiered

@@ -26,14 +26,14 @@ from stages.answer.records import (
 )
 from stages.answer.stage import AnswerConfig
 from stages.answer.transformers_engine import Generator
-from stages.artifacts.artifact import Artifact
-from stages.artifacts.workers import StageResources
-from stages.encode.chat import ChatEncoder
-from stages.encode.images import load_image_config
-from stages.encode.prompt import read_prompt_format
-from stages.inputs.model_directory import ModelDirectory, model_input
-from stages.launchers.config import ClusterConfig
-from stages.launchers.job import Handle, JobFailed
+from stages.shared.artifacts.artifact import Artifact
+from stages.shared.artifacts.workers import StageResources
+from stages.shared.chat_format.chat import ChatEncoder
+from stages.shared.chat_format.images import load_image_config
+from stages.shared.chat_format.prompt import read_prompt_format
+from stages.shared.inputs.model_directory import ModelDirectory, model_input
+from stages.shared.launchers.config import ClusterConfig
+from stages.shared.launchers.job import Handle, JobFailed
 from tests.helpers.evaluation import (
     answered,
     conversation,

@@ -16,10 +16,10 @@ from stages.answer.engine import EngineSettings, Request, check_engine, make_eng
 from stages.answer.records import ANSWERS_JSONL, read_answers
 from stages.answer.stage import STAGE, AnswerConfig
 from stages.answer.transformers_engine import Generator
-from stages.artifacts.run_stage import run_stage
-from stages.encode.chat import ChatEncoder
-from stages.encode.prompt import read_prompt_format
-from stages.inputs.model_directory import ModelDirectory
+from stages.shared.artifacts.run_stage import run_stage
+from stages.shared.chat_format.chat import ChatEncoder
+from stages.shared.chat_format.prompt import read_prompt_format
+from stages.shared.inputs.model_directory import ModelDirectory
 from tests.helpers.evaluation import (
     answered,
     conversation,

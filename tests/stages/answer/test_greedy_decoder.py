@@ -7,8 +7,8 @@ import torch
 from dataset_builders.pictures.pixels import encode_image, pixel_values
 from stages.answer.greedy_decoder import PoolLimits, Prompt, Row
 from stages.answer.transformers_engine import Generator
-from stages.encode.images import load_image_config
-from stages.inputs.model_directory import ModelDirectory
+from stages.shared.chat_format.images import load_image_config
+from stages.shared.inputs.model_directory import ModelDirectory
 from tests.helpers.evaluation import mixed_samples, picture, talkative_hf_dir
 from tests.helpers.tiers import full
 from tests.helpers.tiny_hybrid_model import talkative_hybrid_dir

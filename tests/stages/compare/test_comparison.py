@@ -17,8 +17,8 @@ from stages.compare.difference import compare_predictions
 from stages.compare.report import shown_keys, write_comparison_report
 from stages.compare.stage import _stats, _table
 from stages.evaluate.config import CompareConfig
-from stages.pages.page import artifact_page
-from stages.scoring.intervals import Bootstrap
+from stages.shared.pages.page import artifact_page
+from stages.shared.scoring.intervals import Bootstrap
 
 pytestmark = pytest.mark.promise(
     "The gain over the model before training has a paired bootstrap interval, and gates keep a model out of the "

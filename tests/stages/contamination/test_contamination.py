@@ -12,11 +12,11 @@ from PIL import Image, ImageDraw
 from dataset_builders.contracts.manifest import MANIFEST
 from dataset_builders.contracts.sample import Sample
 from dataset_builders.contracts.shard_io import iter_records
-from stages.artifacts.artifact import Artifact
-from stages.artifacts.run_stage import run_stage
-from stages.artifacts.workers import StageResources
 from stages.contamination import scan as picture_scan
 from stages.contamination.stage import STAGE, ContaminationConfig, contaminated_keys, read_contamination
+from stages.shared.artifacts.artifact import Artifact
+from stages.shared.artifacts.run_stage import run_stage
+from stages.shared.artifacts.workers import StageResources
 from tests.helpers.data_stages import run_convert
 from tests.helpers.drawn_pictures import (
     chart,

@@ -23,13 +23,13 @@ from dataset_builders.contracts.shard_io import iter_records
 from dataset_builders.errors import InputError
 from dataset_builders.readers.parts import Part, SkippedRow
 from dataset_builders.sources import registry
-from stages.artifacts.artifact import Artifact, External
-from stages.artifacts.run_stage import run_stage
-from stages.artifacts.workers import StageResources
 from stages.convert import stage as convert_module
 from stages.convert.scan import _nothing_lost, assert_parts_apart
 from stages.convert.stage import STAGE, ConvertConfig
 from stages.convert.write import write_all
+from stages.shared.artifacts.artifact import Artifact, External
+from stages.shared.artifacts.run_stage import run_stage
+from stages.shared.artifacts.workers import StageResources
 from tests.helpers.patience import at_most
 from tests.helpers.raw_rows import BAD_IMAGES, encode, mixed_rows, picture, plain_rows, png, row, write_source
 from tests.helpers.trees import damaged_shards, tree_digest
@@ -339,7 +339,7 @@ def test_the_header_check_decodes_nothing_and_lets_damage_pass(tmp_path, monkeyp
     header = convert(tmp_path, source, decode_check="header", heldout_fraction=0)
     assert header.manifest.skips == {"too_small": 1}
     assert "cannot be shown: truncated_image" in (header.dir / "report.html").read_text()
-    monkeypatch.setattr("stages.artifacts.run_stage._write_page", lambda *given: None)
+    monkeypatch.setattr("stages.shared.artifacts.run_stage._write_page", lambda *given: None)
     monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda self: pytest.fail("decoded"))
     monkeypatch.setattr("simplejpeg.decode_jpeg", lambda *given, **named: pytest.fail("decoded"))
     assert convert(tmp_path, source, digest="1" * 16, decode_check="header").manifest.num_samples == 4
@@ -441,8 +441,8 @@ import os, random, signal, sys, time
 from pathlib import Path
 sys.modules["torch"] = None  # webdataset would load it for nothing, and a fork of it is slow
 import stages.convert.stage as convert
-from stages.artifacts.artifact import External
-from stages.artifacts.run_stage import run_stage
+from stages.shared.artifacts.artifact import External
+from stages.shared.artifacts.run_stage import run_stage
 from tests.helpers.trees import tree_digest
 
 source, root, config = Path(sys.argv[1]), Path(sys.argv[2]), convert.ConvertConfig.model_validate_json(sys.argv[3])

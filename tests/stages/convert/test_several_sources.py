@@ -5,10 +5,10 @@ import pytest
 from dataset_builders.contracts.sample_record import from_fields
 from dataset_builders.contracts.shard_io import iter_records
 from dataset_builders.errors import InputError
-from stages.artifacts.artifact import External
-from stages.artifacts.run_stage import run_stage
 from stages.convert.config import ConvertConfig, MixedConvertConfig, SourceReading
 from stages.convert.stage import STAGE
+from stages.shared.artifacts.artifact import External
+from stages.shared.artifacts.run_stage import run_stage
 from tests.helpers.own_data import captions, csv_paths, draw_rows
 
 pytestmark = pytest.mark.promise(

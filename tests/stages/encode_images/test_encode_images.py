@@ -11,13 +11,13 @@ from dataset_builders.contracts.bins import read_bins
 from dataset_builders.contracts.features import FeatureShards, image_digest, index_name, shard_name
 from dataset_builders.storage.files import write_sealed
 from flows.pipeline.recipe import load_recipe
-from stages.artifacts.artifact import Artifact
-from stages.artifacts.run_stage import run_stage
-from stages.artifacts.workers import StageResources
 from stages.encode_images import stage
 from stages.encode_images.config import EncodingConfig
-from stages.inputs.model_directory import ModelDirectory, model_input, processor_input
-from stages.launchers.config import ClusterConfig
+from stages.shared.artifacts.artifact import Artifact
+from stages.shared.artifacts.run_stage import run_stage
+from stages.shared.artifacts.workers import StageResources
+from stages.shared.inputs.model_directory import ModelDirectory, model_input, processor_input
+from stages.shared.launchers.config import ClusterConfig
 from stages.tokenize.stage import STAGE as TOKENIZE
 from tests.helpers.bins import TEXT_ONLY
 from tests.helpers.data_stages import SETTINGS, run_convert

@@ -13,15 +13,15 @@ from dataset_builders.errors import InputError
 from dataset_builders.storage.files import write_text
 from stages.answer.records import ANSWERS_JSONL, GeneratedAnswer, SkippedSample, to_line
 from stages.answer.transformers_engine import Generator
-from stages.artifacts.artifact import Artifact
-from stages.artifacts.run_stage import run_stage
-from stages.artifacts.workers import StageResources
 from stages.contamination.stage import CONTAMINATION, CONTAMINATION_SCHEMA
 from stages.evaluate.config import EvaluateConfig
 from stages.evaluate.health import HEALTH
 from stages.evaluate.predictions import PREDICTIONS_SCHEMA, counted, heldout_fingerprint, read_predictions
 from stages.evaluate.stage import STAGE
-from stages.inputs.model_directory import ModelDirectory
+from stages.shared.artifacts.artifact import Artifact
+from stages.shared.artifacts.run_stage import run_stage
+from stages.shared.artifacts.workers import StageResources
+from stages.shared.inputs.model_directory import ModelDirectory
 from tests.helpers.evaluation import (
     conversation,
     evaluated,

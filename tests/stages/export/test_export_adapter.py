@@ -11,13 +11,13 @@ from safetensors.numpy import save_file
 from dataset_builders.contracts.manifest import Manifest
 from dataset_builders.errors import InputError
 from dataset_builders.storage.files import sha256_file
-from stages.artifacts.artifact import Artifact
-from stages.artifacts.run_stage import run_stage
-from stages.artifacts.workers import StageResources
 from stages.export import stage as export
 from stages.export.config import ExportConfig
-from stages.inputs.adapter_directory import AdapterDirectory, adapter_input
-from stages.inputs.model_directory import ModelDirectory, model_input
+from stages.shared.artifacts.artifact import Artifact
+from stages.shared.artifacts.run_stage import run_stage
+from stages.shared.artifacts.workers import StageResources
+from stages.shared.inputs.adapter_directory import AdapterDirectory, adapter_input
+from stages.shared.inputs.model_directory import ModelDirectory, model_input
 from stages.train import stage as train
 from stages.train.stage import digest_of_base
 from tests.helpers.fake_trainer import stand_in

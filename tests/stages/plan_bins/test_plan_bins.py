@@ -12,10 +12,10 @@ from dataset_builders.contracts.bins import read_bins
 from dataset_builders.contracts.manifest import Manifest
 from dataset_builders.contracts.tokenized import index_partitions
 from dataset_builders.errors import InputError
-from stages.artifacts.artifact import Artifact
-from stages.artifacts.run_stage import run_stage
-from stages.artifacts.workers import StageResources
 from stages.plan_bins.stage import STAGE, PlanBinsConfig
+from stages.shared.artifacts.artifact import Artifact
+from stages.shared.artifacts.run_stage import run_stage
+from stages.shared.artifacts.workers import StageResources
 from tests.helpers.index import read_index, write_index
 from tests.helpers.trees import tree_digest
 

@@ -25,10 +25,10 @@ from dataset_builders.contracts.sample import Message
 from dataset_builders.pictures.images import open_rgb
 from dataset_builders.pictures.pixels import encode_image, pixel_values
 from stages.answer.transformers_engine import Generator
-from stages.encode.images import load_image_config
-from stages.inputs.model_directory import ModelDirectory
 from stages.release.flavor import mlmodel
 from stages.release.flavor.mlmodel import installed_versions, write_flavor
+from stages.shared.chat_format.images import load_image_config
+from stages.shared.inputs.model_directory import ModelDirectory
 from tests.helpers.evaluation import picture, talkative_hf_dir
 from tests.helpers.object_store import free_port
 from tests.helpers.patience import at_most

@@ -18,7 +18,6 @@ from dataset_builders.contracts.manifest import Manifest
 from dataset_builders.errors import InputError
 from dataset_builders.sources.hub_subsets import HUB_SUBSETS
 from dataset_builders.sources.licences import LICENCES, UNKNOWN, licence_of
-from stages.artifacts.artifact import Artifact
 from stages.release.hub import check_push, push_to_hub
 from stages.release.model_card import (
     CardFacts,
@@ -27,6 +26,7 @@ from stages.release.model_card import (
     training_facts,
     write_model_card,
 )
+from stages.shared.artifacts.artifact import Artifact
 from tests.helpers.tiny_model import tiny_hf_dir
 
 pytestmark = pytest.mark.promise(

@@ -11,13 +11,13 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoPr
 
 from dataset_builders.contracts.manifest import Manifest
 from dataset_builders.errors import InputError
-from stages.artifacts.artifact import Artifact
-from stages.artifacts.intact import check_inputs
-from stages.artifacts.run_stage import run_stage
 from stages.release import directory
 from stages.release.flavor.mlmodel import FLAVOR_FILES
 from stages.release.hub import push_to_hub
 from stages.release.stage import STAGE, ReleaseConfig
+from stages.shared.artifacts.artifact import Artifact
+from stages.shared.artifacts.intact import check_inputs
+from stages.shared.artifacts.run_stage import run_stage
 from tests.helpers.evaluation import hf_artifact
 from tests.helpers.tiny_model import tiny_hf_dir
 

@@ -12,11 +12,11 @@ from peft import PeftModel
 from transformers import AutoModelForImageTextToText
 
 from dataset_builders.contracts.manifest import Manifest
-from stages.artifacts.artifact import Artifact
-from stages.artifacts.intact import check_inputs, file_entries
-from stages.artifacts.run_stage import run_stage
 from stages.release.config import ReleaseConfig
 from stages.release.stage import STAGE
+from stages.shared.artifacts.artifact import Artifact
+from stages.shared.artifacts.intact import check_inputs, file_entries
+from stages.shared.artifacts.run_stage import run_stage
 from tests.helpers.adapters import adapted_model, adapter_of
 from tests.helpers.single_rank import single_rank
 from tests.helpers.tiny_model import tiny_hf_dir

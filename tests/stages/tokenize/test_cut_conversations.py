@@ -13,12 +13,12 @@ from dataset_builders.contracts.shard_io import read_record
 from dataset_builders.contracts.tokenized import TokenizedSample, read_pixel_store
 from dataset_builders.errors import InputError
 from dataset_builders.pictures.pixel_codecs import decode_sample
-from stages.artifacts.artifact import Artifact
-from stages.artifacts.run_stage import run_stage
-from stages.encode.chat import ChatEncoder
-from stages.encode.config import Learn
-from stages.encode.reasoning import ReasoningFormat
-from stages.inputs.model_directory import ModelDirectory, processor_input
+from stages.shared.artifacts.artifact import Artifact
+from stages.shared.artifacts.run_stage import run_stage
+from stages.shared.chat_format.chat import ChatEncoder
+from stages.shared.chat_format.config import Learn
+from stages.shared.chat_format.reasoning import ReasoningFormat
+from stages.shared.inputs.model_directory import ModelDirectory, processor_input
 from stages.tokenize import shard as tokenize_shard
 from stages.tokenize.shard import ShardNotes
 from stages.tokenize.stage import STAGE, TokenizeConfig
@@ -157,7 +157,9 @@ def test_a_probe_that_sees_too_little_loses_samples_and_learns_nothing_wrong(hf_
     monkeypatch.setattr(ReasoningFormat, "is_fixed", property(lambda self: True))
     with pytest.raises(InputError, match=r"with 2 turns found 'A seven\.' for the answer 'A seven\.'"):
         tokenize(SAMPLES, hf_dirs["qwen3_5"], tmp_path / "refused")
-    monkeypatch.setattr("stages.encode.chat.mismatch", lambda chat: "")  # trials that notice too little, too
+    monkeypatch.setattr(
+        "stages.shared.chat_format.chat.mismatch", lambda chat: ""
+    )  # trials that notice too little, too
     tokenized = tokenize(SAMPLES, hf_dirs["qwen3_5"], tmp_path)
     assert list(stored(tokenized)) == ["multi/00000002"]
     assert tokenized.manifest.skips == {"mask_span_mismatch": 3}

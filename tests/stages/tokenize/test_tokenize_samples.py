@@ -21,14 +21,14 @@ from dataset_builders.contracts.tokenized import IndexWriter, TokenizedSample, i
 from dataset_builders.errors import InputError
 from dataset_builders.pictures.pixel_codecs import decode_sample
 from dataset_builders.pictures.pixels import encode_image, encode_rgb
-from stages.artifacts.artifact import Artifact
-from stages.artifacts.run_stage import run_stage
-from stages.artifacts.workers import StageResources
-from stages.encode.chat import ChatEncoder
-from stages.encode.config import Learn
-from stages.encode.images import load_image_config
-from stages.inputs.model_directory import ModelDirectory, processor_input
-from stages.preview.tokens import token_runs
+from stages.shared.artifacts.artifact import Artifact
+from stages.shared.artifacts.run_stage import run_stage
+from stages.shared.artifacts.workers import StageResources
+from stages.shared.chat_format.chat import ChatEncoder
+from stages.shared.chat_format.config import Learn
+from stages.shared.chat_format.images import load_image_config
+from stages.shared.inputs.model_directory import ModelDirectory, processor_input
+from stages.shared.preview.tokens import token_runs
 from stages.tokenize import shard as tokenize_shard
 from stages.tokenize import stage as tokenize_samples
 from stages.tokenize.second_opinion import WITHOUT_TORCHVISION, ProcessorCheck, torchvision_version

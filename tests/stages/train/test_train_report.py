@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from stages.artifacts.workers import StageResources
-from stages.inputs.model_directory import ModelDirectory, model_input
-from stages.pages.report import REPORT_JSON
+from stages.shared.artifacts.workers import StageResources
+from stages.shared.inputs.model_directory import ModelDirectory, model_input
+from stages.shared.pages.report import REPORT_JSON
 from stages.train.report import write_train_report
 from stages.train.stage import make_run_config, predict
 from tests.helpers.fake_trainer import metrics_row

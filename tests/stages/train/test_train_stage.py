@@ -10,19 +10,19 @@ import pytest
 from dataset_builders.contracts.manifest import Manifest
 from dataset_builders.errors import InputError
 from dataset_builders.storage.files import sha256_file
-from stages.artifacts import intact
-from stages.artifacts.artifact import Artifact, External
-from stages.artifacts.run_stage import run_stage
-from stages.artifacts.workers import StageResources
 from stages.export import stage as export
 from stages.export.stage import ExportConfig, copy_processor_files
-from stages.inputs.model_directory import ModelDirectory, hf_dir_of, model_input
-from stages.launchers.config import ClusterConfig
-from stages.launchers.job import LAUNCHERS, JobFailed
-from stages.reload.directory import differences
+from stages.shared.artifacts import intact
+from stages.shared.artifacts.artifact import Artifact, External
+from stages.shared.artifacts.run_stage import run_stage
+from stages.shared.artifacts.workers import StageResources
+from stages.shared.inputs.model_directory import ModelDirectory, hf_dir_of, model_input
+from stages.shared.launchers.config import ClusterConfig
+from stages.shared.launchers.job import LAUNCHERS, JobFailed
 from stages.train import stage as train
 from stages.train.run_trainer import MetricsFollower, StageStopped, TrainerFailed
 from stages.train.stage import make_run_config, read_metrics
+from stages.verify.directory import differences
 from tests.helpers.fake_trainer import metrics_row, stand_in
 from tests.helpers.pages import parse_page
 from tests.helpers.run_dir import changed

@@ -11,8 +11,8 @@ from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 
 from dataset_builders.errors import InputError
-from stages.inputs.adapter_directory import AdapterDirectory, adapter_input
-from stages.inputs.model_directory import ModelDirectory
+from stages.shared.inputs.adapter_directory import AdapterDirectory, adapter_input
+from stages.shared.inputs.model_directory import ModelDirectory
 from tests.helpers.adapters import adapted_model, in_peft
 from tests.helpers.reference import load_reference
 from tests.helpers.single_rank import single_rank

@@ -8,7 +8,7 @@ from dataset_builders.contracts.strict import EVERY_FIELD
 from dataset_builders.errors import InputError
 from flows.pipeline.plan import check_model
 from flows.pipeline.recipe import load_recipe
-from stages.inputs.config import EmbeddedModelConfig
+from stages.shared.inputs.config import EmbeddedModelConfig
 from trainer.model.registry import FAMILIES, get_family
 from trainer.parts.delta.part import DeltaNet
 

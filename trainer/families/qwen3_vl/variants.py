@@ -1,7 +1,7 @@
 """Qwen3-VL models with random weights: the configs that chosen sizes give, and the published sizes by name.
 
-The keys of the sizes are the fields of `EmbeddedModelConfig` in stages/inputs/config.py. The models have interleaved
-mrope, deepstack and grouped-query attention like the published ones. Loads no torch.
+The keys of the sizes are the fields of `EmbeddedModelConfig` in stages/shared/inputs/config.py. The models have
+interleaved mrope, deepstack and grouped-query attention like the published ones. Loads no torch.
 """
 
 from collections.abc import Mapping

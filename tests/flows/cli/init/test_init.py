@@ -18,9 +18,9 @@ from dataset_builders.errors import printable
 from dataset_builders.recognise.candidates import heldout_globs
 from flows.cli.main import main
 from flows.pipeline.recipe import load_recipe
-from stages.artifacts.artifact import External
-from stages.artifacts.run_stage import run_stage
 from stages.convert.stage import STAGE as CONVERT
+from stages.shared.artifacts.artifact import External
+from stages.shared.artifacts.run_stage import run_stage
 from tests.helpers.hub import hub_server
 from tests.helpers.own_data import LAYOUTS, captions, csv_paths, draw_rows, json_lines, parquet_images, text_alone
 from tests.helpers.own_faults import FAULTS

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from flows.cli.init.fit import estimate
-from stages.inputs.config import EmbeddedModelConfig
+from stages.shared.inputs.config import EmbeddedModelConfig
 from tests.tiers.plugin import ROOT
 from trainer.model.registry import get_family
 

@@ -10,9 +10,9 @@ from dataset_builders.contracts.shard_io import iter_records
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.storage.files import write_json
 from dataset_builders.storage.store import StorePath
-from stages.artifacts.artifact import Artifact, Stage, StageOutput
-from stages.artifacts.workers import StageResources
-from stages.pages.report import Table, write_report
+from stages.shared.artifacts.artifact import Artifact, Stage, StageOutput
+from stages.shared.artifacts.workers import StageResources
+from stages.shared.pages.report import Table, write_report
 
 VERSION = 1
 

@@ -1,0 +1,102 @@
+"""Questions to an exported model, with or without images, with the same prompts and pixels as in training."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Sample, SkipSample
+from dataset_builders.errors import InputError
+from dataset_builders.pictures.images import PILLOW_PIXEL_LIMIT, ImageLimits, check_image
+from stages.answer.greedy_decoder import EncodedImages
+from stages.answer.transformers_engine import Generator
+from stages.shared.artifacts.intact import check_written
+from stages.shared.inputs.adapter_directory import open_model_to_answer
+
+_KEY = "chat/00000000"
+_USABLE = f"a PNG, JPEG or WebP file of at most {PILLOW_PIXEL_LIMIT // 10**6} million pixels"
+_LIMITS = ImageLimits(max_pixels=PILLOW_PIXEL_LIMIT, min_side=1)
+
+
+def ask(
+    hf_dir: Path, picture: Path | None, question: str, max_new_tokens: int = 64, adapter_dir: Path | None = None
+) -> str:
+    """Return the model's greedy answer to one question, stripped; `picture` is shown before the question."""
+    pictures = [] if picture is None else [picture]
+    messages = [user_message(question, len(pictures))]
+    for path in pictures:
+        _read_picture(path)  # a wrong path is refused before the model is loaded
+    return ChatModel(hf_dir, adapter_dir).answer(messages, pictures, max_new_tokens)
+
+
+def user_message(question: str, num_images: int) -> Message:
+    """Return a person's message that shows images before the question; InputError if it cannot be asked."""
+    if not question.strip():
+        raise InputError('the question is empty; ask for example "Which digit is in the picture?"')
+    if IMAGE_SLOT in question:
+        raise InputError(f"the question holds {IMAGE_SLOT}, which stands for an image; write it in another way")
+    message = Message(role="user", text=IMAGE_SLOT * num_images + question)
+    try:
+        Sample(key=_KEY, messages=(message,), images=(b"",) * num_images).check()
+    except SkipSample as error:
+        raise _not_askable(error) from error
+    return message
+
+
+class ChatModel:
+    """A loaded model, perhaps with an adapter, that answers conversations as the evaluation does."""
+
+    def __init__(self, hf_dir: Path, adapter_dir: Path | None = None) -> None:
+        for directory in filter(None, (hf_dir, adapter_dir)):
+            check_written(directory.resolve())
+        model, adapter = open_model_to_answer(hf_dir, adapter_dir)
+        self._generator = Generator(model, adapter=adapter)
+
+    def answer(self, messages: Sequence[Message], pictures: Sequence[Path], max_new_tokens: int) -> str:
+        """Return the greedy answer to the last message, a user's, stripped; InputError if it cannot be asked.
+
+        Args:
+            messages: those of `user_message` and the answers between them.
+            pictures: one image file per image slot of the messages, in order.
+        """
+        generator = self._generator
+        encoded = [self._encode(path) for path in pictures]
+        grids = np.concatenate([np.zeros((0, 3), np.int32), *(images.grids for images in encoded)])
+        images = EncodedImages(grids, tuple(patches for images in encoded for patches in images.patches))
+        try:
+            prompt = generator.encode_prompt(messages, images)
+        except SkipSample as error:
+            raise _not_askable(error) from error
+        if (length := len(prompt.input_ids) + max_new_tokens) > generator.context_length:
+            raise InputError(
+                f"the conversation and its answer have up to {length:,} tokens, and the model has positions for "
+                f"{generator.context_length:,}; begin a new conversation"
+            )
+        return generator.generate([prompt], max_new_tokens)[0].text.strip()
+
+    def _encode(self, picture: Path) -> EncodedImages:
+        try:
+            return self._generator.encode_images([_read_picture(picture)])
+        except SkipSample as error:
+            raise _unusable(picture, error) from error
+
+
+def _read_picture(picture: Path) -> bytes:
+    if not picture.is_file():
+        raise InputError(f"picture {picture} does not exist, or is not a file; check the path")
+    try:
+        data = picture.read_bytes()
+        check_image(data, _LIMITS, decode=False)
+    except OSError as error:
+        raise InputError(f"picture {picture} cannot be read ({error.strerror}); check its permissions") from error
+    except SkipSample as error:
+        raise _unusable(picture, error) from error
+    return data
+
+
+def _unusable(picture: Path, error: SkipSample) -> InputError:
+    return InputError(f"picture {picture} cannot be used ({error}); give {_USABLE}")
+
+
+def _not_askable(error: SkipSample) -> InputError:
+    return InputError(f"the question cannot be asked ({error}); give plain text without the model's special tokens")

@@ -1,0 +1,165 @@
+"""The pixel settings of a model directory, and patches as a PNG. `dataset_builders.pictures` makes the patches."""
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from pydantic import ValidationError
+
+from dataset_builders.contracts.fingerprint import describe_drift
+from dataset_builders.contracts.tokenized import PatchFormat, PixelConfig
+from dataset_builders.errors import InputError
+from dataset_builders.storage.files import write_json
+from stages.shared.inputs.model_directory import (
+    PREPROCESSOR_CONFIG,
+    PROCESSOR_CONFIG,
+    ModelDirectory,
+    read_image_settings,
+    read_json,
+)
+from trainer.model.shape import ModelShape
+
+_BICUBIC = 3  # PIL's number for bicubic, which preprocessor_config.json uses
+_DEFAULT_SIZE = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}  # of transformers' Qwen2VLImageProcessor
+# For a text-only model, whose samples have no images: a patch of one pixel.
+_NO_PICTURES = PixelConfig(
+    min_pixels=1,
+    max_pixels=1,
+    patch_format=PatchFormat(
+        patch_size=1, temporal_patch_size=1, merge_size=1, image_mean=(0.0, 0.0, 0.0), image_std=(1.0, 1.0, 1.0)
+    ),
+)
+
+
+def load_image_config(
+    model: ModelDirectory, min_pixels: int | None = None, max_pixels: int | None = None
+) -> PixelConfig:
+    """Return the resizing and patch settings of a model's image processor; the areas may be overridden."""
+    family = model.family
+    if family.image_processor is None:
+        return _NO_PICTURES
+    configs = {
+        file: _image_config(file, raw, family.image_processor.types, min_pixels, max_pixels)
+        for file, raw in model.image_settings.items()
+    }
+    (file, config), *others = configs.items()
+    for other, theirs in others:
+        if theirs != config:
+            raise InputError(
+                f"{file}: image_processor differs from {other.name} "
+                f"({describe_drift(config.model_dump(), theirs.model_dump())}), and programs read either; delete one "
+                "of them, or make them equal"
+            )
+    _check_agrees(file, config.patch_format, model.shape)
+    return config
+
+
+def _image_config(
+    file: Path, raw: dict[str, Any], types: Sequence[str], min_pixels: int | None, max_pixels: int | None
+) -> PixelConfig:
+    _check_supported(file, raw, types)
+    size = _size_of(file, raw)
+    low, high = min_pixels or size["shortest_edge"], max_pixels or size["longest_edge"]
+    config = _pixel_config(file, raw, low, high)
+    if config.min_pixels > config.max_pixels:
+        raise InputError(
+            f"min_pixels={low} is more than max_pixels={high} ({file}); raise max_pixels or lower min_pixels"
+        )
+    return config
+
+
+def _size_of(file: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `shortest_edge` and `longest_edge`, the limits of an image's area, as transformers' processor reads them:
+    min_pixels and max_pixels replace those of size, and without size its own defaults count."""
+    size, olds = raw.get("size"), {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}
+    if isinstance(size, Mapping) or size is None:
+        size = dict(_DEFAULT_SIZE if size is None else size)
+        for edge, old in olds.items():
+            if raw.get(old) is not None:
+                size[edge] = raw[old]
+                size.pop(old, None)
+        if size.keys() == olds.keys() and all(size.values()):
+            return size
+    raise InputError(
+        f"{file}: size has no shortest_edge and longest_edge alone (it is {str(raw.get('size'))[:80]}); copy the "
+        "model's own file again"
+    )
+
+
+def _pixel_config(file: Path, raw: dict[str, Any], low: Any, high: Any) -> PixelConfig:
+    try:
+        patch_format = PatchFormat(**{name: raw[name] for name in PatchFormat.model_fields})
+        config = PixelConfig(min_pixels=low, max_pixels=high, patch_format=patch_format)
+    except KeyError as error:
+        raise InputError(f"{file} has no {error.args[0]}; copy the model's own file again") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        field, value = first["loc"][0], str(first["input"])[:80]
+        raise InputError(f"{file}: {field} is {value} ({first['msg']}); copy the model's own file again") from error
+    if not min(patch_format.image_std) > 0:
+        raise InputError(
+            f"{file}: image_std is {raw['image_std']}; pixels are divided by it: copy the model's own file"
+        )
+    return config
+
+
+def write_pixel_limits(hf_dir: Path, min_pixels: int | None, max_pixels: int | None) -> None:
+    """Write pixel limits to a directory's configs, for `load_image_config` and other programs; None: keep the limit."""
+    limits = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
+    limits = {name: value for name, value in limits.items() if value is not None}
+    settings = {file: _with_limits(file, raw, limits) for file, raw in read_image_settings(hf_dir).items()}
+    for file, changed in settings.items():
+        write_json(file, {**read_json(file), "image_processor": changed} if file.name == PROCESSOR_CONFIG else changed)
+    if settings and hf_dir / PREPROCESSOR_CONFIG not in settings:  # for programs that read this file alone
+        write_json(hf_dir / PREPROCESSOR_CONFIG, changed)
+
+
+def patches_png(patches: np.ndarray, grid: np.ndarray, patch_format: PatchFormat, side: int) -> bytes:
+    """Return the image of patches (h*w, 3 * patch_size^2) as a PNG within side x side pixels."""
+    size, merge = patch_format.patch_size, patch_format.merge_size
+    rows, columns = int(grid[1]), int(grid[2])
+    blocks = patches.reshape(rows // merge, columns // merge, merge, merge, 3, size, size)
+    pixels = blocks.transpose(0, 2, 5, 1, 3, 6, 4).reshape(rows * size, columns * size, 3)
+    image = Image.fromarray(pixels)
+    image.thumbnail((side, side))
+    out = io.BytesIO()
+    image.save(out, "PNG")
+    return out.getvalue()
+
+
+def _with_limits(file: Path, preprocessor: dict[str, Any], limits: Mapping[str, int]) -> dict[str, Any]:
+    if not limits:
+        return preprocessor
+    # min_pixels and max_pixels are older names of the same limits and would replace the new size.
+    others = {name: value for name, value in preprocessor.items() if name not in ("min_pixels", "max_pixels")}
+    return {**others, "size": {**_size_of(file, preprocessor), **limits}}
+
+
+def _check_supported(file: Path, raw: dict[str, Any], types: Sequence[str]) -> None:
+    kind = raw.get("image_processor_type")
+    if kind not in types:
+        raise InputError(f"{file}: image_processor_type is {kind!r}; supported: {', '.join(types)}")
+    fixed = {"do_resize": True, "do_rescale": True, "do_normalize": True, "resample": _BICUBIC}
+    for key, value in fixed.items():
+        if raw.get(key, value) != value:
+            raise InputError(
+                f"{file}: {key} is {raw[key]!r}; only {value!r} is supported, as Qwen's own models have it"
+            )
+    factor = raw.get("rescale_factor", 1 / 255)
+    if not (isinstance(factor, int | float) and math.isclose(factor, 1 / 255)):
+        raise InputError(f"{file}: rescale_factor is {raw['rescale_factor']!r}; only 1/255 is supported")
+
+
+def _check_agrees(file: Path, patch_format: PatchFormat, shape: ModelShape) -> None:
+    for name in ("patch_size", "temporal_patch_size", "merge_size"):
+        name_in_shape = "spatial_merge_size" if name == "merge_size" else name
+        value, value_in_shape = getattr(patch_format, name), getattr(shape.vision, name_in_shape)
+        if value != value_in_shape:
+            raise InputError(
+                f"{file}: {name} is {value}, but vision_config.{name_in_shape} of config.json is {value_in_shape}; "
+                "take both files from the same model"
+            )

@@ -1,0 +1,261 @@
+"""Tokenized samples on a page: every token, whether it is trained on, and each image with its patches."""
+
+import contextlib
+import functools
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from markupsafe import Markup
+
+from dataset_builders.contracts.shard_io import read_record
+from dataset_builders.contracts.tokenized import (
+    PatchFormat,
+    PixelStore,
+    TokenizedSample,
+    index_partitions,
+    read_partition,
+    read_pixel_store,
+)
+from dataset_builders.errors import InputError
+from dataset_builders.pictures.pixel_codecs import decode_sample
+from dataset_builders.storage.store import StorePath, is_local, local_copy, location
+from stages.shared.artifacts.artifact import Artifact
+from stages.shared.chat_format.chat import ChatEncoder
+from stages.shared.chat_format.images import patches_png
+from stages.shared.inputs.model_directory import ModelDirectory, processor_input
+from stages.shared.pages.page import counted, render_part
+from stages.shared.preview.samples import TINY_SIDE, evenly, in_turn, small_picture
+from trainer.contract.names import HF_EXPORT, RUN_JSON
+
+_OPENED_PARTITIONS = 4  # most partitions of a large index to open, evenly spread
+_SHOWN_TOKENS = 4000  # per sample, without image tokens
+_SHOWN_IMAGES = 16
+_COARSE_GRID = 24  # patches per side; a finer grid has thinner lines
+_LONGEST_CHARACTER = 8  # most tokens that are decoded together until their bytes are whole characters
+_BROKEN = "\ufffd"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRun:
+    """Tokens of one kind from `start` to before `end`; an image has a number, from 1, and its size in tokens."""
+
+    kind: Literal["given", "learnt", "image"]
+    start: int
+    end: int
+    number: int = 0
+    rows: int = 0
+    columns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Speller:
+    """The decoder of token ids.
+
+    Attributes:
+        decode: token ids -> text; None: there is no tokenizer, and the page shows ids.
+        note: a note about the tokenizer, for the reader of the page.
+    """
+
+    decode: Callable[[np.ndarray], str] | None
+    note: str
+
+
+def find_speller(tokenized: Artifact, model: ModelDirectory | None) -> Speller:
+    """Return the speller of a tokenized artifact: the model's, or from the root's tokenizer with the same digest."""
+    parent = tokenized.manifest.parents.get("processor")
+    digest = parent.fingerprint if parent else ""
+    if model is not None:
+        is_same = processor_input(model).digest == digest
+        note = "" if is_same else "The tokenizer given is not the one that wrote these tokens; the text may be wrong."
+        return Speller(ChatEncoder(model).decode, note)
+    for candidate in _hf_dirs(tokenized.dir.parent.parent):
+        if (candidate / "config.json").is_file():
+            with _small_files(candidate) as folder:
+                model = ModelDirectory(folder)
+                if processor_input(model).digest == digest:
+                    return Speller(ChatEncoder(model).decode, "")
+    return Speller(
+        None, "No tokenizer with the digest of this artifact lies in its root: give --model to see text, not token ids."
+    )
+
+
+def _hf_dirs(artifacts: StorePath) -> Iterator[StorePath]:
+    """Yield model directories that a root's artifacts contain or name."""
+    for stage in ("embedded_model", "export"):
+        if (artifacts / stage).is_dir():
+            yield from (artifact / HF_EXPORT for artifact in sorted((artifacts / stage).iterdir(), key=str))
+    if (artifacts / "train").is_dir():
+        for artifact in sorted((artifacts / "train").iterdir(), key=str):
+            if (artifact / RUN_JSON).is_file():
+                yield location(json.loads((artifact / RUN_JSON).read_text(encoding="utf-8"))["hf_dir"])
+
+
+@contextlib.contextmanager
+def _small_files(hf_dir: StorePath) -> Iterator[Path]:
+    """Yield a local directory with all files of a model directory; from a store, without the weights."""
+    if is_local(hf_dir):
+        yield hf_dir
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        for file in hf_dir.iterdir():
+            if file.suffix in (".json", ".jinja", ".txt"):
+                Path(folder, file.name).write_bytes(local_copy(file).read_bytes())
+        yield Path(folder)
+
+
+def choose_rows(directory: StorePath, count: int, key: str | None, shard: str | None) -> list[dict[str, Any]]:
+    """Choose rows of the index: some of every subset, or the row of `key`; only from `shard`, if it is given.
+
+    Raises:
+        InputError: there is no such key or shard.
+    """
+    partitions = index_partitions(directory)
+    opened = partitions if key or shard else evenly(partitions, _OPENED_PARTITIONS)
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for path in opened:
+        table = read_partition(path)
+        for column, value in (("key", key), ("shard", shard)):
+            table = table if value is None else table.filter(pc.equal(table[column], value))
+        _gather(table, -(-count // len(opened)) if shard is None else count, groups)
+        if (key or shard) and groups:  # a shard is completely in one partition
+            break
+    if not groups and (key or shard):
+        name = f"--key {key}" if key else f"{directory / shard}"
+        raise InputError(
+            f"{name}: the index of {directory} has no such sample; leave {'--key' if key else 'the shard'} out "
+            "to see some that are there"
+        )
+    return in_turn(groups, count)
+
+
+def _gather(table: pa.Table, count: int, groups: dict[str, list[dict[str, Any]]]) -> None:
+    for subset in pc.unique(table["subset"]).to_pylist():
+        rows = groups.setdefault(subset, [])
+        of_subset = table.filter(pc.equal(table["subset"], subset))
+        chosen = evenly(range(len(of_subset)), count)
+        rows += of_subset.take(pa.array(chosen, pa.int64())).to_pylist()
+
+
+def tokens_html(
+    tokenized: Artifact,
+    count: int,
+    key: str | None = None,
+    shard: str | None = None,
+    model: ModelDirectory | None = None,
+) -> Markup:
+    """Return cards of tokenized samples, with a navigation bar. Raises InputError as `choose_rows`."""
+    stats = tokenized.manifest.stats
+    pixels = read_pixel_store(tokenized.dir, stats)
+    speller = find_speller(tokenized, model)
+    cards = []
+    for row in choose_rows(tokenized.dir, count, key, shard):
+        record = read_record(tokenized.dir / row["shard"], row["offset"], row["size"], checksum=row["checksum"])
+        sample = decode_sample(row["key"], record, pixels)
+        cards.append(_card(row, sample, pixels, speller, stats.get("image_token_id", -1)))
+    return render_part("tokens.html.j2", cards=cards, note=speller.note)
+
+
+def _card(
+    row: dict[str, Any], sample: TokenizedSample, pixels: PixelStore, speller: Speller, image_token_id: int
+) -> dict[str, Any]:
+    """Return the values of tokens.html.j2 for one sample."""
+    figures = [row["split"], f"{row['num_tokens']:,} tokens", f"{row['num_loss_tokens']:,} learnt"]
+    if row["num_images"]:
+        of_images = int((sample.input_ids == image_token_id).sum())
+        figures += [
+            f"{of_images:,} of images",
+            f"{row['num_patches']:,} patches",
+            counted(row["num_images"], "image"),
+        ]
+    figures += [f"{row['size'] / 1000:,.1f} kB as {pixels.codec}"]
+    runs = token_runs(sample, image_token_id, pixels.config.patch_format.merge_size)
+    return {
+        "key": row["key"],
+        "subset": row["subset"],
+        "figures": figures,
+        "num_images": row["num_images"],
+        "pictures": _pictures(sample, pixels.config.patch_format),
+        "runs": list(_spelt(runs, sample.input_ids, speller)),
+    }
+
+
+def token_runs(sample: TokenizedSample, image_token_id: int, merge_size: int) -> Iterator[TokenRun]:
+    """Yield all tokens of a sample as consecutive runs."""
+    kinds = np.where(sample.input_ids == image_token_id, 2, sample.loss_mask)
+    starts = np.flatnonzero(np.diff(kinds, prepend=-1)).tolist()
+    images = enumerate((sample.image_grid_thw // [1, merge_size, merge_size]).tolist(), 1)
+    for start, end in zip(starts, [*starts[1:], len(kinds)]):
+        if kinds[start] == 2:
+            number, (_, rows, columns) = next(images)
+            yield TokenRun("image", start, end, number, rows, columns)
+        else:
+            yield TokenRun("learnt" if kinds[start] else "given", start, end)
+
+
+def _pictures(sample: TokenizedSample, patch_format: PatchFormat) -> list[dict[str, Any]]:
+    size, merge = patch_format.patch_size, patch_format.merge_size
+    offsets = np.cumsum([0, *sample.image_grid_thw.prod(-1)])
+    pictures = []
+    for grid, start, end in zip(sample.image_grid_thw[:_SHOWN_IMAGES], offsets, offsets[1:]):
+        time, rows, columns = (int(n) for n in grid)
+        is_tiny = max(rows, columns) * size <= TINY_SIDE
+        pictures.append(
+            {
+                "source": small_picture(functools.partial(patches_png, sample.patches[start:end], grid, patch_format)),
+                "density": " fine" if max(rows, columns) > _COARSE_GRID else " tiny" if is_tiny else "",
+                "lines": _grid_lines(rows, columns, merge),
+                **{"time": time, "rows": rows, "columns": columns, "width": columns * size, "height": rows * size},
+                **{"patch_size": size, "num_patches": rows * columns, "num_tokens": rows * columns // merge**2},
+            }
+        )
+    return pictures
+
+
+def _grid_lines(rows: int, columns: int, merge: int) -> dict[str, str]:
+    """Return SVG paths of lines between patches and around blocks of merge x merge patches; the unit is a patch."""
+    lines = {"patches": "", "blocks": ""}
+    for x in range(columns + 1):
+        lines["patches" if x % merge else "blocks"] += f"M{x} 0V{rows}"
+    for y in range(rows + 1):
+        lines["patches" if y % merge else "blocks"] += f"M0 {y}H{columns}"
+    return lines
+
+
+def _spelt(runs: Iterator[TokenRun], ids: np.ndarray, speller: Speller) -> Iterator[TokenRun | dict[str, Any]]:
+    """Yield runs of images unchanged, and other runs with their tokens as text, up to _SHOWN_TOKENS tokens."""
+    room = _SHOWN_TOKENS
+    for run in runs:
+        if run.kind == "image":
+            yield run
+            continue
+        shown = min(run.end, run.start + room)
+        yield {"kind": run.kind, "tokens": list(_tokens(ids, run.start, shown, speller))}
+        room -= shown - run.start
+        if shown < run.end:
+            yield {"kind": "more", "count": len(ids) - shown}
+            return
+
+
+def _tokens(ids: np.ndarray, start: int, end: int, speller: Speller) -> Iterator[tuple[str, str]]:
+    """Yield (id and position, text) of each token; tokens that form one character stay together."""
+    while start < end:
+        stop, text = _next_text(ids, start, end, speller)
+        yield f"{' '.join(map(str, ids[start:stop]))} at {start}", text
+        start = stop
+
+
+def _next_text(ids: np.ndarray, start: int, end: int, speller: Speller) -> tuple[int, str]:
+    if speller.decode is None:
+        return start + 1, f"{ids[start]} "
+    for stop in range(start + 1, min(end, start + _LONGEST_CHARACTER) + 1):
+        text = speller.decode(ids[start:stop])
+        if _BROKEN not in text:
+            return stop, text
+    return start + 1, speller.decode(ids[start : start + 1])

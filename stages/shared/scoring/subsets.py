@@ -1,0 +1,160 @@
+"""The metrics of each subset, with reasons: the fifty subsets of the_cauldron, and CORD-V2.
+
+the_cauldron ends nearly every short answer with a full stop ("Yes.", "14."), even if the source has none, and keeps one
+answer of ten annotators. If a task's own metric is plain equality, the headline here is therefore vqa_em, which ignores
+the full stop. exact_match is reported too: it is low for a model that was never trained on this style.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from stages.shared.scoring.names import check_overrides
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SubsetMetrics:
+    """The metrics of a subset, by name."""
+
+    headline: str  # the metric that represents the subset in summaries and gates
+    others: tuple[str, ...]  # the other metrics that are reported
+    reason: str  # why this metric is the headline
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all metrics, the headline first."""
+        return (self.headline, *self.others)
+
+
+def _table(headline: str, others: tuple[str, ...], reasons: Mapping[str, str]) -> dict[str, SubsetMetrics]:
+    return {
+        subset: SubsetMetrics(headline=headline, others=others, reason=reason) for subset, reason in reasons.items()
+    }
+
+
+_SHORT = _table(
+    "vqa_em",
+    ("exact_match",),
+    {
+        "vqav2": "one of ten annotators' answers is kept; with all ten give vqa_accuracy",
+        "okvqa": "one of ten annotators' answers is kept; with all ten give vqa_accuracy",
+        "textvqa": "one of ten annotators' answers is kept; with all ten give vqa_accuracy",
+        "clevr": "one right word or number",
+        "clevr_math": "one right number",
+        "cocoqa": "one right word",
+        "dvqa": "bar labels and numbers, right or wrong in the paper",
+        "figureqa": "yes or no",
+        "hateful_memes": "yes or no; no probabilities, so no AUROC",
+        "nlvr2": "yes or no",
+        "tallyqa": "one right number",
+        "vqarad": "one right term, yes or no",
+        "vsr": "yes or no",
+    },
+)
+_CHOICES = _table(
+    "multiple_choice",
+    ("exact_match",),
+    {
+        "ai2d": "lettered options in the question",
+        "aokvqa": "options named in the question, half of the answers with a rationale",
+        "iconqa": "lettered options in the question; questions to fill in are scored by text",
+        "intergps": "lettered options in the question",
+        "raven": "a letter in the picture, or yes or no; vqa_em would drop the letter A as an article",
+        "scienceqa": "lettered options in the question",
+        "tqa": "lettered options in the question",
+        "visual7w": "lettered options in the question",
+    },
+)
+_DOCUMENTS = _table(
+    "anls",
+    ("vqa_em", "exact_match"),
+    {
+        "docvqa": "the task's own metric: text read off a page",
+        "infographic_vqa": "the task's own metric: text read off a page",
+        "st_vqa": "the task's own metric: text read off a photo",
+    },
+) | _table("vqa_em", ("anls", "exact_match"), {"ocrvqa": "right or wrong in the paper: titles, authors, years"})
+_CHARTS = _table(
+    "relaxed_accuracy",
+    ("exact_match",),
+    {
+        "chartqa": "the task's own metric: numbers read off a chart",
+        "plotqa": "the task's own metric: numbers read off a chart",
+    },
+)
+_TABLES = _table(
+    "denotation_accuracy",
+    ("exact_match",),
+    {
+        "finqa": "a number behind its computation, with or without a percent sign",
+        "geomverse": "a number at the end of a solution",
+        "hitab": "numbers and lists of cells",
+        "mapqa": "lists of places in any order, and ranges of numbers",
+        "multihiertt": "a number behind its computation",
+        "robut_sqa": "numbers and lists of cells",
+        "robut_wikisql": "numbers and lists of cells",
+        "robut_wtq": "the task's own metric: numbers and lists of cells in any order",
+        "tabmwp": "a number at the end of a solution",
+        "tat_qa": "a number behind its derivation, whose scale the question gives",
+    },
+)
+_CAPTIONS = _table(
+    "cider",
+    ("bleu4", "rouge_l"),
+    {
+        "chart2text": "captions of charts",
+        "diagram_image_to_text": "captions of diagrams",
+        "localized_narratives": "captions of photos",
+        "screen2words": "the task's own metric: captions of screens",
+        "spot_the_diff": "captions of what changed",
+        "textcaps": "the task's own metric: captions of photos with text",
+        "vistext": "captions of charts",
+    },
+) | _table(
+    "rouge_l",
+    ("cider", "bleu4"),
+    {
+        "mimic_cgd": "free sentences about two pictures, one reference each",
+        "visualmrc": "sentences that answer a question; one of the paper's metrics that needs no corpus",
+    },
+)
+_TRANSCRIPTS = _table(
+    "cer",
+    ("wer",),
+    {
+        "iam": "the task's own metric: handwriting, letter by letter",
+        "rendered_text": "text to be read letter by letter",
+    },
+)
+_CODE = _table(
+    "bleu4",
+    ("cer",),
+    {
+        "datikz": "code; likeness of texts, since nothing is compiled",
+        "websight": "code; likeness of texts, since nothing is rendered",
+    },
+)
+_RECEIPTS = _table(
+    "cord_nted",
+    ("cord_f1",),
+    {
+        name: "the task's own metric: the tree of a receipt"
+        for name in ("cord_v2", "cord_v2_train", "cord_v2_validation", "cord_v2_test")
+    },
+)
+SUBSETS: dict[str, SubsetMetrics] = {
+    name: metrics
+    for group in (_SHORT, _CHOICES, _DOCUMENTS, _CHARTS, _TABLES, _CAPTIONS, _TRANSCRIPTS, _CODE, _RECEIPTS)
+    for name, metrics in group.items()
+}
+_UNKNOWN = SubsetMetrics(headline="exact_match", others=(), reason="an unknown subset: the strictest metric")
+
+
+def metrics_of(subset: str, overrides: Mapping[str, Sequence[str]] | None = None) -> SubsetMetrics:
+    """Return the metrics of a subset: from `evaluate.metrics` of a recipe (subset -> names, the headline first), else
+    from the table, else exact match."""
+    overrides = overrides or {}
+    check_overrides(overrides)
+    if subset in overrides:
+        headline, *others = overrides[subset]
+        return SubsetMetrics(headline=headline, others=tuple(others), reason=f"evaluate.metrics.{subset}")
+    return SUBSETS.get(subset, _UNKNOWN)

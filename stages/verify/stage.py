@@ -1,0 +1,164 @@
+"""An export is loaded as somebody else would load it, and answers a drawn sample of the held-out questions.
+
+    report.json, report.html    per loader: answers that are the same, explained by rounding or resizing, or different
+    job/                        job.json and the log, while the stage runs
+
+The loaders run in a process of their own, which imports nothing of athanor: transformers on the directory alone, PEFT
+with the adapter on its base, MLflow's pyfunc, and vLLM where it is installed. Their answers are compared
+with those of `answer`, token by token. Headers and small files are compared with the model that the training started
+from, since greedy answers do not show a lost draft layer or another dtype.
+
+`same_answers` of the manifest's stats is the share of the answers that each loader gives alike, of the worst loader;
+0 if a loader fails, or if the directory differs. `execution.registry.gates.same_answers` holds it against a bound.
+"""
+
+import importlib.util
+import json
+import shutil
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dataset_builders.errors import InputError
+from dataset_builders.storage.files import write_json
+from stages.answer.records import ANSWERS_JSONL, GeneratedAnswer, read_answers
+from stages.release.directory import write_directory
+from stages.release.flavor.mlmodel import FLAVOR_FILES
+from stages.shared.artifacts.artifact import Artifact, Input, Stage, StageOutput
+from stages.shared.artifacts.workers import StageResources
+from stages.shared.chat_format.chat import ChatEncoder
+from stages.shared.chat_format.prompt import read_prompt_format
+from stages.shared.inputs.ends import end_ids
+from stages.shared.inputs.model_directory import ModelDirectory, opened_model
+from stages.shared.launchers.job import Job, make_launcher, run_job
+from stages.shared.pages.report import Section, Table, write_report
+from stages.shared.scoring.names import SAME_ANSWERS
+from stages.verify.config import VerifyConfig
+from stages.verify.directory import differences
+from stages.verify.questions import END, QUESTIONS, write_questions
+from stages.verify.verdict import counted, first_of, judge, share
+from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT
+
+VERSION = 2  # 2: bytes of copied tensors
+JOB_DIR, ROWS = "job", "loaders.json"
+SERVERS = ("vllm",)  # checked only where it is installed and loads the directory
+
+
+def verify(
+    config: VerifyConfig, inputs: Mapping[str, Input], work: Path, resources: StageResources | None
+) -> StageOutput:
+    """Run the stage. Inputs: "export", "answers" (of the export), "samples", and "model" (the HF directory that the
+    training started from)."""
+    exported, source = inputs["export"], opened_model(inputs["model"])
+    facts = exported.manifest.stats
+    copied = () if "mtp" in facts else facts.get("carried", ())  # a trained draft layer has the prefix of a copied one
+    write_directory(work, exported, inputs["samples"], None, config.max_new_tokens)
+    hf_dir = work / HF_EXPORT
+    answers = [
+        line for line in read_answers(inputs["answers"].dir / ANSWERS_JSONL) if isinstance(line, GeneratedAnswer)
+    ]
+    faults, questions, loaders, results = differences(hf_dir, source, copied), [], {}, {}
+    try:
+        model = ModelDirectory(hf_dir)
+        prompt = read_prompt_format(model)
+        chat = ChatEncoder(model, system_prompt=prompt.system_prompt)
+    except InputError as error:
+        faults.append(str(error))
+    else:
+        questions = write_questions(work, config, inputs["samples"], answers, chat, prompt)
+        results = _ask(work, source.path, exported, resources or StageResources()) if questions else {}
+        loaders = _judged(results, questions, source.shape.language.num_layers, chat)
+    write_json(work / ROWS, {name: {**about, "rows": results[name]["rows"]} for name, about in loaders.items()})
+    for name in (HF_EXPORT, QUESTIONS, JOB_DIR):
+        shutil.rmtree(work / name, ignore_errors=True)
+    for name in FLAVOR_FILES:
+        (work / name).unlink()
+    shares = [each[SAME_ANSWERS] for each in loaders.values() if each[SAME_ANSWERS] is not None]
+    share_of_worst = 0.0 if faults else min(shares, default=None)
+    stats = {"questions": len(questions), "faults": faults, "loaders": loaders, SAME_ANSWERS: share_of_worst}
+    stats |= {"reason": _reason(stats), "rows": _loader_rows(stats)}
+    _write_report(work, stats)
+    return StageOutput(stats=stats)
+
+
+def _ask(work: Path, source: Path, exported: Artifact, resources: StageResources) -> dict[str, Any]:
+    """Return loader -> its result, see `loaders.py`, from a process of the cluster's launcher."""
+    directory = (work / JOB_DIR).resolve()
+    directory.mkdir(exist_ok=True)
+    hf_dir, has_adapter = (work / HF_EXPORT).resolve(), "adapter" in exported.manifest.stats
+    loaders = ["transformers", *(["peft"] if has_adapter else [])]
+    loaders += [name for name in SERVERS if importlib.util.find_spec(name)]
+    loaders.append("mlflow")  # the last one, because MLflow keeps its model in memory
+    request = {
+        "hf_dir": str(hf_dir),
+        "base_dir": str(source.resolve()),
+        "adapter_dir": str(hf_dir / ADAPTER_EXPORT),
+        "questions": str((work / QUESTIONS).resolve()),
+        "results": str(directory),
+        "ends": end_ids(hf_dir),
+        "loaders": loaders,
+    }
+    write_json(directory / "job.json", request)
+    arguments = ("-P", str(Path(__file__).with_name("loaders.py").resolve()), str(directory / "job.json"))
+    job = Job(str(directory), arguments, directory / "logs" / "verify.log", resources.on_line)
+    cluster = resources.cluster
+    if cluster.launcher == "torchrun":
+        cluster = cluster.model_copy(update={"processes": 1})
+    run_job(make_launcher(cluster), job)
+    return {name: json.loads((directory / f"{name}.json").read_text(encoding="utf-8")) for name in loaders}
+
+
+def _judged(
+    results: Mapping[str, Any], questions: Sequence[Mapping[str, Any]], layers: int, chat: ChatEncoder
+) -> dict[str, Any]:
+    """Return loader -> its share of the same answers, the number of answers of each kind, and its first difference. The
+    share is None for a server that does not load the directory."""
+
+    def text(token: int) -> str:
+        return "the end" if token == END else repr(chat.tokenizer.decode([token]))
+
+    spreads = [row["spread"] for result in results.values() for row in result["rows"] if "spread" in row]
+    usual, keys, loaders = statistics.median(spreads or [1.0]), [each["key"] for each in questions], {}
+    for name, result in results.items():
+        rows, error = result["rows"], result["error"]
+        kinds = [judge(row, result["dtype"], layers, usual) for row in rows]
+        failed = None if name in SERVERS else 0.0
+        loaders[name] = {
+            SAME_ANSWERS: failed if error else share(kinds),
+            "kinds": counted(kinds),
+            "first": f"{name} fails: {error}" if error else first_of(name, kinds, rows, keys, text),
+            "dtype": result["dtype"],
+            "seconds": result["seconds"],
+        }
+    return loaders
+
+
+def _reason(stats: Mapping[str, Any]) -> str:
+    """Return why not all answers are the same, in words; "" if they are."""
+    firsts = (loader["first"] for loader in stats["loaders"].values() if loader[SAME_ANSWERS] is not None)
+    return next(filter(None, [*stats["faults"], *firsts]), "")
+
+
+def _loader_rows(stats: Mapping[str, Any]) -> list[list[object]]:
+    """Return one row per loader for the report and the card: name, share, kinds of answers, first difference."""
+    rows: list[list[object]] = []
+    for name, loader in stats["loaders"].items():
+        kinds = ", ".join(f"{count} {kind}" for kind, count in loader["kinds"].items())
+        value = "not checked" if loader[SAME_ANSWERS] is None else loader[SAME_ANSWERS]
+        rows.append([name, value, kinds, loader["first"]])
+    return rows + [[name, "not checked", "", "not installed"] for name in SERVERS if name not in stats["loaders"]]
+
+
+def _write_report(work: Path, stats: Mapping[str, Any]) -> None:
+    value = "no question was drawn" if stats[SAME_ANSWERS] is None else stats[SAME_ANSWERS]
+    summary: dict[str, object] = {"questions": stats["questions"], "same answers": value}
+    columns = ["loaded by", "same answers", "answers", "first difference"]
+    sections: list[Section] = [Table("Answers of other programs", columns, stats["rows"])]
+    if stats["faults"]:
+        rows = [[fault] for fault in stats["faults"]]
+        sections.append(Table("Differences from the model before training, beside the weights", ["difference"], rows))
+    write_report(work, title="Loads elsewhere", summary=summary, sections=sections)
+
+
+STAGE = Stage("verify", VERSION, verify, on_disk=True)

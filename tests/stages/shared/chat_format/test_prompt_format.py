@@ -1,0 +1,185 @@
+"""A model before training gets the same tokens, pixels and system prompt as its export will get."""
+
+import itertools
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import stages.answer.job as answer_job
+import stages.answer.stage as answer
+import stages.answer.worker as answer_worker
+from dataset_builders.contracts.manifest import Manifest
+from dataset_builders.storage.files import write_text
+from stages.answer.parts import AnswerJob
+from stages.answer.records import ANSWERS_JSONL
+from stages.answer.stage import AnswerConfig
+from stages.answer.transformers_engine import Generator
+from stages.export.stage import copy_processor_files
+from stages.shared.artifacts.artifact import Artifact
+from stages.shared.artifacts.workers import StageResources
+from stages.shared.chat_format.chat import SYSTEM_PROMPT, read_system_prompt
+from stages.shared.chat_format.prompt import read_prompt_format
+from stages.shared.inputs.model_directory import ModelDirectory, model_input
+from stages.shared.launchers.config import ClusterConfig
+from stages.tokenize.config import TokenizeConfig
+from tests.helpers.evaluation import answered, hf_artifact, mixed_samples, samples_artifact, talkative_hf_dir
+from tests.helpers.tiers import tiered
+
+CONFIG = AnswerConfig(max_new_tokens=4, part_size=4, batch_size=8)
+OTHER = {"min_pixels": 64 * 64, "max_pixels": 96 * 96}  # both limits are reached by the images of mixed_samples
+OTHERS = [
+    OTHER | {"system_prompt": "Be brief: \u00e9\u4e00\U0001f600\n\tone word."},
+    OTHER | {"system_prompt": None},
+    OTHER,
+    {"max_pixels": 96 * 96, "system_prompt": "Be brief."},
+    {"system_prompt": ""},
+    {},
+]
+
+
+def _source(directory: Path, system_prompt: str | None = "Be long.", **preprocessor) -> Path:
+    """Write a model directory with its own system prompt."""
+    shutil.copytree(talkative_hf_dir(), directory)
+    if system_prompt is not None:
+        (directory / SYSTEM_PROMPT).write_text(system_prompt)
+    file = directory / "preprocessor_config.json"
+    kept = {k: v for k, v in json.loads(file.read_text()).items() if k not in preprocessor}
+    file.write_text(json.dumps(kept | {k: v for k, v in preprocessor.items() if v is not None}))
+    return directory
+
+
+def _exported(directory: Path, source: Path, stats: dict) -> Path:
+    """Write the export of a training from `source`, with the initial weights."""
+    directory.mkdir()
+    shutil.copyfile(source / "model.safetensors", directory / "model.safetensors")
+    copy_processor_files(source, directory, stats)
+    return directory
+
+
+def _tokenized(directory: Path, stats: dict) -> Artifact:
+    directory.mkdir()
+    manifest = Manifest(stage="tokenize", version=1, fingerprint="d" * 16, config={}, parents={}, stats=stats)
+    manifest.write(directory)
+    return Artifact.load(directory)
+
+
+@pytest.mark.parametrize("stats", OTHERS)
+@pytest.mark.parametrize("own_prompt", [None, "Be long."])
+def test_it_is_what_the_export_says(tmp_path, stats, own_prompt):
+    source = _source(tmp_path / "source", own_prompt)
+    exported = _exported(tmp_path / "hf", source, stats)
+    assert read_prompt_format(ModelDirectory(source), stats) == read_prompt_format(ModelDirectory(exported))
+    own = read_prompt_format(ModelDirectory(source))
+    assert own.system_prompt == own_prompt and own.pixels.max_pixels == 256 * 256
+    assert (read_prompt_format(ModelDirectory(source), stats) == own) == (
+        stats in ({}, {"system_prompt": ""}) and own_prompt is None
+    )
+
+
+def test_the_older_spelling_of_limits_is_overridden_as_in_the_export(tmp_path):
+    source = _source(tmp_path / "source", size=None, min_pixels=1, max_pixels=2)
+    exported = _exported(tmp_path / "hf", source, OTHER)
+    assert read_prompt_format(ModelDirectory(source), OTHER) == read_prompt_format(ModelDirectory(exported))
+    assert (
+        read_prompt_format(ModelDirectory(source)).pixels.min_pixels,
+        read_prompt_format(ModelDirectory(source)).pixels.max_pixels,
+    ) == (1, 2)
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory):
+    return samples_artifact(tmp_path_factory.mktemp("asked") / "samples", mixed_samples(14))
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Return the input of every generator: ids, grids and pixels of each prompt, in order when run with one thread."""
+    seen, real = [], Generator.encode_prompt
+
+    def encode_prompt(self, messages, images):
+        prompt = real(self, messages, images)
+        seen.append((prompt.input_ids.tolist(), images.grids.tolist(), [p.tobytes() for p in images.patches]))
+        return prompt
+
+    monkeypatch.setattr(Generator, "encode_prompt", encode_prompt)
+    return seen
+
+
+def _run(asked, inputs, root: Path, processes: int = 1):
+    """Return the answers' bytes, their artifact, and the recorded generator input."""
+    asked.clear()
+    resources = StageResources(cluster=ClusterConfig(processes=processes, num_threads=1))
+    artifact = answered(CONFIG, inputs, root, resources)
+    return (artifact.dir / ANSWERS_JSONL).read_bytes(), list(asked), artifact
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Patch a launcher so that its one worker answers in this process, from its job.json."""
+    started = []
+
+    def run_job(launcher, job, on_poll):
+        started.append(job.arguments)
+        assert answer_worker.main(job.arguments[2:]) == 0
+
+    monkeypatch.setattr(answer_job, "run_job", run_job)
+    return started
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """Return the token counts of the prompts of the newest plan."""
+    lengths, real = [], answer.write_plan
+
+    def write_plan(path, questions):
+        lengths[:] = [question.num_tokens for question in questions]
+        real(path, questions)
+
+    monkeypatch.setattr(answer, "write_plan", write_plan)
+    return lengths
+
+
+@pytest.mark.parametrize(("stats", "processes"), tiered(itertools.product(OTHERS[:2], (1, 2)), [(OTHERS[0], 1)]))
+def test_a_model_before_training_is_asked_as_its_export_is(
+    samples, asked, planned, launched, tmp_path, stats, processes
+):
+    source = _source(tmp_path / "source")
+    export = {"hf": hf_artifact(tmp_path / "e", _exported(tmp_path / "hf", source, stats)), "samples": samples}
+    base = {"hf": model_input(ModelDirectory(source)), "samples": samples}
+    told = base | {"tokenized": _tokenized(tmp_path / "t", stats)}
+    after, plain = _run(asked, export, tmp_path / "a"), _run(asked, base, tmp_path / "b")
+    before = _run(asked, told, tmp_path / "c", processes)
+    assert len(launched) == processes - 1
+    assert sorted(planned) == sorted(len(ids) for ids, _, _ in before[1])
+    assert before[1] == after[1] and len(before[1]) == 20
+    assert before[0] == after[0]
+    assert before[1] != plain[1] and before[0] != plain[0]
+    areas = [16 * 16 * t * h * w for _, grids, _ in before[1] for t, h, w in grids]
+    assert min(areas) >= OTHER["min_pixels"] and max(areas) <= OTHER["max_pixels"]
+
+
+def test_tokenized_samples_that_say_nothing_change_nothing_but_the_identity(samples, asked, tmp_path):
+    base = {"hf": model_input(ModelDirectory(talkative_hf_dir())), "samples": samples}
+    plain = _run(asked, base, tmp_path / "a")
+    told = _run(asked, base | {"tokenized": _tokenized(tmp_path / "t", {})}, tmp_path / "b")
+    assert told[:2] == plain[:2] and len(plain[1]) == 20
+    assert told[2].manifest.fingerprint != plain[2].manifest.fingerprint
+    assert told[2].manifest.parents["tokenized"].fingerprint == "d" * 16
+
+
+@pytest.mark.parametrize("stats", [None, *OTHERS])
+def test_a_job_comes_back_from_its_json(tmp_path, stats):
+    prompt = read_prompt_format(ModelDirectory(talkative_hf_dir()), stats)
+    job = AnswerJob(config=CONFIG, hf_dir=tmp_path, prompt=prompt, samples_dir=tmp_path, work_dir=tmp_path)
+    assert AnswerJob.model_validate_json(job.model_dump_json(indent=1)) == job
+
+
+def test_a_prompt_of_crlf_lines_is_the_same_in_training_and_asking(tmp_path):
+    """An export's file is read with universal newlines, so other newlines in a prompt would change it."""
+    prompt = "Be brief.\r\nThen\rstop."
+    config = TokenizeConfig(max_seq_len=8, max_pixels=None, max_skip_fraction=1.0, system_prompt=prompt)
+    assert config.system_prompt == "Be brief.\nThen\nstop."
+    write_text(tmp_path / SYSTEM_PROMPT, config.system_prompt)
+    assert read_system_prompt(tmp_path) == config.system_prompt
