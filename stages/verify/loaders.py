@@ -224,7 +224,8 @@ def _ask(name: str, job: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any
     try:
         loader = LOADERS[name](job)
         for question in asked["questions"]:
-            rows.append(loader.answer(question, asked["limit"], asked["patch_format"]))
+            # As many tokens as ours, the end among them: an answer that our limit cut says nothing about what follows.
+            rows.append(loader.answer(question, len(question["ids"]), asked["patch_format"]))
     except Exception as failure:  # any library may refuse the directory, in its own way
         error = " ".join(f"{type(failure).__name__}: {failure}".split())[:400]
     dtype = "bfloat16" if torch.cuda.is_available() else "float32"

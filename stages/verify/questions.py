@@ -63,7 +63,7 @@ def write_questions(
         _write(directory, number, each, drawn[each.key], config.max_new_tokens, chat, prompt)
         for number, each in enumerate(usable)
     ]
-    about = {"questions": questions, "limit": config.max_new_tokens, "end": END}
+    about = {"questions": questions, "end": END}
     write_json(
         directory / "questions.json", about | {"patch_format": prompt.pixels.patch_format.model_dump(mode="json")}
     )

@@ -70,17 +70,18 @@ def exported(directory: Path, hf_dir: Path, adapter_dir: Path | None = None) -> 
     return Artifact.load(directory)
 
 
-def verified(tmp_path: Path, export: Artifact, base: Path, answers_of: Path | None = None) -> dict:
+def verified(tmp_path: Path, export: Artifact, base: Path, answers_of: Path | None = None, tokens: int = 6) -> dict:
     """Return the stats of the stage.
 
     Args:
         base: the model that the training started from.
         answers_of: the model that gave our answers; None: the export.
+        tokens: the limit of our answers.
     """
     heldout = [sample for sample in mixed_samples(8) if export_has_pictures(export) or not sample.images]
     samples = samples_artifact(tmp_path / "samples", heldout)
     asked = {"hf": External(answers_of or export.dir / "hf", "hf_dir", "f" * 16), "samples": samples}
-    answers = answered(AnswerConfig(max_new_tokens=6), asked, tmp_path / "root")
+    answers = answered(AnswerConfig(max_new_tokens=tokens), asked, tmp_path / "root")
     inputs = {"export": export, "answers": answers, "samples": samples, "model": External(base, "hf_dir", "b" * 16)}
     made = run_stage(STAGE, CONFIG, inputs, tmp_path / "root").artifact
     assert sorted(path.name for path in made.dir.iterdir()) == [
@@ -100,6 +101,11 @@ def test_an_export_of_each_family_passes(family, tmp_path, in_this_process):
     stats = verified(tmp_path, exported(tmp_path / "export", hf_dir), hf_dir)
     assert stats["same_answers"] == 1.0 and not stats["faults"] and not stats["reason"], stats
     assert set(stats["loaders"]) == {"transformers", "mlflow"}
+
+
+def test_answers_that_our_own_limit_cut_are_compared_up_to_the_cut(tmp_path, in_this_process):
+    stats = verified(tmp_path, exported(tmp_path / "export", talkative_hf_dir()), talkative_hf_dir(), tokens=2)
+    assert stats["same_answers"] == 1.0, stats
 
 
 @pytest.mark.parametrize("kind", [full("lora"), "dora"])
