@@ -30,10 +30,13 @@ def test_the_file_says_what_the_client_says(database):
         looks()
         with served_runs() as served, stored_runs(database) as stored:
             (run,) = (run for run in stored.newest(5) if run.name == "goes-on")
-            deadline = time.monotonic() + at_most(20)  # Prefect tells its server of a task's state a little later
-            while not stored.running_tasks(run.id) and time.monotonic() < deadline:
+            # Prefect tells its server of a task's state a little later: `reads` may not run yet, and `looks` still run.
+            deadline = time.monotonic() + at_most(20)
+            names: tuple[list[str], list[str]] = [], []
+            while [len(found) for found in names] != [1, 1] and time.monotonic() < deadline:
                 time.sleep(0.1)
-            seen.append((stored.running_tasks(run.id), served.running_tasks(run.id)))
+                names = stored.running_tasks(run.id), served.running_tasks(run.id)
+            seen.append(names)
             seen.append((run.state_type, run.is_due))
 
     @flow(name="goes-on", flow_run_name="goes-on")
