@@ -172,7 +172,15 @@ def test_a_later_commit_takes_over_what_its_difference_cannot_reach(tmp_path, mo
     monkeypatch.setattr(full, "tests_for", lambda paths: {"tests/test_a.py": paths[0]})
     row = {"outcome": "passed", "why": "", "seconds": 1.0}
     rows = [{"test": f"tests/test_{name}.py::test", **row} for name in "ab"]
-    rows += [{"part": "1/1", "clock_seconds": 3, "passed": True, "files": ["tests/test_a.py", "tests/test_b.py"]}]
+    rows += [
+        {
+            "part": "1/1",
+            "machine": "2 cores",
+            "clock_seconds": 3,
+            "passed": True,
+            "files": ["tests/test_a.py", "tests/test_b.py"],
+        }
+    ]
     before, now = tmp_path / f"{'1' * 40}.jsonl", tmp_path / f"{'2' * 40}.jsonl"
     before.write_text("".join(json.dumps(row) + "\n" for row in rows))
     full.take_over(now)

@@ -3,9 +3,9 @@
     python -m tests.tiers.full [--part K/N] [--workers N] [pytest's arguments]
 
 Every result is appended to build/full_pass/<commit>.jsonl at once. Tests that passed there do not run again, so the
-same command goes on after a stop. A later commit takes over the results of the tests that the difference cannot reach
-(changed.py). When all parts have passed, tests/full_pass.json is written: the commit, the machine, seconds, what
-passed, why the rest was skipped, and what was taken over.
+same command goes on after a stop, on another machine too if the file is copied there. A later commit takes over the
+results of the tests that the difference cannot reach (changed.py). When all parts have passed, tests/full_pass.json is
+written: the commit, the machine of each part, seconds, what passed, why the rest was skipped, and what was taken over.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from tests.tiers.plugin import ROOT, passed_in, read_durations, read_ledger, wri
 
 WRITTEN = ("full_pass.json", "durations.json")  # by this module
 PARTS = 6
+MACHINE = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
 
 
 def divide(seconds: dict[str, float], parts: int) -> list[list[str]]:
@@ -40,7 +41,8 @@ def run_part(name: str, files: list[str], ledger: Path, workers: int, arguments:
     began = time.monotonic()
     files = [file for file in files if file not in ended(read_ledger(ledger))]
     has_passed = not files or run_files(sorted(files), workers, [f"--ledger={ledger}", *arguments]) == 0
-    row = {"part": name, "clock_seconds": round(time.monotonic() - began), "passed": has_passed, "files": files}
+    seconds = round(time.monotonic() - began)
+    row = {"part": name, "machine": MACHINE, "clock_seconds": seconds, "passed": has_passed, "files": files}
     with ledger.open("a") as file:
         file.write(json.dumps(row) + "\n")
     return has_passed
@@ -88,6 +90,7 @@ def joined(rows: list[dict], files: set[str]) -> dict | None:
         "skipped": dict(skipped.most_common()),
         "failed_before_they_passed": failed,
         "taken_over": dict(taken_over),
+        "machines": {row["part"]: row["machine"] for row in rows if "part" in row},
         "clock_seconds": dict(sorted(clock.items())),
         "processor_seconds": round(sum(row["seconds"] for row in tests)),
     }
@@ -124,9 +127,8 @@ def main(argv: list[str]) -> int:
     rows = read_ledger(ledger)
     whole = None if changed or rest else joined(rows, set(files))
     if whole:
-        made_on = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
         date = git("log", "-1", "--format=%cs")
-        FULL_PASS.write_text(json.dumps({"commit": commit, "date": date, "machine": made_on, **whole}, indent=1) + "\n")
+        FULL_PASS.write_text(json.dumps({"commit": commit, "date": date, **whole}, indent=1) + "\n")
         seconds: Counter[str] = Counter()
         for row in rows:
             seconds[row.get("test", "").partition("::")[0]] += row.get("seconds", 0.0)
