@@ -6,7 +6,7 @@
 
 A bin has room for seq_len tokens, max_patches patches and max_images images. Each sample's number of tokens is first
 rounded up to a multiple of pad_multiple. The index is read twice, partition by partition: to count each subset, and to
-plan. SCALE.md gives time and memory for a billion samples.
+plan. tests/bench/results/bins_and_order.md has time and memory for a billion samples.
 """
 
 from collections.abc import Mapping, Sequence

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pydantic_core import PydanticUndefined
 
+from dataset_builders.readers.image_refs import ImageRefOptions
 from dataset_builders.sources.registry import BUILDERS, get_builder
 from flows.cli.commands.recipes import purpose_of
 from flows.cli.main import make_parser
@@ -65,9 +66,12 @@ def _argument(action: argparse.Action) -> str:
 
 
 def _options(builder: str) -> Iterator[tuple[str, str, str]]:
+    """Yield the options of a builder. What several builders have in common is described at the first."""
     for name, field in get_builder(builder).options.model_fields.items():
         default = "required" if field.default is PydanticUndefined else f"`{json.dumps(field.default)}`"
-        yield f"`{name}`", default, _plain(field.description)
+        is_told = name in ImageRefOptions.model_fields and builder != "openai_messages"
+        text = "as for [`openai_messages`](#openai_messages)" if is_told else _plain(field.description)
+        yield f"`{name}`", default, text
 
 
 def _plain(text: str) -> str:

@@ -53,14 +53,9 @@ HEAD = """\
 `make test`, in `make test-full` only, and on GPUs; `git grep` finds them by the promise's first words. Bounds hold in
 float32 on a CPU where nothing else is said.
 
-What is not shown:
-
-- Measured weights are random, never published ones. No CI has a GPU.
-- Whole models of 30B and 35B with experts were trained on a GPU with adapters only.
-- Stand-ins took the place of vLLM, the hub and Kubernetes. Real files of the_cauldron and CORD could not be reached.
-- compose.yaml never ran in Docker; only the image of `Dockerfile.data` was built, by hand.
-- On Python 3.12 only the trainer ran.
-- `athanor chat` was not run on a GPU, and no file has the outcome of the check of exports there.
+Not shown: published weights, since all that was measured are random ones; real files of the_cauldron and CORD; vLLM,
+the hub and Kubernetes, for which stand-ins answered; compose.yaml in Docker; all but the trainer on Python 3.12; whole
+models with experts on a GPU, but for adapters; `athanor chat` and the check of exports on a GPU. No CI has a GPU.
 """
 _HEAD = re.compile(r"^Card: (.+?)\. Commit: .+\. Weights: .+\.$", re.MULTILINE)
 
@@ -150,11 +145,13 @@ def _line(promise: str, shown: list[Shown]) -> str:
 
 
 def _results() -> Iterator[str]:
-    """Yield a line for each file of measured figures, with the cards that its heads name."""
+    """Yield a line for each set of cards that heads of files of measured figures name, with the names of the files."""
+    names: dict[str, list[str]] = {}
     for path in sorted(RESULTS.glob("*.md")):
         heads = " ".join(_HEAD.findall(path.read_text()))
         cards = sorted(set(re.findall(r"\bH[12]00\b", heads)))
-        yield f"- `{path.relative_to(ROOT)}` ({', '.join(cards) or 'no GPU'})"
+        names.setdefault(" and ".join(cards) or "no GPU", []).append(f"`{path.name}`")
+    yield from (f"- {cards}: {', '.join(names[cards])}" for cards in sorted(names))
 
 
 def render(shown: list[Shown]) -> str:
@@ -168,7 +165,8 @@ def render(shown: list[Shown]) -> str:
         lines += [f"## {name}\n"]
         lines += [_line(promise, tests) for promise, tests in by_promise.items() if sections[promise] == name]
         lines.append("")
-    lines += ["## Measured figures\n", "One file a subject, with its commits and commands.\n", *_results()]
+    about = "One file a subject in `tests/bench/results/`, with its commits and commands.\n"
+    lines += ["## Measured figures\n", about, *_results()]
     return "\n".join(lines) + "\n"
 
 
