@@ -9,24 +9,27 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
+from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from dataset_builders.readers.image_refs import ImageRefOptions
 from dataset_builders.sources.registry import BUILDERS, get_builder
 from flows.cli.commands.recipes import purpose_of
 from flows.cli.main import make_parser
+from flows.pipeline.config import PipelineConfig
 from flows.pipeline.recipe import known_recipes
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = tuple(DOCS / name for name in ("commands.md", "data-formats.md", "recipes.md"))
+PAGES = tuple(DOCS / name for name in ("commands.md", "data-formats.md", "recipes.md", "settings.md"))
 _TABLE = re.compile(r"<!-- table: (.+?) -->\n.*?<!-- end -->", re.DOTALL)
 _COMMON = {"--help", "--root", "--debug"}  # options of every command
 
 
 def table_names() -> set[str]:
     """Return the names of all tables."""
-    return {"commands", "recipes", *(f"options of {name}" for name in BUILDERS)}
+    return {"commands", "recipes", "settings", *(f"options of {name}" for name in BUILDERS)}
 
 
 def with_tables(page: str) -> str:
@@ -39,6 +42,8 @@ def _table(name: str) -> str:
         return _rows("command | what it does", ((f"`{usage}`", text) for usage, text in _commands()))
     if name == "recipes":
         return _rows("recipe | what it is", ((f"`{name}`", _plain(purpose_of(name))) for name in known_recipes()))
+    if name == "settings":
+        return _rows("setting | default | what it is", _settings(PipelineConfig, ""))
     return _rows("option | default | what it sets", _options(name.removeprefix("options of ")))
 
 
@@ -72,6 +77,28 @@ def _options(builder: str) -> Iterator[tuple[str, str, str]]:
         is_told = name in ImageRefOptions.model_fields and builder != "openai_messages"
         text = "as for [`openai_messages`](#openai_messages)" if is_told else _plain(field.description)
         yield f"`{name}`", default, text
+
+
+def _settings(model: type[BaseModel], section: str) -> Iterator[tuple[str, str, str]]:
+    """Yield the fields of a config and of the configs in it."""
+    for name, field in model.model_fields.items():
+        inner, dotted = [*_models(field.annotation)], f"{section}{name}"
+        if field.description:
+            default = "" if field.is_required() or inner else f"`{json.dumps(field.get_default(), default=str)}`"
+            yield f"`{dotted}`", default, _plain(field.description)
+        shown: set[tuple[str, ...]] = set()  # two kinds of one section share fields
+        for each in inner:
+            rows = [row for row in _settings(each, f"{dotted}.") if row not in shown]
+            shown |= {*rows}
+            yield from rows
+
+
+def _models(annotation: object) -> Iterator[type[BaseModel]]:
+    """Yield the configs that a field may hold."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models(part)
 
 
 def _plain(text: str) -> str:
