@@ -168,11 +168,11 @@ def test_a_model_is_divided_before_it_has_memory(tmp_path, monkeypatch):
         assert not any(piece.is_meta for piece in chunk.slices.values())
 
 
-def test_some_rank_sees_text_alone_in_each_step_of_three(one_process):
+def test_some_rank_sees_text_alone_in_each_step_of_three(root):
     """The other runs prove nothing unless some rank's vision encoder has no image."""
-    bins = make_bins()
+    bins, seed = make_bins(), job(root, PLAIN, "bins").train.seed
     for step in range(NUM_STEPS):
-        numbers = bins_for_step([len(bins)], seed=one_process.train.seed, step=step, global_batch_size=GLOBAL_BATCH)
+        numbers = bins_for_step([len(bins)], seed=seed, step=step, global_batch_size=GLOBAL_BATCH)
         assert any(all(len(s.image_grid_thw) == 0 for s in bins[n]) for n in numbers)
 
 
@@ -255,7 +255,7 @@ def test_bfloat16_rounds_as_the_other_does(shape, tmp_path):
     """
     runs = []
     for parallel in (FSDP, PLAIN):
-        run = job(tmp_path, parallel, parallel.sharding, shape, steps=3, precision="bfloat16")
+        run = job(tmp_path, parallel, parallel.sharding, shape, steps=3, precision="bfloat16", heldout_interval=3)
         run = run.model_copy(update={"hf_dir": rounded_hf_dir(tmp_path / "hf", shape)})
         run_world(run, 2)
         runs.append(metrics_of(run))
