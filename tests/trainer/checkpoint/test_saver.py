@@ -40,7 +40,7 @@ def updated(tmp_path_factory, torch_adam):  # noqa: F811
 
 @pytest.fixture
 def parts(updated, tmp_path):
-    """The same with a directory of the test's own for the checkpoints."""
+    """Return them with a directory of the test's own for the checkpoints."""
     run, *others = updated
     (tmp_path / "run").mkdir()
     return changed(run, output_dir=tmp_path / "run"), *others
