@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import gc
 import json
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 
 from tests.breaks.__main__ import FOLDER, read_breaks
 from tests.tiers import changed, full
-from tests.tiers.plugin import ROOT, passed_in, read_ledger, slower_than_recorded
+from tests.tiers.plugin import ROOT, Tiers, passed_in, read_ledger, slower_than_recorded
 from tests.tiers.processor import processor_seconds
 from tests.tiers.promises import CORE, FULL, GPU, PAGE, SECTIONS, read_promises, render
 
@@ -202,6 +203,13 @@ def test_parts_have_about_the_same_seconds():
     divided = full.divide(seconds, 6)
     sums = [sum(seconds[file] for file in part) for part in divided]
     assert sorted(file for part in divided for file in part) == sorted(seconds) and max(sums) - min(sums) <= 5
+
+
+def test_imports_leave_garbage_collection_again_after_a_test_that_trains():
+    gc.unfreeze()  # as the loop of a training does at its end
+    assert gc.get_freeze_count() == 0
+    Tiers.pytest_runtest_logfinish(None)
+    assert gc.get_freeze_count() > 10_000
 
 
 def test_processor_seconds_count_running_and_ended_children():

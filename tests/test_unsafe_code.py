@@ -1,5 +1,4 @@
-"""Things that the code never does: unpickle, extract archives, run text, trust a model's code. `make lint` runs this
-too."""
+"""Things that the code never does: unpickle, extract archives, run text, trust a model's code."""
 
 import ast
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,10 +7,13 @@ import pytest
 
 from tests.test_architecture import MODULES, at, fail_with, name_of, nodes_of
 
-pytestmark = pytest.mark.promise(
-    "Secrets appear in no file, log, database or command line of a run, servers ask for a login, and no "
-    "foreign pickle or code runs."
-)
+pytestmark = [
+    pytest.mark.full,  # `make lint` runs them always
+    pytest.mark.promise(
+        "Secrets appear in no file, log, database or command line of a run, servers ask for a login, and no "
+        "foreign pickle or code runs."
+    ),
+]
 
 PICKLES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal", "jsonpickle", "pickletools"}
 # Modules that may import pickle, and why that is no risk with somebody else's file.

@@ -58,7 +58,7 @@ def job(root: Path, name: str, layout: dict, shape: str) -> RunConfig:
         num_steps=STEPS,
         shape=shape,
         bins=make_bins(shape, kinds_of(shape)),
-        global_batch_size=4,
+        global_batch_size=2,
         parallel=ParallelConfig(**layout),
         optim=SMOOTH.model_copy(update={"lr": 1e-2}),
         name=name,

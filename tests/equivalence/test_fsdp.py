@@ -14,7 +14,7 @@ from tests.equivalence.test_layouts import SMOOTH
 from tests.helpers.bins import MIXED, make_samples
 from tests.helpers.hardware import requires_gpus
 from tests.helpers.reference import random_hf_dir
-from tests.helpers.run_dir import changed, log_of, make_bins, metrics_of, model_dir, run_trainer, write_job
+from tests.helpers.run_dir import OPTIM, changed, log_of, make_bins, metrics_of, model_dir, run_trainer, write_job
 from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiers import full
 from tests.helpers.world import run_world
@@ -41,6 +41,7 @@ NUM_STEPS, GLOBAL_BATCH = 5, 6  # six bins: one, two and three ranks share them
 FSDP = ParallelConfig(sharding="fsdp", balance=False)
 FSDP_AGAIN = FSDP.model_copy(update={"recompute": "full", "recompute_vision": True})
 PLAIN = ParallelConfig(balance=False)
+AT_ONCE = OPTIM.model_copy(update={"warmup_steps": 0})  # a warm-up must be shorter than the training
 NORMS = ("param_norm", "grad_norm", "vision_grad_norm", "merger_grad_norm", "language_grad_norm")
 
 
@@ -168,11 +169,11 @@ def test_a_model_is_divided_before_it_has_memory(tmp_path, monkeypatch):
         assert not any(piece.is_meta for piece in chunk.slices.values())
 
 
-def test_some_rank_sees_text_alone_in_each_step_of_three(one_process):
+def test_some_rank_sees_text_alone_in_each_step_of_three(root):
     """The other runs prove nothing unless some rank's vision encoder has no image."""
-    bins = make_bins()
+    bins, seed = make_bins(), job(root, PLAIN, "bins").train.seed
     for step in range(NUM_STEPS):
-        numbers = bins_for_step([len(bins)], seed=one_process.train.seed, step=step, global_batch_size=GLOBAL_BATCH)
+        numbers = bins_for_step([len(bins)], seed=seed, step=step, global_batch_size=GLOBAL_BATCH)
         assert any(all(len(s.image_grid_thw) == 0 for s in bins[n]) for n in numbers)
 
 
@@ -255,7 +256,7 @@ def test_bfloat16_rounds_as_the_other_does(shape, tmp_path):
     """
     runs = []
     for parallel in (FSDP, PLAIN):
-        run = job(tmp_path, parallel, parallel.sharding, shape, steps=3, precision="bfloat16")
+        run = job(tmp_path, parallel, parallel.sharding, shape, num_steps=1, optim=AT_ONCE, precision="bfloat16")
         run = run.model_copy(update={"hf_dir": rounded_hf_dir(tmp_path / "hf", shape)})
         run_world(run, 2)
         runs.append(metrics_of(run))

@@ -21,6 +21,9 @@ ROOT = Path(__file__).parents[2]
 DURATIONS = ROOT / "tests" / "durations.json"
 SLOWER, LEAST_SECONDS = 1.5, 10.0  # a file is reported from this many times its record and this many seconds on
 
+_unfreeze = gc.unfreeze
+_unfrozen: list[bool] = []  # not empty: the current test has called gc.unfreeze
+
 _STARTS_RANKS = re.compile(
     r"helpers\.(world|features|resuming)\b|\brun_trainer, write_job\b|processes=0|import world\b"
 )
@@ -35,6 +38,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Tiers(config), "athanor-tiers")
     gc.disable()  # until the collection ends: otherwise two fifths of its time go into looking at what it imports
+    gc.unfreeze = _unfreeze_for_one_test
+
+
+def _unfreeze_for_one_test() -> None:
+    """The loop of a training ends with gc.unfreeze. megatron-core collects garbage before each save and load, and would
+    from then on visit everything that the whole suite has imported: a processor second each time."""
+    _unfrozen.append(True)
+    _unfreeze()
 
 
 def read_durations() -> dict[str, dict[str, float]]:
@@ -102,6 +113,11 @@ class Tiers:
         if self.used is None:  # the seconds of imports and collection are no test's
             self.used = processor_seconds()
 
+    def pytest_runtest_logfinish(self) -> None:
+        if _unfrozen:
+            gc.freeze()
+            _unfrozen.clear()
+
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: object) -> LoadFileScheduling:
         return ByFile(config, log)
@@ -112,6 +128,8 @@ class Tiers:
         report = yield
         if report.when == "teardown":
             now = processor_seconds()
+            if now < self.used:  # Linux leaves out some of a process's children if another one ends while it lists them
+                now = processor_seconds()
             report.processor_seconds = max(0.0, now - self.used)
             self.used = now
         return report

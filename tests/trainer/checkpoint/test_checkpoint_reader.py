@@ -158,13 +158,15 @@ def test_a_state_of_another_size_is_damaged(copied, change):
 def test_one_flipped_bit_anywhere_is_refused_in_one_line(saved, tmp_path, name):
     copy = Path(shutil.copytree(saved[1], tmp_path / saved[1].name))
     data, draw = (copy / name).read_bytes(), random.Random(name)
-    for _ in range(8):
-        place, bit = draw.randrange(len(data)), draw.randrange(8)
-        (copy / name).write_bytes(data[:place] + bytes([data[place] ^ (1 << bit)]) + data[place + 1 :])
-        for look in (check_checkpoint, lambda path: load(saved[0], path)):
-            with pytest.raises(InputError, match=r"damaged .*delete it") as caught:
-                look(copy)
-        assert "\n" not in str(caught.value) and str(copy) in str(caught.value)
+    with single_rank() as mesh:
+        chunks, optimizer = make_parts(saved[0], mesh)
+        for _ in range(8):
+            place, bit = draw.randrange(len(data)), draw.randrange(8)
+            (copy / name).write_bytes(data[:place] + bytes([data[place] ^ (1 << bit)]) + data[place + 1 :])
+            for look in (check_checkpoint, lambda path: checkpoint.load(chunks, optimizer, path, mesh)):
+                with pytest.raises(InputError, match=r"damaged .*delete it") as caught:
+                    look(copy)
+            assert "\n" not in str(caught.value) and str(copy) in str(caught.value)
 
 
 @pytest.mark.parametrize("name", SPOILERS)

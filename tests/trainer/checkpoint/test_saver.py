@@ -26,16 +26,24 @@ pytestmark = pytest.mark.promise(
 STEPS, INTERVAL = 20, 2
 
 
-@pytest.fixture
-def parts(tmp_path):
-    """(run, mesh, chunks, optimizer) after one update."""
-    run = write_job(tmp_path, num_steps=STEPS)
+@pytest.fixture(scope="module")
+def updated(tmp_path_factory, torch_adam):  # noqa: F811
+    """(run, mesh, chunks, optimizer) after one update. No save changes them."""
+    run = write_job(tmp_path_factory.mktemp("job"), num_steps=STEPS)
     with single_rank() as mesh:
         chunks, optimizer = make_parts(run, mesh)
         for param in chunks[0].module.parameters():
             param.main_grad.normal_()
         optimizer.step()
         yield run, mesh, chunks, optimizer
+
+
+@pytest.fixture
+def parts(updated, tmp_path):
+    """Return them with a directory of the test's own for the checkpoints."""
+    run, *others = updated
+    (tmp_path / "run").mkdir()
+    return changed(run, output_dir=tmp_path / "run"), *others
 
 
 def make(parts, step: int = 0, **checkpoint) -> Checkpointer:

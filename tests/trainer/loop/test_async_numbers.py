@@ -46,8 +46,10 @@ class Reads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def job(tmp_path, name: str = "run", save_interval: int = 1000, **train_settings: object) -> RunConfig:
-    run = write_job(tmp_path, num_steps=STEPS, name=name, save_interval=save_interval)
+def job(
+    tmp_path, name: str = "run", save_interval: int = 1000, shape: str = "first", **train_settings: object
+) -> RunConfig:
+    run = write_job(tmp_path, num_steps=STEPS, name=name, save_interval=save_interval, shape=shape)
     return changed(run, train=run.train.model_copy(update=train_settings))
 
 
@@ -89,7 +91,7 @@ def test_a_line_is_written_after_the_next_launch_and_has_the_same_numbers(tmp_pa
     order: list[tuple[str, int]] = []
 
     def trained(name: str) -> list[tuple]:
-        run = job(tmp_path, name, save_interval=4)
+        run = job(tmp_path, name, save_interval=4, shape="text-first")
         order.clear()
         with single_rank() as mesh:
             loop.train(run, mesh)
