@@ -175,7 +175,7 @@ def check_heldout(plan: Plan) -> None:
     unscored = {} if seen is None else contaminated_keys(seen.dir)
     limit = plan.config.evaluate.max_samples_per_subset
     if unscored and limit is not None:
-        from stages.answer.plan import heldout_samples  # loads torch
+        from stages.answer.heldout import heldout_samples  # loads torch
 
         asked = {sample.key for sample in heldout_samples(samples, limit)}
         num_asked, unscored = len(asked), {key: how for key, how in unscored.items() if key in asked}

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from dataset_builders.errors import InputError
 from dataset_builders.storage.files import atomic_path
-from stages.answer.plan import heldout_samples
+from stages.answer.heldout import heldout_samples
 from stages.compare.difference import Comparison, compare_predictions
 from stages.compare.report import shown_keys, write_comparison_report
 from stages.evaluate.config import CompareConfig

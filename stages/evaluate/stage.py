@@ -16,8 +16,7 @@ from pathlib import Path
 from dataset_builders.contracts.sample import IMAGE_SLOT, Sample, image_digests
 from dataset_builders.errors import InputError
 from dataset_builders.storage.store import local_copy
-from stages.answer.plan import heldout_samples
-from stages.answer.records import ANSWERS_JSONL, GeneratedAnswer, Line, SkippedSample, read_answers
+from stages.answer.heldout import ANSWERS_JSONL, GeneratedAnswer, Line, SkippedSample, heldout_samples, read_answers
 from stages.contamination.stage import contaminated_keys
 from stages.evaluate.config import EvaluateConfig
 from stages.evaluate.evaluation import Evaluation

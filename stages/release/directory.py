@@ -16,7 +16,7 @@ from dataset_builders.contracts.sample import IMAGE_SLOT
 from dataset_builders.pictures.images import preview_png
 from dataset_builders.storage.files import write_json
 from dataset_builders.storage.store import local_dir
-from stages.answer.plan import heldout_samples
+from stages.answer.heldout import heldout_samples
 from stages.release.flavor.mlmodel import installed_versions, write_flavor
 from stages.release.model_card import HUB_NAME
 from stages.shared.artifacts.artifact import Artifact

@@ -18,8 +18,7 @@ from dataset_builders.contracts.sample import IMAGE_SLOT, Sample
 from dataset_builders.pictures.images import open_rgb
 from dataset_builders.pictures.pixels import encode_image
 from dataset_builders.storage.files import write_json
-from stages.answer.plan import heldout_samples
-from stages.answer.records import GeneratedAnswer
+from stages.answer.heldout import GeneratedAnswer, heldout_samples
 from stages.shared.artifacts.artifact import Artifact
 from stages.shared.chat_format.chat import ChatEncoder
 from stages.shared.chat_format.prompt import PromptFormat

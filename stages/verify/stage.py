@@ -22,7 +22,7 @@ from typing import Any
 
 from dataset_builders.errors import InputError
 from dataset_builders.storage.files import write_json
-from stages.answer.records import ANSWERS_JSONL, GeneratedAnswer, read_answers
+from stages.answer.heldout import ANSWERS_JSONL, GeneratedAnswer, read_answers
 from stages.release.directory import write_directory
 from stages.release.flavor.mlmodel import FLAVOR_FILES
 from stages.shared.artifacts.artifact import Artifact, Input, Stage, StageOutput

@@ -2,7 +2,7 @@
 
 import pytest
 
-from stages.answer.records import GeneratedAnswer
+from stages.answer.heldout import GeneratedAnswer
 from stages.verify import verdict
 from stages.verify.questions import draw
 from stages.verify.verdict import first_of, judge, margin_bound, share
