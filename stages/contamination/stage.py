@@ -34,6 +34,7 @@ from stages.contamination.scan import PictureTask, read_pictures, scan_pictures
 from stages.shared.artifacts.artifact import Artifact, Stage, StageOutput
 from stages.shared.artifacts.workers import StageResources
 from stages.shared.pages.report import Pictures, Section, Table, write_report
+from stages.shared.scoring.names import OVERALL
 
 VERSION = 3  # 3: a shape in colour is no copy of one in a grey of other lightness
 CONTAMINATION = "contamination.parquet"
@@ -49,7 +50,6 @@ CONTAMINATION_SCHEMA = pa.schema(
         ("apart", pa.float64()),
     ]
 )
-OVERALL = "overall"
 _SAMPLES_PER_WORKER = 500  # samples that take about as long as the start of a process
 _SHOWN = 24
 _SHOWN_ALIKE = 6

@@ -1,21 +1,30 @@
-"""The predictions of an evaluation, their scores, and the scores' intervals."""
+"""The predictions of an evaluation, their scores, and the scores' intervals.
+
+Two kinds of figures need no right answer: the health of the generation (how many answers stop, how many are empty, how
+long they are), and the loss of the reference answers, which the trainer wrote for each held-out sample.
+"""
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from stages.evaluate.health import health
+from dataset_builders.contracts.sample import whole_key
 from stages.evaluate.predictions import Prediction, Scored
-from stages.evaluate.reference_loss import reference_loss
 from stages.shared.scoring.intervals import Bootstrap, Interval
 from stages.shared.scoring.metrics.contract import Judged
-from stages.shared.scoring.names import OVERALL
+from stages.shared.scoring.names import HEALTH_NAMES, LOSS, OVERALL, PERPLEXITY
 from stages.shared.scoring.summary import AnswerSet, SubsetScores, score_subsets, table_of, upward_rows, upwards
 from trainer.contract.result import HeldoutRow
 
 BOOTSTRAP = Bootstrap(resamples=2000)  # for the intervals; a comparison of two models uses more resamples
-
+HEALTH: dict[str, Callable[[Prediction], float]] = {
+    "stop_rate": lambda a: a.stopped,  # the cheapest detector of an untrained end-of-turn token
+    "empty_rate": lambda a: not a.answer.strip(),
+    "mean_answer_tokens": lambda a: a.num_tokens,
+}
+assert tuple(HEALTH) == HEALTH_NAMES
 _POINT = Bootstrap(resamples=1)  # for a value whose interval is not used
+_LARGEST = 700.0  # exp of a larger number is not a float64
 
 
 class Evaluation:
@@ -113,3 +122,38 @@ class Evaluation:
         for row in rows:
             groups[self.predictions[row].subset].append(row)
         return dict(sorted(groups.items())) | {OVERALL: list(rows)}
+
+
+def health(answers: Sequence[Prediction]) -> dict[str, float]:
+    """Return the mean of each figure over a set of answers; ValueError if it is empty."""
+    if not answers:
+        raise ValueError("no answers to score")
+    return {name: sum(metric(answer) for answer in answers) / len(answers) for name, metric in HEALTH.items()}
+
+
+def by_sample(rows: Iterable[HeldoutRow]) -> dict[str, HeldoutRow]:
+    """Return key of a sample -> its loss; for a cut conversation, the mean over all its parts."""
+    parts: dict[str, list[HeldoutRow]] = {}
+    for row in rows:
+        parts.setdefault(whole_key(row.key), []).append(row)
+    return {
+        key: HeldoutRow(key=key, loss=_mean_loss(of_key), loss_tokens=sum(row.loss_tokens for row in of_key))
+        if len(of_key) > 1
+        else of_key[0]
+        for key, of_key in parts.items()
+    }
+
+
+def reference_loss(losses: Mapping[str, HeldoutRow], keys: Collection[str]) -> dict[str, float]:
+    """Return the mean loss over the loss tokens of these samples, in nats per token, and its exponential.
+
+    Samples that are in no bin (too long) are not counted; the result is empty if no token is left.
+    """
+    rows = [losses[key] for key in set(keys) if key in losses]
+    loss = _mean_loss(rows)
+    return {} if loss is None else {LOSS: loss, PERPLEXITY: math.exp(min(loss, _LARGEST))}
+
+
+def _mean_loss(rows: Sequence[HeldoutRow]) -> float | None:
+    tokens = sum(row.loss_tokens for row in rows)
+    return math.fsum(row.loss * row.loss_tokens for row in rows if row.loss is not None) / tokens if tokens else None

@@ -17,8 +17,7 @@ from stages.release.flavor.mlmodel import FLAVOR_FILES
 from stages.release.model_card import MODEL_CARD, CardFacts, Score, training_facts, write_model_card
 from stages.shared.artifacts.artifact import Artifact, Stage, StageOutput
 from stages.shared.pages.report import write_report
-from stages.shared.scoring.names import OVERALL
-from stages.shared.scoring.summary import SCORE
+from stages.shared.scoring.names import OVERALL, SCORE
 from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT
 
 # 2: MLflow's flavor, and the answers of other programs; 3: what rows may not hold, pictures that look alike

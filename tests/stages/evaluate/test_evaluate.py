@@ -15,7 +15,7 @@ from stages.answer.heldout import ANSWERS_JSONL, GeneratedAnswer, SkippedSample,
 from stages.answer.transformers_engine import Generator
 from stages.contamination.stage import CONTAMINATION, CONTAMINATION_SCHEMA
 from stages.evaluate.config import EvaluateConfig
-from stages.evaluate.health import HEALTH
+from stages.evaluate.evaluation import HEALTH
 from stages.evaluate.predictions import PREDICTIONS_SCHEMA, counted, heldout_fingerprint, read_predictions
 from stages.evaluate.stage import STAGE
 from stages.shared.artifacts.artifact import Artifact
