@@ -55,7 +55,7 @@ class CardFacts:
         subsets: subset -> {"train": samples, "heldout": samples}.
         recipe: the whole configuration that determines the model, as plain values.
         training: name -> value: steps, tokens, losses, parameters.
-        carried: name prefix -> number of tensors that the export copied from the base model.
+        copied: name prefix -> number of tensors that the export copied from the base model.
         scores: subset, or `overall`, -> its scores, the headline first.
         score_note: a note on the scored answers and the intervals.
         contamination: the `contaminated` counts of that stage's manifest; None if it did not run.
@@ -75,7 +75,7 @@ class CardFacts:
     score_note: str = ""
     contamination: Mapping[str, Mapping[str, int]] | None = None
     reproduce: str = ""
-    carried: Mapping[str, int] = field(default_factory=dict)
+    copied: Mapping[str, int] = field(default_factory=dict)
     mtp: int = 0
     adapter: Mapping[str, object] | None = None
     verify: Mapping[str, Any] | None = None
@@ -131,33 +131,30 @@ def _score_row(subset: str, score: Score) -> list[object]:
 def _head(facts: CardFacts) -> ModelCardData:
     names = {"base_model": facts.base_model} if facts.base_model and HUB_NAME.fullmatch(facts.base_model) else {}
     datasets = [name for name in facts.datasets if HUB_NAME.fullmatch(name)]
-    results = [_result(facts, subset, score) for subset, scores in facts.scores.items() for score in scores]
-    results = [result for result in results if math.isfinite(result.metric_value)]
+    # Of all subsets that were trained on, each once, and of the_cauldron's prompts.
+    licences = {licence_of(subset).name for subset, sizes in facts.subsets.items() if sizes.get("train")}
+    licences |= {CAULDRON_PROMPTS} if _CAULDRON in facts.datasets else set()
+    results = [
+        EvalResult(
+            task_type=_TASK,
+            dataset_type=datasets[0] if datasets else "heldout",
+            dataset_name=f"{subset}, held-out samples",
+            dataset_config=subset,
+            dataset_split="heldout",
+            metric_type=score.metric,
+            metric_value=round(score.value, 6),
+        )
+        for subset, scores in facts.scores.items()
+        for score in scores
+        if math.isfinite(score.value)
+    ]
     return ModelCardData(
         **names,
         datasets=datasets or None,
-        license=_licences(facts),
+        license=sorted(licences),
         library_name="transformers",
         pipeline_tag=_TASK,
         tags=["athanor", *([str(facts.adapter["kind"]), "peft"] if facts.adapter else [])],
         model_name=facts.name,
         eval_results=results or None,
-    )
-
-
-def _licences(facts: CardFacts) -> list[str]:
-    """Return the licences of all subsets that were trained on, each once, and of the_cauldron's prompts."""
-    names = {licence_of(subset).name for subset, sizes in facts.subsets.items() if sizes.get("train")}
-    return sorted(names | ({CAULDRON_PROMPTS} if _CAULDRON in facts.datasets else set()))
-
-
-def _result(facts: CardFacts, subset: str, score: Score) -> EvalResult:
-    return EvalResult(
-        task_type=_TASK,
-        dataset_type=next((name for name in facts.datasets if HUB_NAME.fullmatch(name)), "heldout"),
-        dataset_name=f"{subset}, held-out samples",
-        dataset_config=subset,
-        dataset_split="heldout",
-        metric_type=score.metric,
-        metric_value=round(score.value, 6),
     )

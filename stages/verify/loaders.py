@@ -2,7 +2,7 @@
 
     python -P loaders.py job.json
 
-In: job.json with the directories and the loaders; `questions.json`, see `questions.py`. Out: one file per loader with,
+In: job.json with the directories and the loaders; `questions.json`, see `stage.py`. Out: one file per loader with,
 for each question, the first token that differs from our answer, its margin and the pixels' deviation.
 
 It is run by its path and imports nothing from athanor.
