@@ -36,8 +36,8 @@ from dataset_builders.errors import InputError
 from dataset_builders.pictures.pixels import encode_image
 from dataset_builders.storage.files import atomic_path, write_text
 from stages.evaluate.lmms_eval import functions as lmms_eval_functions
-from stages.shared.chat_format.chat import read_system_prompt
 from stages.shared.chat_format.images import load_image_config, patches_png
+from stages.shared.chat_format.prompt import read_system_prompt
 from stages.shared.inputs.model_directory import ModelDirectory
 
 LMMS_EVAL = "0.7.3"  # the version that this was tested with

@@ -18,8 +18,7 @@ from stages.answer.transformers_engine import Generator
 from stages.export.stage import copy_processor_files
 from stages.shared.artifacts.artifact import Artifact
 from stages.shared.artifacts.workers import StageResources
-from stages.shared.chat_format.chat import SYSTEM_PROMPT, read_system_prompt
-from stages.shared.chat_format.prompt import read_prompt_format
+from stages.shared.chat_format.prompt import SYSTEM_PROMPT, read_prompt_format, read_system_prompt
 from stages.shared.inputs.model_directory import ModelDirectory, model_input
 from stages.shared.launchers.config import ClusterConfig
 from stages.tokenize.config import TokenizeConfig
