@@ -28,57 +28,34 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
-    """One metric over one subset of the held-out samples.
-
-    Attributes:
-        low, high: the ends of its interval; None if it has none.
-        answers: number of answers.
-        base: the same metric of the base model on the same questions; None if the base model was not scored.
-    """
+    """One metric over one subset of the held-out samples."""
 
     metric: str
     value: float
-    answers: int
-    low: float | None = None
+    answers: int  # their number
+    low: float | None = None  # the ends of the interval; None if it has none
     high: float | None = None
-    base: float | None = None
+    base: float | None = None  # of the base model on the same questions; None if it was not scored
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CardFacts:
-    """The facts of a card.
+    """The facts of a card."""
 
-    Attributes:
-        name: name of the model.
-        base_model: hub name or directory that training started from; None: random weights.
-        datasets: sources of the samples, hub names or descriptions.
-        subsets: subset -> {"train": samples, "heldout": samples}.
-        recipe: the whole configuration that determines the model, as plain values.
-        training: name -> value: steps, tokens, losses, parameters.
-        copied: name prefix -> number of tensors that the export copied from the base model.
-        scores: subset, or `overall`, -> its scores, the headline first.
-        score_note: a note on the scored answers and the intervals.
-        contamination: the `contaminated` counts of that stage's manifest; None if it did not run.
-        reproduce: the command that reproduces the model.
-        mtp: number of tensors of multi-token prediction that were trained.
-        adapter: facts of the adapter that was trained; None: the model itself was trained.
-        verify: the stats of that stage's manifest; None if it did not run.
-    """
-
-    name: str
-    base_model: str | None
-    datasets: Sequence[str]
-    subsets: Mapping[str, Mapping[str, int]]
-    recipe: Mapping[str, object]
-    training: Mapping[str, int | float | str]
-    scores: Mapping[str, Sequence[Score]]
-    score_note: str = ""
-    contamination: Mapping[str, Mapping[str, int]] | None = None
-    reproduce: str = ""
-    copied: Mapping[str, int] = field(default_factory=dict)
-    mtp: int = 0
-    adapter: Mapping[str, object] | None = None
-    verify: Mapping[str, Any] | None = None
+    name: str  # of the model
+    base_model: str | None  # hub name or directory that training started from; None: random weights
+    datasets: Sequence[str]  # sources of the samples, hub names or descriptions
+    subsets: Mapping[str, Mapping[str, int]]  # subset -> {"train": samples, "heldout": samples}
+    recipe: Mapping[str, object]  # the whole configuration that determines the model, as plain values
+    training: Mapping[str, int | float | str]  # name -> value: steps, tokens, losses, parameters
+    scores: Mapping[str, Sequence[Score]]  # subset, or `overall` -> its scores, the headline first
+    score_note: str = ""  # on the scored answers and the intervals
+    contamination: Mapping[str, Mapping[str, int]] | None = None  # that stage's `contaminated`; None if it did not run
+    reproduce: str = ""  # the command that reproduces the model
+    copied: Mapping[str, int] = field(default_factory=dict)  # prefix -> number of tensors copied from the base model
+    mtp: int = 0  # number of tensors of multi-token prediction that were trained
+    adapter: Mapping[str, object] | None = None  # facts of the trained adapter; None: the model itself was trained
+    verify: Mapping[str, Any] | None = None  # the stats of that stage's manifest; None if it did not run
 
 
 def training_facts(trained: Artifact, exported: Artifact) -> dict[str, int | float | str]:

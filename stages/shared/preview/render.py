@@ -41,15 +41,10 @@ _COLOURS = (
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The artifact or shard to show.
+    """The artifact or shard to show."""
 
-    Attributes:
-        artifact: the artifact; None for a shard outside of any artifact.
-        shard: the only shard to show: its name in the artifact, or its path if there is no artifact.
-    """
-
-    artifact: Artifact | None
-    shard: str | StorePath | None = None
+    artifact: Artifact | None  # None for a shard outside of any artifact
+    shard: str | StorePath | None = None  # the only one to show: its name in the artifact, or its path without one
 
     @property
     def name(self) -> str:
@@ -63,21 +58,13 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreviewOptions:
-    """The options of a page.
+    """The options of a page."""
 
-    Attributes:
-        num_samples: maximal number of samples or bins.
-        num_shards: maximal number of shards to search for samples; None: a number that opens quickly.
-        key: key of the only sample to show; None: some samples of every subset.
-        model: a model with the tokenizer that decodes the tokens; None: search the artifact's root for one.
-        link_from: folder of the page, for links to parents; None: no links.
-    """
-
-    num_samples: int = 24
-    num_shards: int | None = None
-    key: str | None = None
-    model: ModelDirectory | None = None
-    link_from: Path | None = None
+    num_samples: int = 24  # samples or bins, at most
+    num_shards: int | None = None  # shards to search for samples, at most; None: a number that opens quickly
+    key: str | None = None  # of the only sample to show; None: some samples of every subset
+    model: ModelDirectory | None = None  # its tokenizer decodes the tokens; None: search the artifact's root for one
+    link_from: Path | None = None  # folder of the page, for links to parents; None: no links
 
 
 def render_preview(target: Target, options: PreviewOptions) -> str:

@@ -91,24 +91,20 @@ def samples_of_shard(path: StorePath, key: str | None, count: int) -> list[Shard
 def _read(path: StorePath, shard: ShardEntry | None) -> Iterator[ShardSample]:
     name = shard.name if shard else path.name
     for key, fields in iter_records(path):  # no entry: a whole shard's digest would cost more than the page
-        yield ShardSample(_sample(path, key, fields), shard, name)
-
-
-def _sample(path: StorePath, key: str, fields: dict[str, bytes]) -> Sample:
-    if "input_ids.i32" in fields:
-        raise InputError(
-            f"{path} is a tokenized shard without its artifact, whose manifest says how pixels are stored; "
-            "give one that lies in its artifact's directory"
-        )
-    try:
-        sample = from_fields(key, fields)
-        sample.check()
-    except (AttributeError, KeyError, TypeError, ValueError, SkipSample) as error:
-        raise InputError(
-            f"{path}: record {key} is not one of a sample shard ({type(error).__name__}: {error}); give a shard that "
-            "convert wrote, or the directory of a whole artifact"
-        ) from error
-    return sample
+        if "input_ids.i32" in fields:
+            raise InputError(
+                f"{path} is a tokenized shard without its artifact, whose manifest says how pixels are stored; "
+                "give one that lies in its artifact's directory"
+            )
+        try:
+            sample = from_fields(key, fields)
+            sample.check()
+        except (AttributeError, KeyError, TypeError, ValueError, SkipSample) as error:
+            raise InputError(
+                f"{path}: record {key} is not one of a sample shard ({type(error).__name__}: {error}); give a shard "
+                "that convert wrote, or the directory of a whole artifact"
+            ) from error
+        yield ShardSample(sample, shard, name)
 
 
 def samples_html(samples: Sequence[ShardSample]) -> Markup:

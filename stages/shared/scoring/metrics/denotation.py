@@ -183,9 +183,11 @@ class TableExactMatch(MeanMetric):
     )
 
     def score_one(self, answer: Judged) -> float:
-        return float(any(self._is_right(answer.answer, reference) for reference in answer.references))
+        return float(any(_gives(answer.answer, reference) for reference in answer.references))
 
-    def _is_right(self, answer: str, reference: str) -> bool:
-        in_solution = is_solution(reference)
-        right = parse_items(final_answer(reference, in_solution))
-        return is_same_denotation(right, parse_items(final_answer(answer, in_solution)))
+
+def _gives(answer: str, reference: str) -> bool:
+    """Whether an answer gives the values of a reference, which decides whether both are read as solutions."""
+    in_solution = is_solution(reference)
+    right = parse_items(final_answer(reference, in_solution))
+    return is_same_denotation(right, parse_items(final_answer(answer, in_solution)))
