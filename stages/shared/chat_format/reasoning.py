@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dataset_builders.contracts.sample import Message, SkipSample
+from stages.shared.chat_format.template import TRIAL_PAIRS
 
 if TYPE_CHECKING:
     from stages.shared.chat_format.chat import ChatEncoder
@@ -24,7 +25,6 @@ Render = Callable[[Sequence[Sequence[Message]]], list[str | SkipSample]]
 
 _ANSWER, _THOUGHT = "b", "why"
 _TRIAL_TURNS = 3
-_PAIRS = (("What is it?", "A seven."), ("And now?", "Still a seven."), ("Is it odd?", "Yes."))
 _THOUGHT_OF_A_TRIAL = "It has a stroke."
 
 
@@ -172,9 +172,9 @@ def _small_conversations(has_reasoning: bool) -> Iterator[tuple[str, Conversatio
     """Yield (name, conversation) of each trial."""
     for system in ((), (Message(role="system", text="Be brief."),)):
         for reasoning in ("", _THOUGHT_OF_A_TRIAL)[: 1 + has_reasoning]:
-            for number in range(1, len(_PAIRS) + 1):
+            for number in range(1, len(TRIAL_PAIRS) + 1):
                 messages = list(system)
-                for question, answer in _PAIRS[:number]:
+                for question, answer in TRIAL_PAIRS[:number]:
                     messages.append(Message(role="user", text=question))
                     messages.append(Message(role="assistant", text=answer, reasoning=reasoning))
                 about = f"{number} turn{'s' * (number > 1)}{' and a system message' * bool(system)}"
