@@ -38,13 +38,13 @@ class Evaluation:
     def __init__(self, overrides: Mapping[str, Sequence[str]], losses: Mapping[str, HeldoutRow] | None = None) -> None:
         self.predictions: list[Prediction] = []  # in the order in which they were added
         self.table: dict[str, dict[str, float]] = {}  # by subset or overall, and metric; without contaminated samples
+        self.subsets: dict[str, SubsetScores] = {}  # subset -> its scores, without contaminated samples
+        self.overall: Interval | None = None  # the mean of the subsets' headlines; None before `score`
         self.with_contaminated: dict[str, float] = {}  # subset or overall -> `score` with them; empty if there are none
         self._overrides, self._losses = overrides, losses or {}
         self._pictures: list[list[str]] = []
         self._rows: dict[str, list[int]] = defaultdict(list)
-        self._scores: dict[str, SubsetScores] = {}
         self._scored: list[Scored] = []
-        self._overall: Interval | None = None
 
     def add(self, pictures: list[str], predictions: Sequence[Prediction]) -> None:
         """Add the predictions of a sample; `pictures` are the digests of its images."""
@@ -66,9 +66,9 @@ class Evaluation:
             self._set_rows(scores, self._groups(range(len(predictions))))
             self.with_contaminated = {name: upwards(s) for name, s in scores.items()} | {OVERALL: overall.value}
         counted, groups = everything.take(rows), self._groups(rows)
-        self._scores, self._overall = score_subsets(counted, self._overrides, BOOTSTRAP)
-        self._set_rows(self._scores, groups)
-        self.table = table_of(counted, self._scores, self._overall)
+        self.subsets, self.overall = score_subsets(counted, self._overrides, BOOTSTRAP)
+        self._set_rows(self.subsets, groups)
+        self.table = table_of(counted, self.subsets, self.overall)
         for name, members in groups.items():
             answers = [predictions[row] for row in members]
             self.table[name] |= health(answers) | reference_loss(self._losses, {answer.key for answer in answers})
@@ -85,19 +85,6 @@ class Evaluation:
     def scored(self) -> list[tuple[Prediction, Scored]]:
         """Return all predictions with their scores, in the order in which they were added."""
         return list(zip(self.predictions, self._scored))
-
-    def headlines(self) -> dict[str, Interval]:
-        """Return the headline metric of every subset, and under `overall` their mean, with intervals."""
-        headlines = {name: scores.headline for name, scores in self._scores.items()}
-        return headlines if self._overall is None else headlines | {OVERALL: self._overall}
-
-    def names(self) -> dict[str, tuple[str, str]]:
-        """Return subset -> its headline metric, and the reason for this metric."""
-        return {name: (scores.metrics.headline, scores.metrics.reason) for name, scores in self._scores.items()}
-
-    def fields(self) -> dict[str, dict[str, dict[str, dict[str, float]]]]:
-        """Return subset -> metric -> field -> its scores, for metrics with fields."""
-        return {name: scores.fields for name, scores in self._scores.items() if scores.fields}
 
     def counts(self) -> dict[str, dict[str, int]]:
         """Return, for each subset, and under `overall` for all: the counted samples, answers and distinct images, and

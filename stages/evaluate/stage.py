@@ -80,10 +80,11 @@ def _run(
             writer.write_table(predictions_table(window, rows))
             resources.report(num_written := num_written + len(window), len(lines))
     _write_report(work, evaluation, gallery, skips)
-    metrics = {name: metric for name, (metric, _) in evaluation.names().items()}
-    headlines = {name: {"metric": metrics.get(name, SCORE)} | asdict(v) for name, v in evaluation.headlines().items()}
+    headlines = {name: {"metric": s.metrics.headline} | asdict(s.headline) for name, s in evaluation.subsets.items()}
+    headlines[OVERALL] = {"metric": SCORE} | asdict(evaluation.overall)
     stats = {"scores": evaluation.table, "counts": evaluation.counts(), "headlines": headlines}
-    sometimes = {"fields": evaluation.fields(), "with_contaminated": evaluation.with_contaminated}
+    fields = {name: scores.fields for name, scores in evaluation.subsets.items() if scores.fields}
+    sometimes = {"fields": fields, "with_contaminated": evaluation.with_contaminated}
     stats |= {name: figures for name, figures in sometimes.items() if figures}
     return StageOutput(skips=dict(sorted(skips.items())), stats=stats)
 
@@ -163,12 +164,12 @@ def _is_right(scored: Scored) -> bool:
 
 
 def _headlines(evaluation: Evaluation, counts: Mapping[str, Mapping[str, int]]) -> Table:
-    names, rows = evaluation.names(), []
-    for name, headline in evaluation.headlines().items():
-        metric, why = names.get(name, (SCORE, "the mean of the subsets' headlines, each counting the same"))
-        rows.append(
-            [name, metric, headline.value, f"{headline.low:.4f} to {headline.high:.4f}", *counts[name].values(), why]
-        )
+    about = [(name, s.metrics.headline, s.headline, s.metrics.reason) for name, s in evaluation.subsets.items()]
+    about.append((OVERALL, SCORE, evaluation.overall, "the mean of the subsets' headlines, each counting the same"))
+    rows = [
+        [name, metric, value.value, f"{value.low:.4f} to {value.high:.4f}", *counts[name].values(), why]
+        for name, metric, value, why in about
+    ]
     level = f"{BOOTSTRAP.level:.0%} interval"
     return Table("Headline of each subset", ["subset", "metric", "value", level, *counts[OVERALL], "why"], rows)
 
@@ -186,8 +187,8 @@ def _contaminated(evaluation: Evaluation, counts: Mapping[str, Mapping[str, int]
 
 def _fields(evaluation: Evaluation) -> list[Table]:
     tables = []
-    for subset, metrics in evaluation.fields().items():
-        for metric, fields in metrics.items():
+    for subset, scores in evaluation.subsets.items():
+        for metric, fields in scores.fields.items():
             columns = list(dict.fromkeys(name for values in fields.values() for name in values))
             rows = [[field, *(values[name] for name in columns)] for field, values in fields.items()]
             titles = [name.replace("_", " ") for name in columns]
