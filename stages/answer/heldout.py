@@ -65,16 +65,16 @@ def heldout_records(samples: Artifact, max_per_subset: int | None = None) -> Ite
         for entry in shards:
             for key, _ in iter_records(samples.dir / entry.name, entry):
                 keys.setdefault(subset_of(key), []).append(key)
+
+        def hash_of(key: str) -> int:
+            return xxhash.xxh3_64_intdigest(key.encode("utf-8", "surrogateescape"))
+
         # The smallest hashes are the same samples in every run, spread over the subset, and a part of a larger draw.
-        drawn = {key for each in keys.values() for key in heapq.nsmallest(max_per_subset, each, key=_hash_of)}
+        drawn = {key for each in keys.values() for key in heapq.nsmallest(max_per_subset, each, key=hash_of)}
     for entry in shards:
         for record, fields in iter_located(samples.dir / entry.name, entry):
             if drawn is None or record.key in drawn:
                 yield from_fields(record.key, fields), entry.name, record
-
-
-def _hash_of(key: str) -> int:
-    return xxhash.xxh3_64_intdigest(key.encode("utf-8", "surrogateescape"))
 
 
 def read_answers(path: StorePath) -> Iterator[Line]:

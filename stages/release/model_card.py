@@ -81,12 +81,17 @@ def write_model_card(hf_dir: Path, facts: CardFacts) -> Path:
 
 def model_card(facts: CardFacts) -> str:
     """Return the whole card, Markdown with the hub's YAML head."""
+    scores: list[list[object]] = []
+    for subset, score in ((subset, score) for subset, of_subset in facts.scores.items() for score in of_subset):
+        interval = "" if score.low is None or score.high is None else f"{score.low:.4f} to {score.high:.4f}"
+        base = "" if score.base is None else f"{score.base:.4f}"
+        scores.append([subset, score.metric, round(score.value, 4), interval, base, score.answers])
     kinds = ("samples", "bytes", "pixels", "near")
     return render(
         "model_card.md.j2",
         facts=facts,
         head=_head(facts).to_yaml(),
-        scores=[_score_row(subset, score) for subset, scores in facts.scores.items() for score in scores],
+        scores=scores,
         contamination=[[name, *(count[k] for k in kinds)] for name, count in (facts.contamination or {}).items()],
         cauldron=_CAULDRON,
         prompts_licence=CAULDRON_PROMPTS,
@@ -97,12 +102,6 @@ def model_card(facts: CardFacts) -> str:
         adapter=[[k, ", ".join(v) if isinstance(v, list) else v] for k, v in (facts.adapter or {}).items()],
         recipe=yaml.safe_dump(dict(facts.recipe), sort_keys=False).strip(),
     )
-
-
-def _score_row(subset: str, score: Score) -> list[object]:
-    interval = "" if score.low is None or score.high is None else f"{score.low:.4f} to {score.high:.4f}"
-    base = "" if score.base is None else f"{score.base:.4f}"
-    return [subset, score.metric, round(score.value, 4), interval, base, score.answers]
 
 
 def _head(facts: CardFacts) -> ModelCardData:

@@ -48,7 +48,15 @@ class CordTreeEdit(MeanMetric):
 
     def score_one(self, answer: Judged) -> float:
         predicted = _nodes(read_receipt(answer.answer) or {})
-        return max(_accuracy(predicted, _nodes(reference)) for reference in _references_of(answer))
+        scores = []
+        for reference in map(_nodes, _references_of(answer)):
+            # The cheapest edit from {}, which is only the root, is to insert every other node.
+            size = sum(node.weight for node in reference[:-1])
+            if size:
+                scores.append(max(0.0, 1 - tree_distance(predicted, reference) / size))
+            else:
+                scores.append(float(len(predicted) == 1))
+        return max(scores)
 
     def unparsed(self, answers: Sequence[Judged]) -> np.ndarray:
         return _unparsed(answers)
@@ -156,14 +164,6 @@ def _compared(answer: Judged) -> tuple[Counter[Field], Counter[Field], Counter[F
     references = [Counter(_fields(reference)) for reference in _references_of(answer)]
     nearest = min(references, key=lambda one: ((predicted - one).total() + (one - predicted).total(), -one.total()))
     return predicted & nearest, predicted - nearest, nearest - predicted
-
-
-def _accuracy(predicted: list[Node], reference: list[Node]) -> float:
-    # The cheapest edit from {}, which is only the root, is to insert every other node.
-    size = sum(node.weight for node in reference[:-1])
-    if size == 0:
-        return float(len(predicted) == 1)
-    return max(0.0, 1 - tree_distance(predicted, reference) / size)
 
 
 def _nodes(receipt: Receipt) -> list[Node]:

@@ -115,15 +115,12 @@ def parse_value(item: str) -> Value:
             negative = loss or "-" in (number["sign"], number["inner"])
             scale = _SCALES[number["scale"]] if number["scale"] else 1.0
             return Value(text, (-amount if negative else amount) / under, scale, number["unit"] or "")
-    return Value(text, date=_parse_date(text))
-
-
-def _parse_date(text: str) -> tuple[int, int, int] | None:
     date = _DATE.fullmatch(text)
-    if not date:
-        return None
-    year, month, day = (-1 if part.startswith("x") else int(part) for part in date.groups())
-    return (year, month, day) if month <= 12 and day <= 31 and month and day else None
+    if date:
+        year, month, day = (-1 if part.startswith("x") else int(part) for part in date.groups())
+        if month <= 12 and day <= 31 and month and day:
+            return Value(text, date=(year, month, day))
+    return Value(text)
 
 
 def is_solution(text: str) -> bool:
