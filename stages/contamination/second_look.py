@@ -94,7 +94,8 @@ def _apart(small: Image.Image, large: Image.Image, box: np.ndarray, other_box: n
             # A grey copy keeps its lightness. With gain and offset, a shape of any colour would equal one of any grey.
             compared = (1, 2) if all(coloured) else (0,) if any(coloured) else ()
             for i in compared:
-                found = max(found, _rms(one[..., i] - other[..., i], block).max() / _MAX_LEVELS)
+                rms = np.sqrt(_means(np.square(one[..., i] - other[..., i]), block))
+                found = max(found, rms.max() / _MAX_LEVELS)
         light, other_light = one[..., 0], other[..., 0]
         gain = (light.std() + noise) / (other_light.std() + noise)
         brighter = abs(float(light.mean() - other_light.mean()))
@@ -117,10 +118,6 @@ def _means(pixels: np.ndarray, block: int) -> np.ndarray:
     rows, columns = (np.linspace(0, side, max(1, side // block) + 1).astype(int) for side in pixels.shape)
     sums = np.add.reduceat(np.add.reduceat(pixels.astype(np.float64), rows[:-1], 0), columns[:-1], 1)
     return sums / (np.diff(rows)[:, None] * np.diff(columns))
-
-
-def _rms(pixels: np.ndarray, block: int) -> np.ndarray:
-    return np.sqrt(_means(np.square(pixels), block))
 
 
 def _spread(pixels: np.ndarray, block: int) -> np.ndarray:
