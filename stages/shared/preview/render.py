@@ -8,7 +8,7 @@ The same artifact and options give the same bytes.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,7 +77,7 @@ def render_preview(target: Target, options: PreviewOptions) -> str:
     if target.artifact is None:
         samples = samples_of_shard(target.shard, options.key, options.num_samples)
         return plain_page(target.shard.name, contents=samples_html(samples))
-    contents, shard = _contents(target.artifact, target, options), str(target.shard or "")
+    contents, shard = _contents(target, options), str(target.shard or "")
     return artifact_page(target.artifact.dir, target.artifact.manifest, contents, shard, options.link_from)
 
 
@@ -86,10 +86,11 @@ def stage_contents(artifact: Artifact, inputs: Mapping[str, Input]) -> Markup:
     The processor that the stage used decodes the tokens."""
     model = opened_model(inputs["processor"]) if "processor" in inputs else None
     options = PreviewOptions(num_samples=_STAGE_SAMPLES, num_shards=_OPENED_SHARDS, model=model)
-    return _contents(artifact, Target(artifact), options)
+    return _contents(Target(artifact), options)
 
 
-def _contents(artifact: Artifact, target: Target, options: PreviewOptions) -> Markup:
+def _contents(target: Target, options: PreviewOptions) -> Markup:
+    artifact = target.artifact
     stage, shards = artifact.manifest.stage, artifact.manifest.shards
     if target.shard:
         shards = [shard for shard in shards if shard.name == target.shard]
@@ -180,16 +181,15 @@ def bins_html(plan: Artifact, count: int, key: str | None = None) -> Markup:
         InputError: no bin holds `key`.
     """
     plans = {split: read_bins(plan.dir, split) for split in SPLITS}
-    if key:
-        chosen = {
-            split: [number for number, refs in enumerate(bins) if any(ref.key == key for ref in refs)]
-            for split, bins in plans.items()
-        }
-        if not any(chosen.values()):
-            raise InputError(f"--key {key}: no bin of {plan.dir} holds it; leave --key out to see some that are there")
-    else:
-        counts = {"train": count, "heldout": max(1, count // _TRAIN_PER_HELDOUT)}
-        chosen = {split: evenly(range(len(bins)), counts[split]) for split, bins in plans.items()}
+    counts = {"train": count, "heldout": max(1, count // _TRAIN_PER_HELDOUT)}
+    chosen: dict[str, Sequence[int]] = {}
+    for split, bins in plans.items():
+        if not key:
+            chosen[split] = evenly(range(len(bins)), counts[split])
+        elif not any(chosen.values()):  # a sample is in one split; reading all bins of the other would take long
+            chosen[split] = [number for number, refs in enumerate(bins) if any(ref.key == key for ref in refs)]
+    if key and not any(chosen.values()):
+        raise InputError(f"--key {key}: no bin of {plan.dir} holds it; leave --key out to see some that are there")
     shown = [(split, number, plans[split][number]) for split, numbers in chosen.items() for number in numbers]
     subsets = sorted({subset_of(ref.key) for _, _, refs in shown for ref in refs})
     colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(subsets)}
