@@ -52,7 +52,7 @@ _ROWS = 200
 _THUMBNAIL_SIDE = 160  # pixels
 
 
-def _run(config: CompareConfig, inputs: Mapping[str, Artifact], work: Path, resources: object) -> StageOutput:
+def compare(config: CompareConfig, inputs: Mapping[str, Artifact], work: Path, resources: object) -> StageOutput:
     """Run the stage. Inputs: "base" and "tuned", two evaluations; "samples", the samples that both answered."""
     base, tuned = (counted(read_predictions(inputs[name].dir)) for name in ("base", "tuned"))
     of_base, overrides = (inputs[name].manifest.config.get("metrics", {}) for name in ("base", "tuned"))
@@ -186,4 +186,4 @@ def _caption(row: dict[str, Any]) -> str:
     )
 
 
-STAGE = Stage("compare", VERSION, _run, on_disk=True, digested=(COMPARISON,))
+STAGE = Stage("compare", VERSION, compare, on_disk=True, digested=(COMPARISON,))

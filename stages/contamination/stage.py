@@ -57,9 +57,10 @@ _SHOWN_ROWS = 500
 _SCALE = 4  # enlargement of the thumbnails on the page
 
 
-def _run(
+def find_contamination(
     config: ContaminationConfig, inputs: Mapping[str, Artifact], work: StorePath, resources: StageResources | None
 ) -> StageOutput:
+    """Run the stage. Input: "samples", a convert artifact."""
     samples = inputs["samples"]
     resources = resources or StageResources()
     num_workers = max(1, samples.manifest.num_samples // _SAMPLES_PER_WORKER)
@@ -145,4 +146,4 @@ def _pair(copy: Copy) -> tuple[bytes, str]:
     return grey_png(pair.repeat(_SCALE, 0).repeat(_SCALE, 1)), caption
 
 
-STAGE = Stage("contamination", VERSION, _run, digested=(CONTAMINATION,))
+STAGE = Stage("contamination", VERSION, find_contamination, digested=(CONTAMINATION,))

@@ -42,7 +42,7 @@ _WRONG_ROWS = 200
 _THUMBNAIL_SIDE = 160  # pixels
 
 
-def _run(
+def evaluate(
     config: EvaluateConfig, inputs: Mapping[str, Artifact], work: Path, resources: StageResources | None
 ) -> StageOutput:
     """Run the stage. Inputs: "answers", the "samples" that they answer, and optionally "contamination" of those
@@ -205,4 +205,4 @@ def _caption(prediction: Prediction, scored: Scored) -> str:
     return f"{prediction.question}\nanswer: {answer}\nreference: {prediction.reference}{notes}\n{prediction.key}"
 
 
-STAGE = Stage("evaluate", VERSION, _run, on_disk=True, digested=(PREDICTIONS,))
+STAGE = Stage("evaluate", VERSION, evaluate, on_disk=True, digested=(PREDICTIONS,))

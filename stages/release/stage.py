@@ -25,7 +25,7 @@ VERSION = 3
 _MAX_NEW_TOKENS = 64
 
 
-def _run(config: ReleaseConfig, inputs: Mapping[str, Artifact], work: Path, resources: object) -> StageOutput:
+def release(config: ReleaseConfig, inputs: Mapping[str, Artifact], work: Path, resources: object) -> StageOutput:
     """Run the stage. Inputs: "export", "train", "samples", "evaluate"; "verify", "compare" and "contamination" are
     optional."""
     exported, evaluated = inputs["export"].manifest, inputs["evaluate"].manifest.stats
@@ -102,7 +102,7 @@ def _note(stats: Mapping[str, Any]) -> str:
 STAGE = Stage(
     "release",
     VERSION,
-    _run,
+    release,
     on_disk=True,
     digested=(f"{HF_EXPORT}/*", f"{HF_EXPORT}/{ADAPTER_EXPORT}/*", *FLAVOR_FILES),
 )
