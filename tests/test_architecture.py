@@ -42,7 +42,7 @@ IMPORTERS = {
         *("flows.tracking.store", "flows.tracking.publish", "flows.tracking.run_writer"),
         *("flows.tracking.registry", "flows.tracking.system"),
         "flows.service.mlflow_app",  # the server's own process
-        "stages.release.flavor.mlflow_model",  # copied into a release, never imported here
+        "stages.release.mlflow_model",  # copied into a release, never imported here
     ),
     "megatron": ("trainer.",),
     "transformer_engine": ("trainer.layers.modules.engine",),
@@ -52,7 +52,7 @@ IMPORTERS = {
     "PIL": (
         *("dataset_builders.pictures.images", "dataset_builders.pictures.jpeg", "dataset_builders.pictures.pixels"),
         *("stages.shared.chat_format.images", "stages.contamination.second_look"),
-        *("stages.release.flavor.mlflow_model", "stages.verify.loaders"),  # run where there is no athanor
+        *("stages.release.mlflow_model", "stages.verify.loaders"),  # run where there is no athanor
     ),
     "simplejpeg": ("dataset_builders.pictures.jpeg",),
 }

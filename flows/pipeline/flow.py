@@ -25,6 +25,7 @@ from flows.resources.dask_pool import check_cluster, on_cluster
 from flows.resources.limits import has_server
 from flows.tracking.notes import run_name
 from stages.answer.engine import check_engine
+from stages.answer.heldout import heldout_samples
 from stages.contamination.stage import contaminated_keys
 from stages.release.hub import check_push
 from stages.shared.inputs.model_directory import opened_model
@@ -175,8 +176,6 @@ def check_heldout(plan: Plan) -> None:
     unscored = {} if seen is None else contaminated_keys(seen.dir)
     limit = plan.config.evaluate.max_samples_per_subset
     if unscored and limit is not None:
-        from stages.answer.plan import heldout_samples  # loads torch
-
         asked = {sample.key for sample in heldout_samples(samples, limit)}
         num_asked, unscored = len(asked), {key: how for key, how in unscored.items() if key in asked}
     num_scored, least = num_asked - len(unscored), plan.config.convert.min_heldout

@@ -63,7 +63,7 @@ from flows.tracking.run_writer import (
 from flows.tracking.store import check_own_database, connect, experiment_of, may_pass, store_digest, tracking_uri
 from flows.tracking.system import CPU_METRIC
 from stages.evaluate.predictions import COMPARISON, PREDICTIONS
-from stages.release.flavor.mlmodel import FLAVOR_FILES
+from stages.release.flavor import FLAVOR_FILES
 from stages.shared.artifacts.artifact import Artifact
 from stages.shared.scoring.names import OVERALL, flat_scores
 from trainer.contract.names import METRICS_JSONL

@@ -28,7 +28,7 @@ from stages.shared.artifacts.artifact import Artifact
 from stages.shared.scoring.names import flat_scores
 
 if TYPE_CHECKING:
-    from stages.compare.certainty import Certainty
+    from stages.compare.comparison import Certainty
 
 CANDIDATE, CHAMPION = "candidate", "champion"
 MODEL_TAG, _VERSION_TAG = f"{HIDDEN}model_id", f"{HIDDEN}model_version"
@@ -219,7 +219,7 @@ def _certainty_of(
 ) -> "Certainty | None":
     """Return the certainty of a version's score; None if its evaluation no longer exists or the score is not computed
     from answers."""
-    from stages.compare.certainty import certainty_of  # the libraries of the metrics take a second to import
+    from stages.compare.comparison import certainty_of  # the libraries of the metrics take a second to import
 
     ours, theirs = (None if each is None else _evaluation_of(root, each) for each in (version, champion))
     return None if ours is None else certainty_of(ours, theirs, metric)

@@ -24,8 +24,8 @@ def ask(
     """Return the model's greedy answer to one question, stripped; `picture` is shown before the question."""
     pictures = [] if picture is None else [picture]
     messages = [user_message(question, len(pictures))]
-    for path in pictures:
-        _read_picture(path)  # a wrong path is refused before the model is loaded
+    if picture is not None:
+        _read_picture(picture)  # a wrong path is refused before the model is loaded
     return ChatModel(hf_dir, adapter_dir).answer(messages, pictures, max_new_tokens)
 
 
@@ -60,7 +60,12 @@ class ChatModel:
             pictures: one image file per image slot of the messages, in order.
         """
         generator = self._generator
-        encoded = [self._encode(path) for path in pictures]
+        encoded: list[EncodedImages] = []
+        for picture in pictures:
+            try:
+                encoded.append(generator.encode_images([_read_picture(picture)]))
+            except SkipSample as error:
+                raise _unusable(picture, error) from error
         grids = np.concatenate([np.zeros((0, 3), np.int32), *(images.grids for images in encoded)])
         images = EncodedImages(grids, tuple(patches for images in encoded for patches in images.patches))
         try:
@@ -73,12 +78,6 @@ class ChatModel:
                 f"{generator.context_length:,}; begin a new conversation"
             )
         return generator.generate([prompt], max_new_tokens)[0].text.strip()
-
-    def _encode(self, picture: Path) -> EncodedImages:
-        try:
-            return self._generator.encode_images([_read_picture(picture)])
-        except SkipSample as error:
-            raise _unusable(picture, error) from error
 
 
 def _read_picture(picture: Path) -> bytes:

@@ -1,9 +1,9 @@
 """The interface of an engine: a loaded model with one method to prepare questions and one to answer them."""
 
-import importlib
 import importlib.util
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pkgutil import resolve_name
 from typing import Any, Protocol
 
 from dataset_builders.contracts.sample import Message, SkipSample
@@ -74,8 +74,7 @@ class EngineSettings:
 
 def make_engine(name: EngineName, settings: EngineSettings) -> Engine:
     """Return the engine of this name, with its model loaded."""
-    module, attribute = ENGINES[name].split(":")
-    return getattr(importlib.import_module(module), attribute)(settings)
+    return resolve_name(ENGINES[name])(settings)
 
 
 def check_engine(name: EngineName, adapter: AdapterDirectory | None = None) -> None:

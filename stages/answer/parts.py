@@ -1,10 +1,13 @@
-"""The answering of a plan's parts, in the stage's own process or in a worker.
+"""The questions in parts: planned before the model is loaded, and answered by the stage's own process or by workers.
 
+    plan.jsonl          one line per question, in the order of the samples, with the number of tokens of its prompt
     parts/00003.jsonl   {"number": 17, "key": ..., "turn": ...}: one part's lines, sorted by the question's number
     parts/00003.json    the part's seconds (in the process that answered it), answers and tokens; not in the result
 
-A part's file is written atomically when the whole part is answered, and a rerun keeps it. While the model answers,
-threads read, decode and encode the next questions.
+All questions are sorted by length, the longest first, and cut into parts. A worker takes whole parts. A part is cut
+into groups; the model reads the prompts of a group in one call. Parts and groups depend only on the lengths and the
+config, not on the number of workers or on an earlier run. A part's file is written atomically when the whole part is
+answered, and a rerun keeps it. While the model answers, threads read, decode and encode the next questions.
 """
 
 import collections
@@ -15,26 +18,33 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from pydantic import Field
 
+from dataset_builders.contracts.sample import IMAGE_SLOT, SkipSample
 from dataset_builders.contracts.sample_record import from_fields
 from dataset_builders.contracts.shard_io import read_record
 from dataset_builders.contracts.strict import StrictModel
+from dataset_builders.contracts.tokenized import PixelConfig
+from dataset_builders.pictures.images import image_size
+from dataset_builders.pictures.pixels import image_grid
 from dataset_builders.storage.files import read_sealed, write_sealed
 from dataset_builders.storage.store import Location, local_copy
 from stages.answer.config import AnswerConfig
 from stages.answer.engine import Engine, EngineSettings, Prepared, Request, make_engine
-from stages.answer.plan import PLAN_JSONL, Question, cut_groups, cut_parts, read_plan
-from stages.answer.records import GeneratedAnswer, Line, SkippedSample, line_of, rows_of
+from stages.answer.heldout import GeneratedAnswer, Line, SkippedSample, heldout_records, iter_rows, line_of
+from stages.shared.artifacts.artifact import Artifact
+from stages.shared.chat_format.chat import ChatEncoder
 from stages.shared.chat_format.prompt import PromptFormat
 from stages.shared.inputs.adapter_directory import AdapterDirectory, open_model_to_answer
 from stages.shared.inputs.model_directory import ModelDirectory
 
+PLAN_JSONL = "plan.jsonl"
 PARTS = "parts"
+_GROUPS_SIDE_BY_SIDE = 4  # groups that fill a decoding batch; a new group enters as old rows end
 _MOST_THREADS = 8
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -53,6 +63,81 @@ class AnswerJob(StrictModel):
     num_threads: int = Field(default=0, ge=0, description="threads that prepare prompts; 0: by the number of cores")
 
 
+@dataclass(frozen=True, slots=True)
+class Question:
+    """An assistant turn to be answered."""
+
+    key: str
+    turn: int  # number of the assistant turn in its sample, from 0
+    place: int  # index of the answer among the messages; the messages before it are the prompt
+    num_images: int  # in the prompt, which has the sample's first ones
+    num_tokens: int  # in the prompt, including image tokens; 0 if it cannot be asked
+    shard: str  # shard, offset, size and checksum (xxh3_64) are the place of the sample's record
+    offset: int
+    size: int
+    checksum: int
+    skip: str = ""  # why it cannot be asked, judged by its text and its images' headers; empty if it can be asked
+    detail: str = ""
+
+
+def plan_questions(
+    samples: Artifact, chat: ChatEncoder, pixels: PixelConfig, max_per_subset: int | None
+) -> Iterator[Question]:
+    """Yield every assistant turn of the held-out samples, in their order; no image is decoded."""
+    for sample, shard, record in heldout_records(samples, max_per_subset):
+        answers = [place for place, message in enumerate(sample.messages) if message.role == "assistant"]
+        for turn, place in enumerate(answers):
+            before = sample.messages[:place]
+            shown = sum(message.text.count(IMAGE_SLOT) for message in before)
+            length, skip, detail = 0, "", ""
+            try:
+                # EXIF may swap an image's sides, but the number of its tokens does not change.
+                grids = [image_grid(*image_size(image), pixels) for image in sample.images[:shown]]
+                length = len(chat.encode_prompt(before, grids))
+            except SkipSample as error:
+                skip, detail = error.reason, error.detail
+            yield Question(
+                *(sample.key, turn, place, shown, length),
+                *(shard, record.offset, record.size, record.checksum),
+                *(skip, detail),
+            )
+
+
+def write_plan(path: Path, questions: Sequence[Question]) -> None:
+    write_sealed(path, "".join(json.dumps(asdict(question), ensure_ascii=False) + "\n" for question in questions))
+
+
+def read_plan(path: Path) -> list[Question] | None:
+    """Return the questions in a plan's file; None if there is no whole plan."""
+    text = read_sealed(path)
+    return None if text is None else [Question(**row) for row in iter_rows(text)]
+
+
+def cut_parts(questions: Sequence[Question], part_size: int) -> list[list[int]]:
+    """Return the question numbers of each part: all that can be asked, the longest first, `part_size` per part."""
+    numbers = [number for number, question in enumerate(questions) if not question.skip]
+    numbers.sort(key=lambda number: (-questions[number].num_tokens, number))
+    return [numbers[start : start + part_size] for start in range(0, len(numbers), part_size)]
+
+
+def cut_groups(lengths: Sequence[int], batch_size: int, batch_tokens: int) -> list[list[int]]:
+    """Return the indices of the prompts in each group.
+
+    Args:
+        lengths: number of tokens of each prompt, the longest first.
+        batch_size, batch_tokens: the limits of a decoding batch; a group, including padding, has at most a quarter of
+            each (a single prompt may be longer).
+    """
+    rows, tokens = max(1, batch_size // _GROUPS_SIDE_BY_SIDE), batch_tokens // _GROUPS_SIDE_BY_SIDE
+    groups: list[list[int]] = []
+    for place in range(len(lengths)):
+        longest = lengths[groups[-1][0]] if groups else 0
+        if not groups or len(groups[-1]) == rows or (len(groups[-1]) + 1) * longest > tokens:
+            groups.append([])
+        groups[-1].append(place)
+    return groups
+
+
 def part_path(work_dir: Path, number: int) -> Path:
     return work_dir / PARTS / f"{number:05d}.jsonl"
 
@@ -66,7 +151,7 @@ def remove_damaged(work_dir: Path, num_parts: int) -> None:
 
 def read_part(path: Path) -> Iterator[tuple[int, Line]]:
     """Return an iterator over (number of the question, line), in the order of the numbers."""
-    return ((row.pop("number"), line_of(row)) for row in rows_of(read_sealed(path)))
+    return ((row.pop("number"), line_of(row)) for row in iter_rows(read_sealed(path)))
 
 
 def answer_parts(
@@ -97,7 +182,11 @@ def answer_parts(
         model, adapter = open_model_to_answer(job.hf_dir, job.adapter_dir, job.code_sha256)
     settings = EngineSettings(model, job.prompt, config.batch_size, config.batch_tokens, device, adapter)
     engine = make_engine(config.engine, settings)
-    groups = {n: groups_of(parts[n], questions, config) for n in mine}
+    groups: dict[int, list[list[int]]] = {}  # number of a part -> the question numbers of each group
+    for number in mine:
+        lengths = [questions[place].num_tokens for place in parts[number]]
+        cut = cut_groups(lengths, config.batch_size, config.batch_tokens)
+        groups[number] = [[parts[number][place] for place in group] for group in cut]
     threads = job.num_threads or min(_MOST_THREADS, os.cpu_count() or 1)
     prepare = functools.partial(_prepare, job, engine, questions)
     with ThreadPoolExecutor(threads, "prepare") as executor:
@@ -112,17 +201,11 @@ def answer_parts(
             executor.shutdown(wait=True, cancel_futures=True)
 
 
-def groups_of(part: Sequence[int], questions: Sequence[Question], config: AnswerConfig) -> list[list[int]]:
-    """Return, for each group of a part, the numbers of its questions."""
-    lengths = [questions[number].num_tokens for number in part]
-    groups = cut_groups(lengths, config.batch_size, config.batch_tokens)
-    return [[part[place] for place in group] for group in groups]
-
-
 def ahead(
     executor: Executor, function: Callable[[Item], Result], items: Iterable[Item], count: int
 ) -> Iterator[Result]:
     """Yield the function's results in the order of the items; up to `count` further calls are already submitted."""
+    # Not executor.map, which submits all items at once: their pixels would fill the memory.
     begun: collections.deque[Future[Result]] = collections.deque()
     for item in items:
         begun.append(executor.submit(function, item))

@@ -26,10 +26,7 @@ from dataset_builders.storage.files import read_sealed, write_json, write_text
 from dataset_builders.storage.store import absolute
 from stages.answer.config import AnswerConfig
 from stages.answer.engine import check_engine
-from stages.answer.job import run_workers
-from stages.answer.parts import PARTS, AnswerJob, answer_parts, part_path, read_part, remove_damaged
-from stages.answer.plan import PLAN_JSONL, Question, cut_parts, plan_questions, read_plan, write_plan
-from stages.answer.records import (
+from stages.answer.heldout import (
     ANSWERS_JSONL,
     GeneratedAnswer,
     Line,
@@ -38,6 +35,21 @@ from stages.answer.records import (
     read_answers,
     to_line,
 )
+from stages.answer.parts import (
+    PARTS,
+    PLAN_JSONL,
+    AnswerJob,
+    Question,
+    answer_parts,
+    cut_parts,
+    part_path,
+    plan_questions,
+    read_part,
+    read_plan,
+    remove_damaged,
+    write_plan,
+)
+from stages.answer.worker import run_workers
 from stages.shared.artifacts.artifact import Artifact, Input, Stage, StageOutput
 from stages.shared.artifacts.workers import StageResources
 from stages.shared.chat_format.chat import ChatEncoder
@@ -60,17 +72,25 @@ def answer(
     """Run the stage. Inputs: "hf" (an export, or the user's HF directory), "samples", and optionally "adapter" (an
     export, or the user's PEFT directory) and "tokenized". With "tokenized", the model gets the prompts that the export
     of a training on these samples would get."""
-    if not (work / ANSWERS_JSONL).is_file():
-        _make(config, inputs, work, resources or StageResources())
+    if not (work / ANSWERS_JSONL).is_file():  # else the work of an earlier run was whole, and only its end is repeated
+        _answer_all(config, inputs, work, resources or StageResources())
     shutil.rmtree(work / PARTS, ignore_errors=True)
     (work / PLAN_JSONL).unlink(missing_ok=True)
     lines = list(read_answers(work / ANSWERS_JSONL))
-    skips = Counter(line.skip for line in lines if isinstance(line, SkippedSample))
-    _write_report(work, lines, _speed(work / SPEED_JSON), skips)
-    return StageOutput(skips=dict(sorted(skips.items())), stats={"counts": _counts(lines)})
+    answers = [line for line in lines if isinstance(line, GeneratedAnswer)]
+    left_out = [line for line in lines if isinstance(line, SkippedSample)]
+    skips = dict(sorted(Counter(line.skip for line in left_out).items()))
+    counts = {
+        "samples": len({line.key for line in answers}),
+        "answers": len(answers),
+        "tokens": sum(line.num_tokens for line in answers),
+    }
+    _write_report(work, answers, left_out, counts, skips)
+    return StageOutput(skips=skips, stats={"counts": counts})
 
 
-def _make(config: AnswerConfig, inputs: Mapping[str, Input], work: Path, resources: StageResources) -> None:
+def _answer_all(config: AnswerConfig, inputs: Mapping[str, Input], work: Path, resources: StageResources) -> None:
+    """Plan the questions, or read an earlier run's plan; answer the missing parts, and gather all of them."""
     adapter = opened_adapter(inputs["adapter"]) if "adapter" in inputs else None
     if resources.cluster.launcher == "torchrun":  # elsewhere the workers check it
         check_engine(config.engine, adapter)
@@ -89,25 +109,18 @@ def _make(config: AnswerConfig, inputs: Mapping[str, Input], work: Path, resourc
         work_dir=work.resolve(),
         num_threads=resources.cluster.num_threads,
     )
-    questions = _plan(job, samples, model)
-    _generate(job, questions, resources, model, adapter)
+    questions = read_plan(job.work_dir / PLAN_JSONL)
+    if questions is None:
+        chat = ChatEncoder(model, system_prompt=job.prompt.system_prompt)
+        questions = list(plan_questions(samples, chat, job.prompt.pixels, config.max_samples_per_subset))
+        write_plan(job.work_dir / PLAN_JSONL, questions)
+    if not questions:
+        raise InputError(f"{samples.dir} has no held-out samples to evaluate on; raise convert.heldout_fraction")
+    _answer_missing_parts(job, questions, resources, model, adapter)
     _gather(job, questions, work)
 
 
-def _plan(job: AnswerJob, samples: Artifact, model: ModelDirectory) -> list[Question]:
-    """Return the questions: from an earlier run's plan, or planned now."""
-    path = job.work_dir / PLAN_JSONL
-    questions = read_plan(path)
-    if questions is None:
-        chat = ChatEncoder(model, system_prompt=job.prompt.system_prompt)
-        questions = list(plan_questions(samples, chat, job.prompt.pixels, job.config.max_samples_per_subset))
-        write_plan(path, questions)
-    if not questions:
-        raise InputError(f"{samples.dir} has no held-out samples to evaluate on; raise convert.heldout_fraction")
-    return questions
-
-
-def _generate(
+def _answer_missing_parts(
     job: AnswerJob,
     questions: Sequence[Question],
     resources: StageResources,
@@ -139,7 +152,7 @@ def _gather(job: AnswerJob, questions: Sequence[Question], work: Path) -> None:
     """Write answers.jsonl and speed.json from the parts."""
     paths = [part_path(work, n) for n in range(len(cut_parts(questions, job.config.part_size)))]
     unasked = [(n, SkippedSample(key=q.key, skip=q.skip, detail=q.detail)) for n, q in enumerate(questions) if q.skip]
-    lines = in_order_of_samples([*unasked, *(line for path in paths for line in read_part(path))])
+    lines: list[Line] = in_order_of_samples([*unasked, *(line for path in paths for line in read_part(path))])
     if not any(isinstance(line, GeneratedAnswer) for line in lines):
         reasons = dict(Counter(line.skip for line in lines))
         raise InputError(f"{job.samples_dir}: none of {len(lines)} held-out samples can be asked ({reasons})")
@@ -149,33 +162,24 @@ def _gather(job: AnswerJob, questions: Sequence[Question], work: Path) -> None:
     write_text(work / ANSWERS_JSONL, "".join(map(to_line, lines)))
 
 
-def _speed(path: Path) -> dict[str, float]:
-    """Return answers and tokens per second of one worker; includes reading of images, not loading of the model."""
-    cost = json.loads(path.read_text(encoding="utf-8"))
-    seconds = max(cost["seconds"], 1e-9)
-    return {
-        "answers_per_second": round(cost["num_answers"] / seconds, 2),
-        "tokens_per_second": round(cost["num_tokens"] / seconds, 2),
-    }
-
-
-def _counts(lines: Sequence[Line]) -> dict[str, int]:
-    answers = [line for line in lines if isinstance(line, GeneratedAnswer)]
-    return {
-        "samples": len({line.key for line in answers}),
-        "answers": len(answers),
-        "tokens": sum(line.num_tokens for line in answers),
-    }
-
-
-def _write_report(work: Path, lines: Sequence[Line], speed: Mapping[str, float], skips: Mapping[str, int]) -> None:
+def _write_report(
+    work: Path,
+    answers: Sequence[GeneratedAnswer],
+    left_out: Sequence[SkippedSample],
+    counts: Mapping[str, int],
+    skips: Mapping[str, int],
+) -> None:
     """Write report.json: number and length of the answers, speed, and samples that were not asked."""
-    answers = [line for line in lines if isinstance(line, GeneratedAnswer)]
-    left_out = [line for line in lines if isinstance(line, SkippedSample)]
-    summary: dict[str, Any] = {**_counts(lines), "stopped": sum(line.stopped for line in answers)}
-    summary |= {f"{name.replace('_', ' ')} of a worker": value for name, value in speed.items()}
+    cost = json.loads((work / SPEED_JSON).read_text(encoding="utf-8"))
+    seconds = max(cost["seconds"], 1e-9)  # of all workers together, with the reading of images, without loading a model
+    summary: dict[str, Any] = {
+        **counts,
+        "stopped": sum(line.stopped for line in answers),
+        "answers per second of a worker": round(cost["num_answers"] / seconds, 2),
+        "tokens per second of a worker": round(cost["num_tokens"] / seconds, 2),
+    }
     if skips:
-        summary["left out"] = dict(sorted(skips.items()))
+        summary["left out"] = skips
     sections: list[Section] = [Histogram("Length of the answers", [line.num_tokens for line in answers], "tokens")]
     if left_out:
         rows = [[line.key, line.skip, line.detail] for line in left_out[:_LEFT_OUT_ROWS]]

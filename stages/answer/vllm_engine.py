@@ -77,14 +77,12 @@ class VllmEngine:
             [prompt for _, prompt, _ in ready], [sampling for _, _, sampling in ready], use_tqdm=False
         )
         for (number, _, _), output in zip(ready, outputs, strict=True):
-            yield number, self._answer(output.outputs[0].token_ids)
-
-    def _answer(self, ids: Sequence[int]) -> Answer:
-        ends = [place for place, token in enumerate(ids) if token in self._end_ids]
-        token_ids = list(ids[: ends[0]] if ends else ids)
-        with self._encoding:
-            text = self._chat.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return Answer(text, bool(ends), token_ids)
+            ids = output.outputs[0].token_ids
+            ends = [place for place, token in enumerate(ids) if token in self._end_ids]
+            ids = list(ids[: ends[0]] if ends else ids)
+            with self._encoding:
+                text = self._chat.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            yield number, Answer(text, bool(ends), ids)
 
     def _prompt(self, request: Request) -> dict[str, Any]:
         grids = [image_grid(*image_size(image), self._image_config) for image in request.images]

@@ -1,22 +1,63 @@
-"""A worker of the answer stage: one process, one GPU. The launcher starts it with torchrun's variables.
+"""The workers of the answer stage: the job of the cluster's launcher that starts them, and the program that each runs.
 
     torchrun ... -m stages.answer.worker job.json
 
-Workers do not communicate: each answers its share of the parts and ends.
+A worker is one process with one GPU. Workers do not communicate: each answers its share of the parts and ends. The
+stage sees their progress in the parts that they write.
 """
 
 import argparse
+import logging
 import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dataset_builders.errors import InputError
 from dataset_builders.storage.files import write_text
 from stages.answer.parts import AnswerJob, answer_parts
+from stages.shared.launchers.config import ClusterConfig
+from stages.shared.launchers.job import Job, JobFailed, make_launcher, run_job
 from trainer.contract.names import EXIT_INPUT
 
+JOB_DIR = "job"
 REFUSED = "refused.txt"  # in the directory of job.json: one line with the reason why a worker refused its job
+_LOOK_SECONDS = 1.0
+log = logging.getLogger("athanor.answer")
+
+
+def answer_job(work_dir: Path, on_line: Callable[[str], None] = lambda line: None) -> Job:
+    directory = work_dir / JOB_DIR
+    arguments = ("-m", "stages.answer.worker", str(directory / "job.json"))
+    return Job(str(directory), arguments, directory / "logs" / "answer.log", on_line)
+
+
+def run_workers(
+    work: AnswerJob, cluster: ClusterConfig, on_line: Callable[[str], None], on_look: Callable[[], None]
+) -> None:
+    """Answer every missing part, with one worker per process of the cluster's layout; InputError if one refuses its
+    job. `on_look` is called about once per second while the workers run, and at the end."""
+    directory = work.work_dir / JOB_DIR
+    directory.mkdir(exist_ok=True)
+    (directory / REFUSED).unlink(missing_ok=True)
+    write_text(directory / "job.json", work.model_dump_json(indent=1) + "\n")
+    launcher, job, last = make_launcher(cluster), answer_job(work.work_dir, on_line), 0.0
+    log.info("answer: %s", launcher.plan(job))
+
+    def look() -> None:
+        nonlocal last
+        if time.monotonic() - last >= _LOOK_SECONDS:
+            last = time.monotonic()
+            on_look()
+
+    try:
+        run_job(launcher, job, look)
+    except JobFailed as error:
+        if (directory / REFUSED).is_file():
+            raise InputError((directory / REFUSED).read_text(encoding="utf-8")) from error
+        raise
+    on_look()
 
 
 def main(argv: Sequence[str]) -> int:
@@ -33,24 +74,20 @@ def main(argv: Sequence[str]) -> int:
 
     try:
         if job.config.engine == "vllm":
-            _see_one_gpu(local)
+            # Only one of the host's GPUs is visible, before CUDA is first used: vLLM has no argument for it.
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+            if visible != [""] and local >= len(visible):
+                raise InputError(
+                    f"worker {local} of this host has no GPU: CUDA_VISIBLE_DEVICES={','.join(visible)}; lower "
+                    "execution.cluster.processes"
+                )
+            os.environ["CUDA_VISIBLE_DEVICES"] = str(local) if visible == [""] else visible[local]
         answer_parts(job, worker, workers, local, say)
     except InputError as error:
         write_text(path.parent / REFUSED, str(error))
         print(error, file=sys.stderr)
         return EXIT_INPUT
     return 0
-
-
-def _see_one_gpu(local: int) -> None:
-    """Make only one of the host's GPUs visible, before CUDA is first used: vLLM has no argument for it."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    if visible != [""] and local >= len(visible):
-        raise InputError(
-            f"worker {local} of this host has no GPU: CUDA_VISIBLE_DEVICES={','.join(visible)}; lower "
-            "execution.cluster.processes"
-        )
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(local) if visible == [""] else visible[local]
 
 
 if __name__ == "__main__":

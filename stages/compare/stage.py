@@ -10,20 +10,24 @@ The model before training is "base", the trained one "tuned".
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from dataset_builders.errors import InputError
+from dataset_builders.pictures.images import preview_png
 from dataset_builders.storage.files import atomic_path
-from stages.answer.plan import heldout_samples
-from stages.compare.difference import Comparison, compare_predictions
-from stages.compare.report import shown_keys, write_comparison_report
+from stages.answer.heldout import heldout_samples
+from stages.compare.comparison import Comparison, compare_predictions
 from stages.evaluate.config import CompareConfig
 from stages.evaluate.predictions import COMPARISON, counted, read_predictions
 from stages.shared.artifacts.artifact import Artifact, Stage, StageOutput
+from stages.shared.pages.report import Pictures, Section, Table, write_report
 from stages.shared.scoring.intervals import Bootstrap
+from stages.shared.scoring.names import OVERALL
 from stages.shared.scoring.summary import upward_rows, upwards
 
 VERSION = 3  # 2: contaminated samples are excluded; 3: all images of a sample on the page
@@ -43,37 +47,32 @@ COMPARISON_SCHEMA = pa.schema(
         ("image", pa.binary()),
     ]
 )
+_PICTURES = 48  # of each gallery
+_ROWS = 200
+_THUMBNAIL_SIDE = 160  # pixels
 
 
-def _run(config: CompareConfig, inputs: Mapping[str, Artifact], work: Path, resources: object) -> StageOutput:
+def compare(config: CompareConfig, inputs: Mapping[str, Artifact], work: Path, resources: object) -> StageOutput:
     """Run the stage. Inputs: "base" and "tuned", two evaluations; "samples", the samples that both answered."""
     base, tuned = (counted(read_predictions(inputs[name].dir)) for name in ("base", "tuned"))
-    overrides = _metrics(inputs)
+    of_base, overrides = (inputs[name].manifest.config.get("metrics", {}) for name in ("base", "tuned"))
+    if of_base != overrides:
+        raise InputError(
+            f"evaluate.metrics of the two evaluations differ: {of_base} and {overrides}; evaluate both alike"
+        )
     bootstrap = Bootstrap(resamples=config.resamples, level=config.level, seed=config.seed)
     comparison = compare_predictions(base, tuned, overrides, bootstrap)
     table = _table(base, tuned, comparison)
     with atomic_path(work / COMPARISON) as tmp:
         pq.write_table(table, tmp)
-    write_comparison_report(work, comparison, table, _pictures(inputs["samples"], shown_keys(table)))
-    return StageOutput(stats=_stats(comparison))
-
-
-def _pictures(samples: Artifact, keys: set[str]) -> dict[str, Sequence[bytes]]:
-    """Return key -> all images of that held-out sample."""
-    images_of: dict[str, Sequence[bytes]] = {}
-    for sample in heldout_samples(samples):
+    keys, images_of = shown_keys(table), {}
+    for sample in heldout_samples(inputs["samples"]):
         if images_of.keys() == keys:
             break
         if sample.key in keys:
             images_of[sample.key] = sample.images
-    return images_of
-
-
-def _metrics(inputs: Mapping[str, Artifact]) -> Mapping[str, list[str]]:
-    base, tuned = (inputs[name].manifest.config.get("metrics", {}) for name in ("base", "tuned"))
-    if base != tuned:
-        raise InputError(f"evaluate.metrics of the two evaluations differ: {base} and {tuned}; evaluate both alike")
-    return tuned
+    write_comparison_report(work, comparison, table, images_of)
+    return StageOutput(stats=_stats(comparison))
 
 
 def _table(base: pa.Table, tuned: pa.Table, comparison: Comparison) -> pa.Table:
@@ -110,4 +109,81 @@ def _stats(comparison: Comparison) -> dict[str, object]:
     return {"subsets": stats, "gains": gains}
 
 
-STAGE = Stage("compare", VERSION, _run, on_disk=True, digested=(COMPARISON,))
+def write_comparison_report(
+    directory: Path, comparison: Comparison, table: pa.Table, images_of: Mapping[str, Sequence[bytes]]
+) -> None:
+    """Write report.json: the differences, then images with both answers, the largest differences first.
+
+    Args:
+        table: the rows of comparison.parquet, in its order.
+        images_of: key of a sample -> all its encoded images; for the `shown_keys`.
+    """
+    whole = comparison.differences[OVERALL]
+    before, after = (
+        sum(upwards(scores) for scores in side.values()) / len(side) for side in (comparison.base, comparison.tuned)
+    )
+    summary = {
+        "score before": before,
+        "score after": after,
+        "gain": whole.difference,
+        "gain, interval": f"{whole.low:+.4f} to {whole.high:+.4f}",
+        "answers": {"better": whole.wins, "worse": whole.losses, "alike": whole.ties},
+    }
+    sections: list[Section] = [_differences(comparison)]
+    shown: set[tuple[str, int]] = set()
+    for title, answers in zip(("Worse than before", "Better than before"), _worse_and_better(table)):
+        rows = _with_image(answers)
+        shown |= {(row["key"], row["turn"]) for row in rows}
+        items = [(preview_png(images_of[row["key"]], _THUMBNAIL_SIDE), _caption(row)) for row in rows]
+        sections.append(Pictures(f"{title} ({answers.num_rows} in all; the first with pictures)", items))
+    columns = ["key", "turn", "metric", "question", "references", "base", "tuned", "base_score", "tuned_score"]
+    changed = table.filter(pc.not_equal(table["gain"], 0)).select(columns).to_pylist()
+    others = [row for row in changed if (row["key"], row["turn"]) not in shown]
+    rows = [[" | ".join(v) if isinstance(v, list) else v for v in row.values()] for row in others[:_ROWS]]
+    sections.append(Table(f"Changed too, {len(rows)} of the {len(others)} others", columns, rows))
+    write_report(directory, title="Before and after training", summary=summary, sections=sections)
+
+
+def shown_keys(table: pa.Table) -> set[str]:
+    """Return the keys of the samples whose images are on the page."""
+    return {row["key"] for answers in _worse_and_better(table) for row in _with_image(answers)}
+
+
+def _worse_and_better(table: pa.Table) -> tuple[pa.Table, pa.Table]:
+    return table.filter(pc.less(table["gain"], 0)), table.filter(pc.greater(table["gain"], 0))
+
+
+def _with_image(answers: pa.Table) -> list[dict[str, Any]]:
+    return answers.filter(pc.is_valid(answers["image"])).slice(0, _PICTURES).to_pylist()
+
+
+def _differences(comparison: Comparison) -> Table:
+    columns = ["subset", "metric", "before", "after", "difference", "better", "worse", "alike", "p"]
+    rows: list[Sequence[object]] = []
+    for name, change in comparison.differences.items():
+        values = ["mean of the headlines", "", ""]
+        if name in comparison.tuned:
+            sides = comparison.base[name].headline, comparison.tuned[name].headline
+            values = [f"{side.value:.4f} ({side.low:.4f} to {side.high:.4f})" for side in sides]
+            values = [comparison.tuned[name].metrics.headline, *values]
+        sure = "" if change.excludes_zero else ", may be chance"
+        gain = f"{change.difference:+.4f} ({change.low:+.4f} to {change.high:+.4f}{sure})"
+        rows.append([name, *values, gain, change.wins, change.losses, change.ties, round(change.p_value, 4)])
+    level = next(iter(comparison.tuned.values())).headline.level
+    return Table(f"Scores with {level:.0%} intervals, from resampled samples", columns, rows)
+
+
+def _caption(row: dict[str, Any]) -> str:
+    references = " | ".join(dict.fromkeys(row["references"]))
+    return "\n".join(
+        [
+            row["question"],
+            f"reference: {references}",
+            f"before ({row['base_score']:.3g}): {row['base']}",
+            f"after ({row['tuned_score']:.3g}): {row['tuned']}",
+            row["key"],
+        ]
+    )
+
+
+STAGE = Stage("compare", VERSION, compare, on_disk=True, digested=(COMPARISON,))

@@ -3,7 +3,8 @@
 from pydantic import Field
 
 from dataset_builders.contracts.strict import StrictModel
-from stages.contamination.near_hashes import MAX_BITS
+
+MAX_BITS = 7  # the most that `copies.near_pairs` can find
 
 
 class ContaminationConfig(StrictModel):

@@ -1,11 +1,16 @@
 """Held-out images that are copies of train images: the same bytes, the same pixels, or nearly the same image.
 
 Similar hashes and thumbnails find candidates for the last kind, and a second look at the images' own size decides.
+
+The hashes are found without comparing every hash with every other, by multi-index hashing (Norouzi, Punjani, Fleet,
+"Fast Search in Hamming Space with Multi-Index Hashing", CVPR 2012): two hashes that differ in at most 7 bits differ in
+at most one bit in one of four bands of 16 bits. So every hash is indexed four times, by each of its bands, and a query
+searches 4 * 17 of 4 * 65,536 buckets.
 """
 
 import json
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,20 +20,23 @@ import pyarrow.compute as pc
 
 from dataset_builders.contracts.shard_io import read_record
 from dataset_builders.storage.store import StorePath
-from stages.contamination.config import ContaminationConfig
-from stages.contamination.near_hashes import near_pairs
+from stages.contamination.config import MAX_BITS, ContaminationConfig
 from stages.contamination.scan import THUMBNAIL_BYTES, PictureTask, count_pictures, read_pictures, read_thumbnails
-from stages.contamination.second_look import apart
+from stages.contamination.second_look import MAX_GAIN, apart
 from stages.shared.artifacts.workers import StageResources, run_tasks
 
 How = Literal["bytes", "pixels", "near"]
 HOWS: tuple[How, ...] = ("bytes", "pixels", "near")
 _MAX_STRETCH = 1.1  # largest ratio of two copies' aspects; rounding to whole pixels causes a few per cent
-_MAX_GAIN = 1.33  # between the contrasts of two copies, as in the second look
 # A thumbnail of 32 x 32 shows nearly all that an image with a smaller side shows, so a second look sees no more in it.
 _SMALL_SIDE, _MAX_SMALL_DIFFERENCE = 128, 3.0  # pixels, grey levels
 _LOOKS_PER_WORKER = 20  # held-out images that take about as long as the start of a process
 _PAIRS_AT_A_TIME = 1 << 15  # pairs of thumbnails compared at a time
+_BANDS = 4  # of a hash
+_BAND_BITS = 16
+_MASK = (1 << _BAND_BITS) - 1
+_FLIPS = np.array([0, *(1 << bit for bit in range(_BAND_BITS))], np.int64)
+_CANDIDATES = 1 << 22  # hashes compared at a time; limits the memory to some 100 MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +188,55 @@ def _alike_hashes(heldout: pa.Table, train: pa.Table, rest: np.ndarray, max_bits
     return pairs.of(np.argsort(pairs.train, kind="stable"))
 
 
+def near_pairs(queries: np.ndarray, hashes: np.ndarray, max_bits: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return all pairs of a query and a hash that differ in at most `max_bits` bits, which is at most MAX_BITS.
+
+    Args:
+        queries: (q,) uint64.
+        hashes: (n,) uint64; distinct hashes are faster, since equal ones share a bucket, which is searched completely.
+
+    Returns:
+        (m,) int64 indices of queries and (m,) int64 indices of hashes, sorted by both.
+    """
+    assert 0 <= max_bits <= MAX_BITS, max_bits
+    pairs = [np.zeros((2, 0), np.int64)]
+    for band in range(_BANDS):
+        pairs.extend(_near_in_band(queries, hashes, band, max_bits))
+    query, place = np.unique(np.concatenate(pairs, axis=1), axis=1)
+    return query, place
+
+
+def _near_in_band(queries: np.ndarray, hashes: np.ndarray, band: int, max_bits: int) -> Iterator[np.ndarray]:
+    """Yield (2, m) int64: near pairs whose band differs in at most one bit, some at a time."""
+    ours, keys = (
+        ((side >> np.uint64(band * _BAND_BITS)) & np.uint64(_MASK)).astype(np.int64) for side in (queries, hashes)
+    )
+    order = np.argsort(keys, kind="stable").astype(np.int64)
+    counts = np.bincount(keys, minlength=_MASK + 1)
+    starts = np.cumsum(counts) - counts
+    buckets = (ours[:, None] ^ _FLIPS).ravel()
+    owners = np.repeat(np.arange(len(queries)), len(_FLIPS))
+    sizes = counts[buckets]
+    for begin, end in _pieces(sizes):
+        size = sizes[begin:end]
+        query = np.repeat(owners[begin:end], size)
+        offsets = np.arange(len(query)) - np.repeat(np.cumsum(size) - size, size)
+        place = order[np.repeat(starts[buckets[begin:end]], size) + offsets]
+        near = np.bitwise_count(queries[query] ^ hashes[place]) <= max_bits
+        yield np.stack([query[near], place[near]])
+
+
+def _pieces(sizes: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Yield ranges of buckets with at most _CANDIDATES hashes together, or one bucket that has more."""
+    totals = np.cumsum(sizes)
+    begin = 0
+    while begin < len(sizes):
+        before = totals[begin - 1] if begin else 0
+        end = max(begin + 1, int(np.searchsorted(totals, before + _CANDIDATES, side="right")))
+        yield begin, end
+        begin = end
+
+
 def _side(pictures: pa.Table) -> np.ndarray:
     """Return the smaller side of each image, in pixels."""
     return np.minimum(*(pictures[side].fill_null(1).to_numpy() for side in ("width", "height")))
@@ -232,5 +289,5 @@ def thumbnail_differences(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     levels."""
     one, other = (pixels - pixels.mean(axis=1, keepdims=True, dtype=np.float32) for pixels in (one, other))
     contrasts = [pixels.std(axis=1, keepdims=True) + 1 for pixels in (one, other)]
-    gain = np.clip(contrasts[0] / contrasts[1], 1 / _MAX_GAIN, _MAX_GAIN)
+    gain = np.clip(contrasts[0] / contrasts[1], 1 / MAX_GAIN, MAX_GAIN)
     return np.sqrt(np.square(one - gain * other).mean(axis=1, dtype=np.float64))

@@ -103,14 +103,10 @@ def _rows(task: PictureTask) -> Iterator[dict[str, object]]:
             digest = image["sha256"]
             is_first = digest not in looks
             if is_first:
-                looks[digest] = _look(fields[image["name"]])
+                try:
+                    looks[digest] = asdict(look_at(fields[image["name"]]))
+                except SkipSample:  # convert.decode_check=header lets damaged images pass; tokenization leaves them out
+                    looks[digest] = _UNSEEN
             # A held-out shard has a row per use of an image; a train shard has one per distinct image.
             if is_first or task.shard.split == "heldout":
                 yield asdict(record) | {"place": place, "sha256": bytes.fromhex(digest), **looks[digest]}
-
-
-def _look(data: bytes) -> dict[str, object]:
-    try:
-        return asdict(look_at(data))
-    except SkipSample:  # convert.decode_check=header lets damaged images pass; tokenization leaves them out
-        return _UNSEEN

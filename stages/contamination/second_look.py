@@ -17,7 +17,7 @@ _SMALL = 64  # images with a smaller side are not aligned: two digits of one cla
 _SCALES = ((_SIDE, 8, 8.0, 0.6), (_SMALL, 16, 2.0, 0.28))
 _MAX_LEVELS = 12.0  # by which a block may differ in Cb or Cr if both are in colour, and in lightness if one is grey
 _GREY = 6.0  # levels of Cb and Cr that an image without colour may have
-_MAX_GAIN = 1.33  # by which a copy may have more contrast
+MAX_GAIN = 1.33  # by which a copy may have more contrast
 _MAX_BRIGHTER = 1.5  # contrasts by which a copy may be brighter; two sheets of one colour each have none
 _MARGIN = 0.03  # of each side: what a copy may have lost there
 _LEVELS = (32, 64, 128, 256)  # longer sides at which the images are aligned, one after the other
@@ -94,11 +94,12 @@ def _apart(small: Image.Image, large: Image.Image, box: np.ndarray, other_box: n
             # A grey copy keeps its lightness. With gain and offset, a shape of any colour would equal one of any grey.
             compared = (1, 2) if all(coloured) else (0,) if any(coloured) else ()
             for i in compared:
-                found = max(found, _rms(one[..., i] - other[..., i], block).max() / _MAX_LEVELS)
+                rms = np.sqrt(_means(np.square(one[..., i] - other[..., i]), block))
+                found = max(found, rms.max() / _MAX_LEVELS)
         light, other_light = one[..., 0], other[..., 0]
         gain = (light.std() + noise) / (other_light.std() + noise)
         brighter = abs(float(light.mean() - other_light.mean()))
-        if not 1 / _MAX_GAIN <= gain <= _MAX_GAIN or brighter > 3 + _MAX_BRIGHTER * light.std():
+        if not 1 / MAX_GAIN <= gain <= MAX_GAIN or brighter > 3 + _MAX_BRIGHTER * light.std():
             return np.inf
         contrast = np.maximum(_spread(light, block), _spread(other_light * gain, block)) + noise
         found = max(found, (_spread(light - other_light * gain, block) / contrast).max() / limit)
@@ -117,10 +118,6 @@ def _means(pixels: np.ndarray, block: int) -> np.ndarray:
     rows, columns = (np.linspace(0, side, max(1, side // block) + 1).astype(int) for side in pixels.shape)
     sums = np.add.reduceat(np.add.reduceat(pixels.astype(np.float64), rows[:-1], 0), columns[:-1], 1)
     return sums / (np.diff(rows)[:, None] * np.diff(columns))
-
-
-def _rms(pixels: np.ndarray, block: int) -> np.ndarray:
-    return np.sqrt(_means(np.square(pixels), block))
 
 
 def _spread(pixels: np.ndarray, block: int) -> np.ndarray:

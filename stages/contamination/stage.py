@@ -34,6 +34,7 @@ from stages.contamination.scan import PictureTask, read_pictures, scan_pictures
 from stages.shared.artifacts.artifact import Artifact, Stage, StageOutput
 from stages.shared.artifacts.workers import StageResources
 from stages.shared.pages.report import Pictures, Section, Table, write_report
+from stages.shared.scoring.names import OVERALL
 
 VERSION = 3  # 3: a shape in colour is no copy of one in a grey of other lightness
 CONTAMINATION = "contamination.parquet"
@@ -49,7 +50,6 @@ CONTAMINATION_SCHEMA = pa.schema(
         ("apart", pa.float64()),
     ]
 )
-OVERALL = "overall"
 _SAMPLES_PER_WORKER = 500  # samples that take about as long as the start of a process
 _SHOWN = 24
 _SHOWN_ALIKE = 6
@@ -57,9 +57,10 @@ _SHOWN_ROWS = 500
 _SCALE = 4  # enlargement of the thumbnails on the page
 
 
-def _run(
+def find_contamination(
     config: ContaminationConfig, inputs: Mapping[str, Artifact], work: StorePath, resources: StageResources | None
 ) -> StageOutput:
+    """Run the stage. Input: "samples", a convert artifact."""
     samples = inputs["samples"]
     resources = resources or StageResources()
     num_workers = max(1, samples.manifest.num_samples // _SAMPLES_PER_WORKER)
@@ -145,4 +146,4 @@ def _pair(copy: Copy) -> tuple[bytes, str]:
     return grey_png(pair.repeat(_SCALE, 0).repeat(_SCALE, 1)), caption
 
 
-STAGE = Stage("contamination", VERSION, _run, digested=(CONTAMINATION,))
+STAGE = Stage("contamination", VERSION, find_contamination, digested=(CONTAMINATION,))

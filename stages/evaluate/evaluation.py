@@ -1,21 +1,30 @@
-"""The predictions of an evaluation, their scores, and the scores' intervals."""
+"""The predictions of an evaluation, their scores, and the scores' intervals.
+
+Two kinds of figures need no right answer: the health of the generation (how many answers stop, how many are empty, how
+long they are), and the loss of the reference answers, which the trainer wrote for each held-out sample.
+"""
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from stages.evaluate.health import health
+from dataset_builders.contracts.sample import whole_key
 from stages.evaluate.predictions import Prediction, Scored
-from stages.evaluate.reference_loss import reference_loss
 from stages.shared.scoring.intervals import Bootstrap, Interval
 from stages.shared.scoring.metrics.contract import Judged
-from stages.shared.scoring.names import OVERALL
+from stages.shared.scoring.names import HEALTH_NAMES, LOSS, OVERALL, PERPLEXITY
 from stages.shared.scoring.summary import AnswerSet, SubsetScores, score_subsets, table_of, upward_rows, upwards
 from trainer.contract.result import HeldoutRow
 
 BOOTSTRAP = Bootstrap(resamples=2000)  # for the intervals; a comparison of two models uses more resamples
-
+HEALTH: dict[str, Callable[[Prediction], float]] = {
+    "stop_rate": lambda a: a.stopped,  # the cheapest detector of an untrained end-of-turn token
+    "empty_rate": lambda a: not a.answer.strip(),
+    "mean_answer_tokens": lambda a: a.num_tokens,
+}
+assert tuple(HEALTH) == HEALTH_NAMES
 _POINT = Bootstrap(resamples=1)  # for a value whose interval is not used
+_LARGEST = 700.0  # exp of a larger number is not a float64
 
 
 class Evaluation:
@@ -29,13 +38,13 @@ class Evaluation:
     def __init__(self, overrides: Mapping[str, Sequence[str]], losses: Mapping[str, HeldoutRow] | None = None) -> None:
         self.predictions: list[Prediction] = []  # in the order in which they were added
         self.table: dict[str, dict[str, float]] = {}  # by subset or overall, and metric; without contaminated samples
+        self.subsets: dict[str, SubsetScores] = {}  # subset -> its scores, without contaminated samples
+        self.overall: Interval | None = None  # the mean of the subsets' headlines; None before `score`
         self.with_contaminated: dict[str, float] = {}  # subset or overall -> `score` with them; empty if there are none
         self._overrides, self._losses = overrides, losses or {}
         self._pictures: list[list[str]] = []
         self._rows: dict[str, list[int]] = defaultdict(list)
-        self._scores: dict[str, SubsetScores] = {}
         self._scored: list[Scored] = []
-        self._overall: Interval | None = None
 
     def add(self, pictures: list[str], predictions: Sequence[Prediction]) -> None:
         """Add the predictions of a sample; `pictures` are the digests of its images."""
@@ -57,9 +66,9 @@ class Evaluation:
             self._set_rows(scores, self._groups(range(len(predictions))))
             self.with_contaminated = {name: upwards(s) for name, s in scores.items()} | {OVERALL: overall.value}
         counted, groups = everything.take(rows), self._groups(rows)
-        self._scores, self._overall = score_subsets(counted, self._overrides, BOOTSTRAP)
-        self._set_rows(self._scores, groups)
-        self.table = table_of(counted, self._scores, self._overall)
+        self.subsets, self.overall = score_subsets(counted, self._overrides, BOOTSTRAP)
+        self._set_rows(self.subsets, groups)
+        self.table = table_of(counted, self.subsets, self.overall)
         for name, members in groups.items():
             answers = [predictions[row] for row in members]
             self.table[name] |= health(answers) | reference_loss(self._losses, {answer.key for answer in answers})
@@ -76,19 +85,6 @@ class Evaluation:
     def scored(self) -> list[tuple[Prediction, Scored]]:
         """Return all predictions with their scores, in the order in which they were added."""
         return list(zip(self.predictions, self._scored))
-
-    def headlines(self) -> dict[str, Interval]:
-        """Return the headline metric of every subset, and under `overall` their mean, with intervals."""
-        headlines = {name: scores.headline for name, scores in self._scores.items()}
-        return headlines if self._overall is None else headlines | {OVERALL: self._overall}
-
-    def names(self) -> dict[str, tuple[str, str]]:
-        """Return subset -> its headline metric, and the reason for this metric."""
-        return {name: (scores.metrics.headline, scores.metrics.reason) for name, scores in self._scores.items()}
-
-    def fields(self) -> dict[str, dict[str, dict[str, dict[str, float]]]]:
-        """Return subset -> metric -> field -> its scores, for metrics with fields."""
-        return {name: scores.fields for name, scores in self._scores.items() if scores.fields}
 
     def counts(self) -> dict[str, dict[str, int]]:
         """Return, for each subset, and under `overall` for all: the counted samples, answers and distinct images, and
@@ -113,3 +109,38 @@ class Evaluation:
         for row in rows:
             groups[self.predictions[row].subset].append(row)
         return dict(sorted(groups.items())) | {OVERALL: list(rows)}
+
+
+def health(answers: Sequence[Prediction]) -> dict[str, float]:
+    """Return the mean of each figure over a set of answers; ValueError if it is empty."""
+    if not answers:
+        raise ValueError("no answers to score")
+    return {name: sum(metric(answer) for answer in answers) / len(answers) for name, metric in HEALTH.items()}
+
+
+def by_sample(rows: Iterable[HeldoutRow]) -> dict[str, HeldoutRow]:
+    """Return key of a sample -> its loss; for a cut conversation, the mean over all its parts."""
+    parts: dict[str, list[HeldoutRow]] = {}
+    for row in rows:
+        parts.setdefault(whole_key(row.key), []).append(row)
+    return {
+        key: HeldoutRow(key=key, loss=_mean_loss(of_key), loss_tokens=sum(row.loss_tokens for row in of_key))
+        if len(of_key) > 1
+        else of_key[0]
+        for key, of_key in parts.items()
+    }
+
+
+def reference_loss(losses: Mapping[str, HeldoutRow], keys: Collection[str]) -> dict[str, float]:
+    """Return the mean loss over the loss tokens of these samples, in nats per token, and its exponential.
+
+    Samples that are in no bin (too long) are not counted; the result is empty if no token is left.
+    """
+    rows = [losses[key] for key in set(keys) if key in losses]
+    loss = _mean_loss(rows)
+    return {} if loss is None else {LOSS: loss, PERPLEXITY: math.exp(min(loss, _LARGEST))}
+
+
+def _mean_loss(rows: Sequence[HeldoutRow]) -> float | None:
+    tokens = sum(row.loss_tokens for row in rows)
+    return math.fsum(row.loss * row.loss_tokens for row in rows if row.loss is not None) / tokens if tokens else None

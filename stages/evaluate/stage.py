@@ -15,20 +15,19 @@ from pathlib import Path
 
 from dataset_builders.contracts.sample import IMAGE_SLOT, Sample, image_digests
 from dataset_builders.errors import InputError
+from dataset_builders.pictures.images import preview_png
 from dataset_builders.storage.store import local_copy
-from stages.answer.plan import heldout_samples
-from stages.answer.records import ANSWERS_JSONL, GeneratedAnswer, Line, SkippedSample, read_answers
+from stages.answer.heldout import ANSWERS_JSONL, GeneratedAnswer, Line, SkippedSample, heldout_samples, read_answers
 from stages.contamination.stage import contaminated_keys
 from stages.evaluate.config import EvaluateConfig
-from stages.evaluate.evaluation import Evaluation
-from stages.evaluate.predictions import PREDICTIONS, Prediction, predictions_table, writing_predictions
-from stages.evaluate.reference_loss import by_sample
-from stages.evaluate.report import Gallery, write_evaluation_report
+from stages.evaluate.evaluation import BOOTSTRAP, Evaluation, by_sample
+from stages.evaluate.predictions import PREDICTIONS, Prediction, Scored, predictions_table, writing_predictions
 from stages.shared.artifacts.artifact import Artifact, Stage, StageOutput
 from stages.shared.artifacts.workers import StageResources
-from stages.shared.scoring.summary import SCORE
+from stages.shared.pages.report import Histogram, Pictures, Section, Table, write_report
+from stages.shared.scoring.names import OVERALL, SCORE
 from trainer.contract.names import HELDOUT_BASE_JSONL, HELDOUT_JSONL
-from trainer.contract.result import HeldoutRow, read_heldout
+from trainer.contract.result import read_heldout
 
 # 2: num_images in predictions.parquet; 3: the answers come from another stage; 4: each subset's own metrics; 5:
 # contaminated samples not counted, losses of the references; 6: scores by field; 7: multiple
@@ -37,9 +36,13 @@ VERSION = 7
 # Role of the training -> its file with the losses of the model that answers: the trained model, or the model before.
 _LOSSES = {"made_by": HELDOUT_JSONL, "start_of": HELDOUT_BASE_JSONL}
 WINDOW = 64  # samples in memory at a time, including images
+_WRONG_PICTURES = 48
+_RIGHT_PICTURES = 12
+_WRONG_ROWS = 200
+_THUMBNAIL_SIDE = 160  # pixels
 
 
-def _run(
+def evaluate(
     config: EvaluateConfig, inputs: Mapping[str, Artifact], work: Path, resources: StageResources | None
 ) -> StageOutput:
     """Run the stage. Inputs: "answers", the "samples" that they answer, and optionally "contamination" of those
@@ -49,56 +52,41 @@ def _run(
     for line in read_answers(local_copy(inputs["answers"].dir / ANSWERS_JSONL)):
         lines.setdefault(line.key, []).append(line)
     skips = Counter(line.skip for group in lines.values() for line in group if isinstance(line, SkippedSample))
-    evaluation = Evaluation(config.metrics, _losses(inputs))
+    # Empty without a training, or if the training had no held-out bins.
+    losses = [inputs[role].dir / name for role, name in _LOSSES.items() if role in inputs]
+    evaluation = Evaluation(config.metrics, by_sample(row for path in losses[:1] for row in read_heldout(path)))
     contaminated = contaminated_keys(inputs["contamination"].dir) if "contamination" in inputs else {}
     for sample in heldout_samples(samples, config.max_samples_per_subset):
-        predictions = _predictions(sample, _lines_of(sample, lines, inputs["answers"]), contaminated.get(sample.key))
+        if sample.key not in lines:
+            raise InputError(
+                f"{inputs['answers'].dir / ANSWERS_JSONL} has no answer to the held-out sample {sample.key}; "
+                "score the samples that were asked"
+            )
+        predictions = _predictions(sample, lines[sample.key], contaminated.get(sample.key))
         evaluation.add(image_digests(sample), predictions)
-    _check_counted(evaluation, samples)
-    evaluation.score()
-    gallery, num_written = Gallery(), 0
-    to_write = heldout_samples(samples, config.max_samples_per_subset)
-    with writing_predictions(work) as writer:
-        while window := list(itertools.islice(to_write, WINDOW)):
-            rows = [row for sample in window for row in evaluation.of(sample.key)]
-            gallery.add(window, rows)
-            writer.write_table(predictions_table(window, rows))
-            resources.report(num_written := num_written + len(window), len(lines))
-    write_evaluation_report(work, evaluation, gallery, skips)
-    return StageOutput(skips=dict(sorted(skips.items())), stats=_stats(evaluation))
-
-
-def _stats(evaluation: Evaluation) -> dict[str, object]:
-    """Return plain numbers: scores and counts of every subset, and the headline with its interval."""
-    metrics = {name: metric for name, (metric, _) in evaluation.names().items()}
-    headlines = {name: {"metric": metrics.get(name, SCORE)} | asdict(v) for name, v in evaluation.headlines().items()}
-    stats = {"scores": evaluation.table, "counts": evaluation.counts(), "headlines": headlines}
-    sometimes = {"fields": evaluation.fields(), "with_contaminated": evaluation.with_contaminated}
-    return stats | {name: figures for name, figures in sometimes.items() if figures}
-
-
-def _losses(inputs: Mapping[str, Artifact]) -> dict[str, HeldoutRow]:
-    """Return key of a sample -> its loss; empty without a training, or if the training had no held-out bins."""
-    paths = [inputs[role].dir / name for role, name in _LOSSES.items() if role in inputs]
-    return by_sample(row for path in paths[:1] for row in read_heldout(path))
-
-
-def _check_counted(evaluation: Evaluation, samples: Artifact) -> None:
     if evaluation.predictions and all(prediction.contaminated for prediction in evaluation.predictions):
         raise InputError(
             f"{samples.dir}: every held-out sample that was answered has a picture that occurs in train or looks "
             "alike, so nothing is left to score; look at the page of the stage contamination, or set "
             "contamination=null to score them"
         )
-
-
-def _lines_of(sample: Sample, lines: Mapping[str, list[Line]], answers: Artifact) -> list[Line]:
-    if sample.key not in lines:
-        raise InputError(
-            f"{answers.dir / ANSWERS_JSONL} has no answer to the held-out sample {sample.key}; "
-            "score the samples that were asked"
-        )
-    return lines[sample.key]
+    evaluation.score()
+    gallery, num_written = Gallery(), 0
+    to_write = heldout_samples(samples, config.max_samples_per_subset)  # read again, so that no image waits in memory
+    with writing_predictions(work) as writer:
+        while window := list(itertools.islice(to_write, WINDOW)):
+            rows = [row for sample in window for row in evaluation.of(sample.key)]
+            gallery.add(window, rows)
+            writer.write_table(predictions_table(window, rows))
+            resources.report(num_written := num_written + len(window), len(lines))
+    _write_report(work, evaluation, gallery, skips)
+    headlines = {name: {"metric": s.metrics.headline} | asdict(s.headline) for name, s in evaluation.subsets.items()}
+    headlines[OVERALL] = {"metric": SCORE} | asdict(evaluation.overall)
+    stats = {"scores": evaluation.table, "counts": evaluation.counts(), "headlines": headlines}
+    fields = {name: scores.fields for name, scores in evaluation.subsets.items() if scores.fields}
+    sometimes = {"fields": fields, "with_contaminated": evaluation.with_contaminated}
+    stats |= {name: figures for name, figures in sometimes.items() if figures}
+    return StageOutput(skips=dict(sorted(skips.items())), stats=stats)
 
 
 def _predictions(sample: Sample, lines: Sequence[Line], contaminated: str | None) -> list[Prediction]:
@@ -125,4 +113,96 @@ def _predictions(sample: Sample, lines: Sequence[Line], contaminated: str | None
     return predictions
 
 
-STAGE = Stage("evaluate", VERSION, _run, on_disk=True, digested=(PREDICTIONS,))
+class Gallery:
+    """The first images with answers that are not fully right, and a few images with right answers.
+
+    Attributes:
+        shown: whether the answer is right -> key and turn -> image and caption.
+    """
+
+    def __init__(self) -> None:
+        self.shown: dict[bool, dict[tuple[str, int], tuple[bytes, str]]] = {False: {}, True: {}}
+
+    def add(self, window: Sequence[Sample], rows: Sequence[tuple[Prediction, Scored]]) -> None:
+        """Keep the images of these samples that the page will show."""
+        images = {sample.key: sample.images for sample in window}
+        for prediction, scored in rows:
+            pictures = self.shown[is_right := _is_right(scored)]
+            if images[prediction.key] and len(pictures) < (_RIGHT_PICTURES if is_right else _WRONG_PICTURES):
+                picture = preview_png(images[prediction.key], _THUMBNAIL_SIDE)
+                pictures[prediction.key, prediction.turn] = (picture, _caption(prediction, scored))
+
+
+def _write_report(directory: Path, evaluation: Evaluation, gallery: Gallery, skips: Mapping[str, int]) -> None:
+    """Write report.json: scores, then wrong answers, those with images first, then a few right ones."""
+    counts = evaluation.counts()
+    summary: dict[str, object] = {SCORE: evaluation.table[OVERALL][SCORE], **counts[OVERALL]}
+    if skips:
+        summary["left out"] = dict(sorted(skips.items()))
+    metrics = list(dict.fromkeys(metric for values in evaluation.table.values() for metric in values))
+    scores = [[name, *(values.get(metric) for metric in metrics)] for name, values in evaluation.table.items()]
+    wrong = [(p, s) for p, s in evaluation.scored() if not _is_right(s)]
+    others = [(p, s) for p, s in wrong if (p.key, p.turn) not in gallery.shown[False]]
+    columns = ["key", "turn", "question", "reference", "answer", "stopped"]
+    rows = [[*(getattr(p, name) for name in columns), s.metric, s.score] for p, s in others[:_WRONG_ROWS]]
+    pictures = {is_right: list(shown.values()) for is_right, shown in gallery.shown.items()}
+    sections: list[Section] = [
+        _headlines(evaluation, counts),
+        *_contaminated(evaluation, counts),
+        Table("All metrics", ["subset", *metrics], scores),
+        *_fields(evaluation),
+        Pictures(f"Not fully right ({len(wrong)} in all; the first with pictures)", pictures[False]),
+        Table(f"Not fully right, {len(rows)} of the {len(others)} others", [*columns, "metric", "score"], rows),
+        Pictures("Right answers (the first with pictures)", pictures[True]),
+        Histogram("Length of the answers", [p.num_tokens for p in evaluation.predictions], "tokens"),
+    ]
+    write_report(directory, title="Evaluation", summary=summary, sections=sections)
+
+
+def _is_right(scored: Scored) -> bool:
+    return scored.score is not None and scored.score >= 1
+
+
+def _headlines(evaluation: Evaluation, counts: Mapping[str, Mapping[str, int]]) -> Table:
+    about = [(name, s.metrics.headline, s.headline, s.metrics.reason) for name, s in evaluation.subsets.items()]
+    about.append((OVERALL, SCORE, evaluation.overall, "the mean of the subsets' headlines, each counting the same"))
+    rows = [
+        [name, metric, value.value, f"{value.low:.4f} to {value.high:.4f}", *counts[name].values(), why]
+        for name, metric, value, why in about
+    ]
+    level = f"{BOOTSTRAP.level:.0%} interval"
+    return Table("Headline of each subset", ["subset", "metric", "value", level, *counts[OVERALL], "why"], rows)
+
+
+def _contaminated(evaluation: Evaluation, counts: Mapping[str, Mapping[str, int]]) -> list[Table]:
+    """Return one table of scores that include contaminated samples; empty if there are no such samples."""
+    rows = [
+        [name, counts[name]["contaminated"], evaluation.table.get(name, {}).get(SCORE), value]
+        for name, value in evaluation.with_contaminated.items()
+        if counts[name]["contaminated"]
+    ]
+    title = "Held-out samples with a picture that occurs in train or looks alike, in no score but here"
+    return [Table(title, ["subset", "samples", "score", "score with them"], rows)] if rows else []
+
+
+def _fields(evaluation: Evaluation) -> list[Table]:
+    tables = []
+    for subset, scores in evaluation.subsets.items():
+        for metric, fields in scores.fields.items():
+            columns = list(dict.fromkeys(name for values in fields.values() for name in values))
+            rows = [[field, *(values[name] for name in columns)] for field, values in fields.items()]
+            titles = [name.replace("_", " ") for name in columns]
+            tables.append(Table(f"{metric} of {subset} by field", ["field", *titles], rows))
+    return tables
+
+
+def _caption(prediction: Prediction, scored: Scored) -> str:
+    answer = prediction.answer if prediction.stopped else f"{prediction.answer} ... (cut)"
+    notes = "" if scored.score is None else f"\n{scored.metric} {scored.score:.3g}"
+    if prediction.contaminated is not None:
+        is_near = prediction.contaminated == "near"
+        notes += "\nlooks like a picture in train" if is_near else f"\noccurs in train ({prediction.contaminated})"
+    return f"{prediction.question}\nanswer: {answer}\nreference: {prediction.reference}{notes}\n{prediction.key}"
+
+
+STAGE = Stage("evaluate", VERSION, evaluate, on_disk=True, digested=(PREDICTIONS,))

@@ -18,8 +18,8 @@ from stages.export.config import ExportConfig
 from stages.shared.artifacts.artifact import Artifact, Input, Stage, StageOutput
 from stages.shared.artifacts.intact import file_entries
 from stages.shared.artifacts.workers import StageResources
-from stages.shared.chat_format.chat import SYSTEM_PROMPT
 from stages.shared.chat_format.images import write_pixel_limits
+from stages.shared.chat_format.prompt import SYSTEM_PROMPT
 from stages.shared.inputs.ends import add_end
 from stages.shared.inputs.model_directory import (
     ModelDirectory,
@@ -33,7 +33,6 @@ from stages.shared.inputs.remote_code import drop_auto_maps
 from stages.shared.pages.report import Table, write_report
 from stages.train.run_trainer import run_trainer
 from stages.train.stage import digest_of_base
-from trainer.contract.adapter import AdapterConfig
 from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT, RUN_JSON
 from trainer.contract.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from trainer.contract.run import RunConfig, TrainConfig
@@ -77,19 +76,15 @@ def export(config: ExportConfig, inputs: Mapping[str, Input], work_dir: Path, re
     if run.train.mtp_loss_scaling_factor:
         stats["mtp"] = sum(exported.count_copied().values()) - sum(stats["carried"].values())
     if run.train.adapter:
-        stats["adapter"] = _adapter_facts(work_dir / ADAPTER_EXPORT, run.train.adapter)
+        header = safetensors_header(work_dir / ADAPTER_EXPORT / ADAPTER_WEIGHTS)
+        settings = read_json(work_dir / ADAPTER_EXPORT / ADAPTER_CONFIG)
+        stats["adapter"] = run.train.adapter.model_dump(mode="json") | {
+            "modules": sum(".lora_A." in name for name in header),
+            "modules_to_save": settings["modules_to_save"] or [],
+            "parameters": sum(math.prod(entry["shape"]) for entry in header.values()),
+        }
     _write_report(work_dir, stats)
     return StageOutput(files=files, stats=stats)
-
-
-def _adapter_facts(directory: Path, config: AdapterConfig) -> dict[str, Any]:
-    """Return an adapter's settings, the modules in its file, and its number of parameters."""
-    header = safetensors_header(directory / ADAPTER_WEIGHTS)
-    return config.model_dump(mode="json") | {
-        "modules": sum(".lora_A." in name for name in header),
-        "modules_to_save": read_json(directory / ADAPTER_CONFIG)["modules_to_save"] or [],
-        "parameters": sum(math.prod(entry["shape"]) for entry in header.values()),
-    }
 
 
 def _write_report(work_dir: Path, stats: Mapping[str, Any]) -> None:

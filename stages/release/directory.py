@@ -2,22 +2,21 @@
 
 hf/           the files of the export, hard links on the same file system, else copies
 hf/adapter/   the export's adapter, if it has one, with the name of its base model
-MLmodel ...   see `stages.release.flavor`
+MLmodel ...   see `flavor.py`
 """
 
 import base64
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 from dataset_builders.contracts.manifest import FileEntry
 from dataset_builders.contracts.sample import IMAGE_SLOT
 from dataset_builders.pictures.images import preview_png
 from dataset_builders.storage.files import write_json
 from dataset_builders.storage.store import local_dir
-from stages.answer.plan import heldout_samples
-from stages.release.flavor.mlmodel import installed_versions, write_flavor
+from stages.answer.heldout import heldout_samples
+from stages.release.flavor import installed_versions, write_flavor
 from stages.release.model_card import HUB_NAME
 from stages.shared.artifacts.artifact import Artifact
 from stages.shared.inputs.model_directory import read_json
@@ -54,17 +53,14 @@ def write_directory(
         for file in sorted(local_dir(exported.dir / folder).iterdir()):
             name = f"{folder}/{file.name}"
             if file.name == ADAPTER_CONFIG:
-                write_json(place / ADAPTER_CONFIG, _with_base(read_json(file), base_model))
+                # A directory as the base model's name is useless on another machine; a hub name is not.
+                is_name = base_model is not None and HUB_NAME.fullmatch(base_model)
+                name_of_base = {"base_model_name_or_path": base_model if is_name else None}
+                write_json(place / ADAPTER_CONFIG, {**read_json(file), **name_of_base})
             elif _link(file, place / file.name) and name in entries:
                 known.append(entries[name].model_copy(update={"name": str((place / file.name).relative_to(work))}))
     write_flavor(work, installed_versions(), *_example(samples), max_new_tokens)
     return known
-
-
-def _with_base(adapter: dict[str, Any], base_model: str | None) -> dict[str, Any]:
-    """Return adapter_config.json with the base model's hub name; a directory is useless on another machine."""
-    is_name = base_model is not None and HUB_NAME.fullmatch(base_model)
-    return {**adapter, "base_model_name_or_path": base_model if is_name else None}
 
 
 def _link(source: Path, target: Path) -> bool:

@@ -28,57 +28,34 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
-    """One metric over one subset of the held-out samples.
-
-    Attributes:
-        low, high: the ends of its interval; None if it has none.
-        answers: number of answers.
-        base: the same metric of the base model on the same questions; None if the base model was not scored.
-    """
+    """One metric over one subset of the held-out samples."""
 
     metric: str
     value: float
-    answers: int
-    low: float | None = None
+    answers: int  # their number
+    low: float | None = None  # the ends of the interval; None if it has none
     high: float | None = None
-    base: float | None = None
+    base: float | None = None  # of the base model on the same questions; None if it was not scored
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CardFacts:
-    """The facts of a card.
+    """The facts of a card."""
 
-    Attributes:
-        name: name of the model.
-        base_model: hub name or directory that training started from; None: random weights.
-        datasets: sources of the samples, hub names or descriptions.
-        subsets: subset -> {"train": samples, "heldout": samples}.
-        recipe: the whole configuration that determines the model, as plain values.
-        training: name -> value: steps, tokens, losses, parameters.
-        carried: name prefix -> number of tensors that the export copied from the base model.
-        scores: subset, or `overall`, -> its scores, the headline first.
-        score_note: a note on the scored answers and the intervals.
-        contamination: the `contaminated` counts of that stage's manifest; None if it did not run.
-        reproduce: the command that reproduces the model.
-        mtp: number of tensors of multi-token prediction that were trained.
-        adapter: facts of the adapter that was trained; None: the model itself was trained.
-        verify: the stats of that stage's manifest; None if it did not run.
-    """
-
-    name: str
-    base_model: str | None
-    datasets: Sequence[str]
-    subsets: Mapping[str, Mapping[str, int]]
-    recipe: Mapping[str, object]
-    training: Mapping[str, int | float | str]
-    scores: Mapping[str, Sequence[Score]]
-    score_note: str = ""
-    contamination: Mapping[str, Mapping[str, int]] | None = None
-    reproduce: str = ""
-    carried: Mapping[str, int] = field(default_factory=dict)
-    mtp: int = 0
-    adapter: Mapping[str, object] | None = None
-    verify: Mapping[str, Any] | None = None
+    name: str  # of the model
+    base_model: str | None  # hub name or directory that training started from; None: random weights
+    datasets: Sequence[str]  # sources of the samples, hub names or descriptions
+    subsets: Mapping[str, Mapping[str, int]]  # subset -> {"train": samples, "heldout": samples}
+    recipe: Mapping[str, object]  # the whole configuration that determines the model, as plain values
+    training: Mapping[str, int | float | str]  # name -> value: steps, tokens, losses, parameters
+    scores: Mapping[str, Sequence[Score]]  # subset, or `overall` -> its scores, the headline first
+    score_note: str = ""  # on the scored answers and the intervals
+    contamination: Mapping[str, Mapping[str, int]] | None = None  # that stage's `contaminated`; None if it did not run
+    reproduce: str = ""  # the command that reproduces the model
+    copied: Mapping[str, int] = field(default_factory=dict)  # prefix -> number of tensors copied from the base model
+    mtp: int = 0  # number of tensors of multi-token prediction that were trained
+    adapter: Mapping[str, object] | None = None  # facts of the trained adapter; None: the model itself was trained
+    verify: Mapping[str, Any] | None = None  # the stats of that stage's manifest; None if it did not run
 
 
 def training_facts(trained: Artifact, exported: Artifact) -> dict[str, int | float | str]:
@@ -104,12 +81,17 @@ def write_model_card(hf_dir: Path, facts: CardFacts) -> Path:
 
 def model_card(facts: CardFacts) -> str:
     """Return the whole card, Markdown with the hub's YAML head."""
+    scores: list[list[object]] = []
+    for subset, score in ((subset, score) for subset, of_subset in facts.scores.items() for score in of_subset):
+        interval = "" if score.low is None or score.high is None else f"{score.low:.4f} to {score.high:.4f}"
+        base = "" if score.base is None else f"{score.base:.4f}"
+        scores.append([subset, score.metric, round(score.value, 4), interval, base, score.answers])
     kinds = ("samples", "bytes", "pixels", "near")
     return render(
         "model_card.md.j2",
         facts=facts,
         head=_head(facts).to_yaml(),
-        scores=[_score_row(subset, score) for subset, scores in facts.scores.items() for score in scores],
+        scores=scores,
         contamination=[[name, *(count[k] for k in kinds)] for name, count in (facts.contamination or {}).items()],
         cauldron=_CAULDRON,
         prompts_licence=CAULDRON_PROMPTS,
@@ -122,42 +104,33 @@ def model_card(facts: CardFacts) -> str:
     )
 
 
-def _score_row(subset: str, score: Score) -> list[object]:
-    interval = "" if score.low is None or score.high is None else f"{score.low:.4f} to {score.high:.4f}"
-    base = "" if score.base is None else f"{score.base:.4f}"
-    return [subset, score.metric, round(score.value, 4), interval, base, score.answers]
-
-
 def _head(facts: CardFacts) -> ModelCardData:
     names = {"base_model": facts.base_model} if facts.base_model and HUB_NAME.fullmatch(facts.base_model) else {}
     datasets = [name for name in facts.datasets if HUB_NAME.fullmatch(name)]
-    results = [_result(facts, subset, score) for subset, scores in facts.scores.items() for score in scores]
-    results = [result for result in results if math.isfinite(result.metric_value)]
+    # Of all subsets that were trained on, each once, and of the_cauldron's prompts.
+    licences = {licence_of(subset).name for subset, sizes in facts.subsets.items() if sizes.get("train")}
+    licences |= {CAULDRON_PROMPTS} if _CAULDRON in facts.datasets else set()
+    results = [
+        EvalResult(
+            task_type=_TASK,
+            dataset_type=datasets[0] if datasets else "heldout",
+            dataset_name=f"{subset}, held-out samples",
+            dataset_config=subset,
+            dataset_split="heldout",
+            metric_type=score.metric,
+            metric_value=round(score.value, 6),
+        )
+        for subset, scores in facts.scores.items()
+        for score in scores
+        if math.isfinite(score.value)
+    ]
     return ModelCardData(
         **names,
         datasets=datasets or None,
-        license=_licences(facts),
+        license=sorted(licences),
         library_name="transformers",
         pipeline_tag=_TASK,
         tags=["athanor", *([str(facts.adapter["kind"]), "peft"] if facts.adapter else [])],
         model_name=facts.name,
         eval_results=results or None,
-    )
-
-
-def _licences(facts: CardFacts) -> list[str]:
-    """Return the licences of all subsets that were trained on, each once, and of the_cauldron's prompts."""
-    names = {licence_of(subset).name for subset, sizes in facts.subsets.items() if sizes.get("train")}
-    return sorted(names | ({CAULDRON_PROMPTS} if _CAULDRON in facts.datasets else set()))
-
-
-def _result(facts: CardFacts, subset: str, score: Score) -> EvalResult:
-    return EvalResult(
-        task_type=_TASK,
-        dataset_type=next((name for name in facts.datasets if HUB_NAME.fullmatch(name)), "heldout"),
-        dataset_name=f"{subset}, held-out samples",
-        dataset_config=subset,
-        dataset_split="heldout",
-        metric_type=score.metric,
-        metric_value=round(score.value, 6),
     )

@@ -13,52 +13,46 @@ from typing import Any
 
 from stages.release.config import ReleaseConfig
 from stages.release.directory import write_directory
-from stages.release.flavor.mlmodel import FLAVOR_FILES
+from stages.release.flavor import FLAVOR_FILES
 from stages.release.model_card import MODEL_CARD, CardFacts, Score, training_facts, write_model_card
 from stages.shared.artifacts.artifact import Artifact, Stage, StageOutput
 from stages.shared.pages.report import write_report
-from stages.shared.scoring.names import OVERALL
-from stages.shared.scoring.summary import SCORE
+from stages.shared.scoring.names import OVERALL, SCORE
 from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT
 
 # 2: MLflow's flavor, and the answers of other programs; 3: what rows may not hold, pictures that look alike
 VERSION = 3
 _MAX_NEW_TOKENS = 64
-_REPRODUCE = "athanor run recipe.yaml"
 
 
-def _run(config: ReleaseConfig, inputs: Mapping[str, Artifact], work: Path, resources: object) -> StageOutput:
+def release(config: ReleaseConfig, inputs: Mapping[str, Artifact], work: Path, resources: object) -> StageOutput:
     """Run the stage. Inputs: "export", "train", "samples", "evaluate"; "verify", "compare" and "contamination" are
     optional."""
+    exported, evaluated = inputs["export"].manifest, inputs["evaluate"].manifest.stats
     limit = config.recipe.get("evaluate", {}).get("max_new_tokens", _MAX_NEW_TOKENS)
     known = write_directory(work, inputs["export"], inputs["samples"], config.base_model, limit)
-    facts = _facts(config, inputs)
-    write_model_card(work / HF_EXPORT, facts)
-    score = facts.scores[OVERALL][0]
-    summary = {"model": facts.name, "base model": facts.base_model or "random weights", "card": f"hf/{MODEL_CARD}"}
-    summary |= {"score": score.value, "score before training": score.base, "answers": score.answers}
-    write_report(work, title="Release", summary=summary, sections=[])
-    return StageOutput(files=known, stats={"model": inputs["export"].manifest.fingerprint, "card": MODEL_CARD})
-
-
-def _facts(config: ReleaseConfig, inputs: Mapping[str, Artifact]) -> CardFacts:
-    contaminated = inputs["contamination"].manifest.stats["contaminated"] if "contamination" in inputs else None
-    return CardFacts(
+    facts = CardFacts(
         name=config.name,
         base_model=config.base_model,
         datasets=config.datasets,
         subsets=dict(sorted(inputs["samples"].manifest.stats["samples"].items())),
         recipe=config.recipe,
         training=training_facts(inputs["train"], inputs["export"]),
-        adapter=inputs["export"].manifest.stats.get("adapter"),
-        carried=inputs["export"].manifest.stats.get("carried", {}),
-        mtp=inputs["export"].manifest.stats.get("mtp", 0),
-        scores=_scores(inputs["evaluate"].manifest.stats, _before(inputs)),
-        score_note=_note(inputs["evaluate"].manifest.stats),
-        contamination=contaminated,
+        adapter=exported.stats.get("adapter"),
+        copied=exported.stats.get("carried", {}),
+        mtp=exported.stats.get("mtp", 0),
+        scores=_scores(evaluated, _before(inputs)),
+        score_note=_note(evaluated),
+        contamination=inputs["contamination"].manifest.stats["contaminated"] if "contamination" in inputs else None,
         verify=inputs["verify"].manifest.stats if "verify" in inputs else None,
-        reproduce=f"# the recipe below, in a file of that name\n{_REPRODUCE}",
+        reproduce="# the recipe below, in a file of that name\nathanor run recipe.yaml",
     )
+    write_model_card(work / HF_EXPORT, facts)
+    score = facts.scores[OVERALL][0]
+    summary = {"model": facts.name, "base model": facts.base_model or "random weights", "card": f"hf/{MODEL_CARD}"}
+    summary |= {"score": score.value, "score before training": score.base, "answers": score.answers}
+    write_report(work, title="Release", summary=summary, sections=[])
+    return StageOutput(files=known, stats={"model": exported.fingerprint, "card": MODEL_CARD})
 
 
 def _before(inputs: Mapping[str, Artifact]) -> dict[str, float]:
@@ -108,7 +102,7 @@ def _note(stats: Mapping[str, Any]) -> str:
 STAGE = Stage(
     "release",
     VERSION,
-    _run,
+    release,
     on_disk=True,
     digested=(f"{HF_EXPORT}/*", f"{HF_EXPORT}/{ADAPTER_EXPORT}/*", *FLAVOR_FILES),
 )

@@ -19,7 +19,7 @@ from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Sample, SkipS
 from dataset_builders.contracts.tokenized import PixelConfig, TokenizedSample
 from dataset_builders.pictures.images import open_rgb
 from dataset_builders.pictures.pixels import encode_rgb, pixel_values
-from stages.shared.chat_format.chat import ChatEncoder, learnt_answers
+from stages.shared.chat_format.chat import ChatEncoder, trained_answers
 from stages.shared.chat_format.template import REASONING, Messages
 from stages.shared.inputs.model_directory import ModelDirectory
 
@@ -62,7 +62,7 @@ class ProcessorCheck:
 
     def _check_prompts(self, sample: Sample, stored: TokenizedSample, grids: np.ndarray) -> None:
         answers = [place for place, message in enumerate(sample.messages) if message.role == "assistant"]
-        learnt = learnt_answers(sample.messages, self._chat.learn)
+        learnt = trained_answers(sample.messages, self._chat.learn)
         places = [place for place, is_learnt in zip(answers, learnt) if is_learnt]
         # Every other change of the mask is the start of a trained answer.
         starts = np.flatnonzero(np.diff(stored.loss_mask, prepend=0, append=0))[::2]

@@ -23,7 +23,7 @@ from dataset_builders.pictures.pixels import count_patches, encode_rgb, image_gr
 from dataset_builders.storage.files import read_sealed, write_sealed
 from dataset_builders.storage.store import StorePath, local_dir
 from stages.shared.artifacts.quarantine import LeftOut, count_reasons
-from stages.shared.chat_format.chat import ChatEncoder, TokenizedText, learnt_answers, split_turns
+from stages.shared.chat_format.chat import ChatEncoder, TokenizedText, split_turns, trained_answers
 from stages.shared.chat_format.reasoning import Conversation
 from stages.shared.inputs.model_directory import ModelDirectory
 from stages.tokenize.config import TokenizeConfig
@@ -197,7 +197,7 @@ def _count_reasoned(sample: Sample, chat: ChatEncoder) -> int:
     if not any([message.reasoning for message in sample.messages]):
         return 0
     answers = [message for message in sample.messages if message.role == "assistant"]
-    return sum(bool(m.reasoning) for m, is_learnt in zip(answers, learnt_answers(answers, chat.learn)) if is_learnt)
+    return sum(bool(m.reasoning) for m, is_learnt in zip(answers, trained_answers(answers, chat.learn)) if is_learnt)
 
 
 def read_notes(directory: StorePath, name: str) -> ShardNotes:
@@ -220,7 +220,7 @@ def verify(sample: Sample, stored: TokenizedSample, chat: ChatEncoder) -> None:
     learnt = [chat.decode(stored.input_ids[start:end]) for start, end in edges.reshape(-1, 2)]
     answers = [message for message in sample.messages if message.role == "assistant"]
     chosen = [
-        chat.learnt_text(a) for a, is_learnt in zip(answers, learnt_answers(sample.messages, chat.learn)) if is_learnt
+        chat.trained_text(a) for a, is_learnt in zip(answers, trained_answers(sample.messages, chat.learn)) if is_learnt
     ]
     assert learnt == chosen, f"{sample.key}: the mask decodes to {learnt}, the answers to learn are {chosen}"
 

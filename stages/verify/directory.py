@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from stages.shared.chat_format.chat import SYSTEM_PROMPT
+from stages.shared.chat_format.prompt import SYSTEM_PROMPT
 from stages.shared.inputs.ends import end_ids
 from stages.shared.inputs.model_directory import (
     WEIGHTS_INDEX,

@@ -2,7 +2,7 @@
 
     python -P loaders.py job.json
 
-In: job.json with the directories and the loaders; `questions.json`, see `questions.py`. Out: one file per loader with,
+In: job.json with the directories and the loaders; `questions.json`, see `stage.py`. Out: one file per loader with,
 for each question, the first token that differs from our answer, its margin and the pixels' deviation.
 
 It is run by its path and imports nothing from athanor.
@@ -154,22 +154,16 @@ class Vllm:
         (out,) = self._llm.chat(messages, sampling, use_tqdm=False, chat_template_kwargs={"enable_thinking": False})
         (best,) = out.outputs
         logprobs = [{token: entry.logprob for token, entry in place.items()} for place in best.logprobs]
-        return _compare_by_logprobs(best.token_ids, logprobs, question, self._ends)
-
-
-def _compare_by_logprobs(
-    ids: list[int], logprobs: list[dict[int, float]], question: dict[str, Any], ends: set[int]
-) -> dict[str, Any]:
-    """Return the position of the first token that is not ours, and the margin if our token is among the likeliest."""
-    tokens = [-1 if token in ends else token for token in ids]
-    place = _first_difference(tokens, question["ids"])
-    row: dict[str, Any] = {"prompt": None, "position": place}
-    if place is None or place >= min(len(tokens), len(question["ids"])):
-        return row
-    row |= {"theirs": tokens[place], "ours": question["ids"][place]}
-    known = logprobs[place]
-    ours = [known[token] for token in (ends if row["ours"] == -1 else [row["ours"]]) if token in known]
-    return row | ({"margin": max(known.values()) - max(ours)} if ours else {})
+        tokens = [-1 if token in self._ends else token for token in best.token_ids]
+        place = _first_difference(tokens, question["ids"])
+        row: dict[str, Any] = {"prompt": None, "position": place}
+        if place is None or place >= min(len(tokens), len(question["ids"])):
+            return row
+        row |= {"theirs": tokens[place], "ours": question["ids"][place]}
+        # The server returns the likeliest tokens alone: without ours among them there is no margin.
+        known = logprobs[place]
+        ours = [known[token] for token in (self._ends if row["ours"] == -1 else [row["ours"]]) if token in known]
+        return row | ({"margin": max(known.values()) - max(ours)} if ours else {})
 
 
 LOADERS: dict[str, Any] = {

@@ -1,6 +1,9 @@
 """An export is loaded as somebody else would load it, and answers a drawn sample of the held-out questions.
 
     report.json, report.html    per loader: answers that are the same, explained by rounding or resizing, or different
+    questions/questions.json    what `loaders.py` reads, while the stage runs
+    questions/00000-0.png       the first picture of question 0, decoded, upright, on white
+    questions/00000.npy         (P, 3 * patch_size^2) uint8: our patches of all pictures of question 0
     job/                        job.json and the log, while the stage runs
 
 The loaders run in a process of their own, which imports nothing of athanor: transformers on the directory alone, PEFT
@@ -12,23 +15,31 @@ from, since greedy answers do not show a lost draft layer or another dtype.
 0 if a loader fails, or if the directory differs. `execution.registry.gates.same_answers` holds it against a bound.
 """
 
+import hashlib
 import importlib.util
+import io
 import json
 import shutil
 import statistics
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from dataset_builders.contracts.sample import IMAGE_SLOT, Sample
 from dataset_builders.errors import InputError
+from dataset_builders.pictures.images import open_rgb
+from dataset_builders.pictures.pixels import encode_image
 from dataset_builders.storage.files import write_json
-from stages.answer.records import ANSWERS_JSONL, GeneratedAnswer, read_answers
+from stages.answer.heldout import ANSWERS_JSONL, GeneratedAnswer, heldout_samples, read_answers
 from stages.release.directory import write_directory
-from stages.release.flavor.mlmodel import FLAVOR_FILES
+from stages.release.flavor import FLAVOR_FILES
 from stages.shared.artifacts.artifact import Artifact, Input, Stage, StageOutput
 from stages.shared.artifacts.workers import StageResources
 from stages.shared.chat_format.chat import ChatEncoder
-from stages.shared.chat_format.prompt import read_prompt_format
+from stages.shared.chat_format.prompt import PromptFormat, read_prompt_format
 from stages.shared.inputs.ends import end_ids
 from stages.shared.inputs.model_directory import ModelDirectory, opened_model
 from stages.shared.launchers.job import Job, make_launcher, run_job
@@ -36,13 +47,15 @@ from stages.shared.pages.report import Section, Table, write_report
 from stages.shared.scoring.names import SAME_ANSWERS
 from stages.verify.config import VerifyConfig
 from stages.verify.directory import differences
-from stages.verify.questions import END, QUESTIONS, write_questions
 from stages.verify.verdict import counted, first_of, judge, share
 from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT
 
 VERSION = 2  # 2: bytes of copied tensors
 JOB_DIR, ROWS = "job", "loaders.json"
 SERVERS = ("vllm",)  # checked only where it is installed and loads the directory
+QUESTIONS = "questions"
+END = -1  # stands for any token that ends an answer
+_SPARE = 4  # drawn per question, since not every sample is a single question
 
 
 def verify(
@@ -77,9 +90,89 @@ def verify(
     shares = [each[SAME_ANSWERS] for each in loaders.values() if each[SAME_ANSWERS] is not None]
     share_of_worst = 0.0 if faults else min(shares, default=None)
     stats = {"questions": len(questions), "faults": faults, "loaders": loaders, SAME_ANSWERS: share_of_worst}
-    stats |= {"reason": _reason(stats), "rows": _loader_rows(stats)}
+    firsts = (loader["first"] for loader in loaders.values() if loader[SAME_ANSWERS] is not None)
+    # Why not all answers are the same, in words; "" if they are.
+    stats |= {"reason": next(filter(None, [*faults, *firsts]), ""), "rows": _loader_rows(loaders)}
     _write_report(work, stats)
     return StageOutput(stats=stats)
+
+
+def write_questions(
+    work: Path,
+    config: VerifyConfig,
+    samples: Artifact,
+    answers: Sequence[GeneratedAnswer],
+    chat: ChatEncoder,
+    prompt: PromptFormat,
+) -> list[dict[str, Any]]:
+    """Write the drawn questions as another program gets them, messages and PNG files, with our own answers; return
+    them. `chat` is the encoder of the export; its prompts are the expected ones."""
+    drawn = {answer.key: answer for answer in draw(answers, _SPARE * config.num_questions)}
+    samples_of = {sample.key: sample for sample in heldout_samples(samples) if sample.key in drawn}
+    usable = [samples_of[key] for key in drawn if _begins_with_one_question(samples_of[key])][: config.num_questions]
+    directory = work / QUESTIONS
+    directory.mkdir(exist_ok=True)
+    questions = [
+        _write_question(directory, number, each, drawn[each.key], config.max_new_tokens, chat, prompt)
+        for number, each in enumerate(usable)
+    ]
+    about = {"questions": questions, "end": END}
+    write_json(
+        directory / "questions.json", about | {"patch_format": prompt.pixels.patch_format.model_dump(mode="json")}
+    )
+    return questions
+
+
+def draw(answers: Iterable[GeneratedAnswer], count: int) -> list[GeneratedAnswer]:
+    """Return `count` first answers of samples, from each subset in turn, in an order fixed by their keys."""
+    subsets: dict[str, list[GeneratedAnswer]] = defaultdict(list)
+    for answer in sorted((a for a in answers if a.turn == 0), key=lambda a: hashlib.sha256(a.key.encode()).digest()):
+        subsets[answer.key.rpartition("/")[0]].append(answer)
+    rounds = max(map(len, subsets.values()), default=0)
+    in_turn = [subset[i] for i in range(rounds) for _, subset in sorted(subsets.items()) if i < len(subset)]
+    return in_turn[:count]
+
+
+def _begins_with_one_question(sample: Sample) -> bool:
+    roles = [message.role for message in sample.messages]
+    return roles[roles[0] == "system" :][:2] == ["user", "assistant"]
+
+
+def _write_question(
+    directory: Path,
+    number: int,
+    sample: Sample,
+    answer: GeneratedAnswer,
+    limit: int,
+    chat: ChatEncoder,
+    prompt: PromptFormat,
+) -> dict[str, Any]:
+    before = sample.messages[: 1 + (sample.messages[0].role == "system")]
+    text, system = before[-1].text, before[0].text if len(before) == 2 else ""
+    images = sample.images[: text.count(IMAGE_SLOT)]
+    encoded = [encode_image(image, prompt.pixels) for image in images]
+    grids = np.array([grid for _, grid in encoded], np.int32).reshape(-1, 3)
+    files = [f"{number:05d}-{place}.png" for place in range(len(images))]
+    for file, image in zip(files, images):
+        out = io.BytesIO()
+        open_rgb(image).save(out, "PNG")
+        (directory / file).write_bytes(out.getvalue())
+    if images:
+        np.save(directory / f"{number:05d}.npy", np.concatenate([patches for patches, _ in encoded]))
+    ids = ([*answer.ids, END] if answer.stopped else answer.ids)[:limit]
+    return {
+        "key": sample.key,
+        "question": text,
+        "system": system or prompt.system_prompt or "",
+        "images": files,
+        "patches": f"{number:05d}.npy" if images else "",
+        "grids": grids.tolist(),
+        "prompt_ids": chat.encode_prompt(before, grids).tolist(),
+        "ids": ids,
+        "text": chat.tokenizer.decode(
+            [i for i in ids if i != END], skip_special_tokens=True, clean_up_tokenization_spaces=False
+        ),
+    }
 
 
 def _ask(work: Path, source: Path, exported: Artifact, resources: StageResources) -> dict[str, Any]:
@@ -134,20 +227,14 @@ def _judged(
     return loaders
 
 
-def _reason(stats: Mapping[str, Any]) -> str:
-    """Return why not all answers are the same, in words; "" if they are."""
-    firsts = (loader["first"] for loader in stats["loaders"].values() if loader[SAME_ANSWERS] is not None)
-    return next(filter(None, [*stats["faults"], *firsts]), "")
-
-
-def _loader_rows(stats: Mapping[str, Any]) -> list[list[object]]:
+def _loader_rows(loaders: Mapping[str, Any]) -> list[list[object]]:
     """Return one row per loader for the report and the card: name, share, kinds of answers, first difference."""
     rows: list[list[object]] = []
-    for name, loader in stats["loaders"].items():
+    for name, loader in loaders.items():
         kinds = ", ".join(f"{count} {kind}" for kind, count in loader["kinds"].items())
         value = "not checked" if loader[SAME_ANSWERS] is None else loader[SAME_ANSWERS]
         rows.append([name, value, kinds, loader["first"]])
-    return rows + [[name, "not checked", "", "not installed"] for name in SERVERS if name not in stats["loaders"]]
+    return rows + [[name, "not checked", "", "not installed"] for name in SERVERS if name not in loaders]
 
 
 def _write_report(work: Path, stats: Mapping[str, Any]) -> None:

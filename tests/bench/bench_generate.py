@@ -36,8 +36,7 @@ from transformers import AutoModelForImageTextToText
 from dataset_builders.contracts.tokenized import PixelConfig
 from dataset_builders.pictures.pixels import encode_image
 from stages.answer.greedy_decoder import EncodedImages, GreedyDecoder, PaddedPrompts, PoolLimits, Prompt, Row
-from stages.answer.parts import ahead
-from stages.answer.plan import cut_groups
+from stages.answer.parts import ahead, cut_groups
 from tests.bench.host import describe
 from tests.bench.mix import CONTROL_TOKENS, MODELS, draw_kind, draw_small, image_token, is_tiny, write_model
 from tests.helpers.reference import PIXELS

@@ -21,7 +21,7 @@ from dataset_builders.pictures.pixels import encode_image, pixel_values
 from flows.tracking.store import connect
 from stages.shared.chat_format.images import load_image_config
 from stages.shared.inputs.model_directory import ModelDirectory
-from stages.shared.scoring.metrics.exact_match import normalize
+from stages.shared.scoring.metrics.texts import normalize
 from tests.helpers.patience import at_most
 
 pytestmark = pytest.mark.full

@@ -110,7 +110,7 @@ def leave_the_end_of_turn_out(patch: pytest.MonkeyPatch) -> None:
         return np.where(ids == self.end_of_turn_id, 0, whole(self, ids, messages)).astype(np.uint8)
 
     patch.setattr(ChatEncoder, "_mask_answers", mask_answers)
-    patch.setattr(ChatEncoder, "learnt_text", lambda self, answer: self._normalize(answer.text.strip()))
+    patch.setattr(ChatEncoder, "trained_text", lambda self, answer: self._normalize(answer.text.strip()))
     # Other bytes from the same input need another VERSION. Otherwise the control would reuse these artifacts.
     stage = tokenize_samples.STAGE
     patch.setattr(tokenize_samples, "STAGE", replace(stage, version=stage.version + 1000))

@@ -22,8 +22,7 @@ from dataset_builders.sources.cord_target import NoTagForm, Tree, from_json, fro
 from dataset_builders.sources.cord_v2 import PROMPTS
 from dataset_builders.storage.files import write_text
 from flows.pipeline.recipe import load_recipe
-from stages.answer.plan import heldout_samples
-from stages.answer.records import ANSWERS_JSONL, GeneratedAnswer, to_line
+from stages.answer.heldout import ANSWERS_JSONL, GeneratedAnswer, heldout_samples, to_line
 from stages.convert.stage import STAGE as CONVERT
 from stages.evaluate.config import EvaluateConfig
 from stages.evaluate.predictions import read_predictions

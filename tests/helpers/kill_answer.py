@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 import stages.answer.transformers_engine
-from stages.answer.records import ANSWERS_JSONL
+from stages.answer.heldout import ANSWERS_JSONL
 from stages.answer.stage import AnswerConfig
 from stages.shared.artifacts.workers import StageResources
 from stages.shared.chat_format.prompt import read_prompt_format

@@ -19,8 +19,8 @@ from flows.cli.vision_table import COLUMNS, NOTE, advice, is_worth_showing, visi
 from flows.pipeline.config import PipelineConfig
 from flows.pipeline.plan import Plan, first_lines
 from flows.pipeline.steps import Step
-from stages.answer.job import answer_job
 from stages.answer.stage import answers_apart
+from stages.answer.worker import answer_job
 from stages.encode_images.stage import JOB_DIR as ENCODE_JOB_DIR
 from stages.export.stage import JOB_DIR
 from stages.shared.artifacts.artifact import Artifact, Input, stage_identity

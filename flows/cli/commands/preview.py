@@ -6,8 +6,7 @@ from dataset_builders.errors import InputError
 from dataset_builders.storage.files import write_text
 from dataset_builders.storage.store import side_dir
 from stages.shared.inputs.model_directory import ModelDirectory, resolve_hf_dir
-from stages.shared.preview.render import PreviewOptions, render_preview
-from stages.shared.preview.target import find_target
+from stages.shared.preview.render import PreviewOptions, find_target, render_preview
 
 
 def preview_command(args: argparse.Namespace) -> int:

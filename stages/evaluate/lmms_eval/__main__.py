@@ -13,7 +13,7 @@ from pathlib import Path
 from dataset_builders.contracts.manifest import MANIFEST
 from dataset_builders.errors import InputError
 from dataset_builders.storage.store import absolute, local_dir, location
-from stages.answer.plan import heldout_samples
+from stages.answer.heldout import heldout_samples
 from stages.evaluate.lmms_eval.task import METRICS, MIN_PIXELS, LmmsEvalTask, write_lmms_eval_task
 from stages.evaluate.predictions import counted, read_predictions
 from stages.shared.artifacts.artifact import Artifact

@@ -36,8 +36,8 @@ from dataset_builders.errors import InputError
 from dataset_builders.pictures.pixels import encode_image
 from dataset_builders.storage.files import atomic_path, write_text
 from stages.evaluate.lmms_eval import functions as lmms_eval_functions
-from stages.shared.chat_format.chat import read_system_prompt
 from stages.shared.chat_format.images import load_image_config, patches_png
+from stages.shared.chat_format.prompt import read_system_prompt
 from stages.shared.inputs.model_directory import ModelDirectory
 
 LMMS_EVAL = "0.7.3"  # the version that this was tested with
@@ -153,7 +153,9 @@ def _rows(
             turn += 1
             if task.questions is not None and (sample.key, turn) not in task.questions:
                 continue
-            before = _with_system(sample.messages[:place], system_prompt)
+            before = list(sample.messages[:place])
+            if system_prompt and not any(m.role == "system" for m in before):
+                before.insert(0, Message(role="system", text=system_prompt))
             shown = sum(m.text.count(IMAGE_SLOT) for m in before if m.role == "user")
             try:
                 images = [_as_trained(image, pixels) for image in sample.images[:shown]]
@@ -164,7 +166,11 @@ def _rows(
                 "turn": turn,
                 "subset": sample.subset,
                 "metric": task.metrics.get(sample.subset, "exact_match"),
-                "messages": json.dumps([_turn(m) for m in before], ensure_ascii=False),
+                # As stages/shared/chat_format/text.py gives them to the template: answers without outer white space.
+                "messages": json.dumps(
+                    [{"role": m.role, "text": m.text.strip() if m.role == "assistant" else m.text} for m in before],
+                    ensure_ascii=False,
+                ),
                 "references": list(message.references) or [message.text.strip()],
                 "images": [{"bytes": data, "path": None} for data, _ in images],
             }
@@ -177,17 +183,6 @@ def _as_trained(image: bytes, pixels: PixelConfig) -> tuple[bytes, int]:
     patch = pixels.patch_format.patch_size
     side = patch * int(max(grid))
     return patches_png(patches, grid, pixels.patch_format, side), patch * patch * int(grid[1] * grid[2])
-
-
-def _with_system(messages: tuple[Message, ...], system_prompt: str | None) -> list[Message]:
-    if system_prompt and not any(message.role == "system" for message in messages):
-        return [Message(role="system", text=system_prompt), *messages]
-    return list(messages)
-
-
-def _turn(message: Message) -> dict[str, str]:
-    """Return a message in the form of stages/shared/chat_format/chat.py: answers without outer white space."""
-    return {"role": message.role, "text": message.text.strip() if message.role == "assistant" else message.text}
 
 
 def _yaml(directory: Path, task: LmmsEvalTask, subsets: list[tuple[str, str]]) -> str:

@@ -64,7 +64,19 @@ def _image_config(
     _check_supported(file, raw, types)
     size = _size_of(file, raw)
     low, high = min_pixels or size["shortest_edge"], max_pixels or size["longest_edge"]
-    config = _pixel_config(file, raw, low, high)
+    try:
+        patch_format = PatchFormat(**{name: raw[name] for name in PatchFormat.model_fields})
+        config = PixelConfig(min_pixels=low, max_pixels=high, patch_format=patch_format)
+    except KeyError as error:
+        raise InputError(f"{file} has no {error.args[0]}; copy the model's own file again") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        field, value = first["loc"][0], str(first["input"])[:80]
+        raise InputError(f"{file}: {field} is {value} ({first['msg']}); copy the model's own file again") from error
+    if not min(patch_format.image_std) > 0:
+        raise InputError(
+            f"{file}: image_std is {raw['image_std']}; pixels are divided by it: copy the model's own file"
+        )
     if config.min_pixels > config.max_pixels:
         raise InputError(
             f"min_pixels={low} is more than max_pixels={high} ({file}); raise max_pixels or lower min_pixels"
@@ -90,28 +102,18 @@ def _size_of(file: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
     )
 
 
-def _pixel_config(file: Path, raw: dict[str, Any], low: Any, high: Any) -> PixelConfig:
-    try:
-        patch_format = PatchFormat(**{name: raw[name] for name in PatchFormat.model_fields})
-        config = PixelConfig(min_pixels=low, max_pixels=high, patch_format=patch_format)
-    except KeyError as error:
-        raise InputError(f"{file} has no {error.args[0]}; copy the model's own file again") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        field, value = first["loc"][0], str(first["input"])[:80]
-        raise InputError(f"{file}: {field} is {value} ({first['msg']}); copy the model's own file again") from error
-    if not min(patch_format.image_std) > 0:
-        raise InputError(
-            f"{file}: image_std is {raw['image_std']}; pixels are divided by it: copy the model's own file"
-        )
-    return config
-
-
 def write_pixel_limits(hf_dir: Path, min_pixels: int | None, max_pixels: int | None) -> None:
     """Write pixel limits to a directory's configs, for `load_image_config` and other programs; None: keep the limit."""
     limits = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
     limits = {name: value for name, value in limits.items() if value is not None}
-    settings = {file: _with_limits(file, raw, limits) for file, raw in read_image_settings(hf_dir).items()}
+    settings = read_image_settings(hf_dir)
+    if limits:
+        # min_pixels and max_pixels are older names of the same limits and would replace the new size.
+        settings = {
+            file: {name: value for name, value in raw.items() if name not in ("min_pixels", "max_pixels")}
+            | {"size": {**_size_of(file, raw), **limits}}
+            for file, raw in settings.items()
+        }
     for file, changed in settings.items():
         write_json(file, {**read_json(file), "image_processor": changed} if file.name == PROCESSOR_CONFIG else changed)
     if settings and hf_dir / PREPROCESSOR_CONFIG not in settings:  # for programs that read this file alone
@@ -129,14 +131,6 @@ def patches_png(patches: np.ndarray, grid: np.ndarray, patch_format: PatchFormat
     out = io.BytesIO()
     image.save(out, "PNG")
     return out.getvalue()
-
-
-def _with_limits(file: Path, preprocessor: dict[str, Any], limits: Mapping[str, int]) -> dict[str, Any]:
-    if not limits:
-        return preprocessor
-    # min_pixels and max_pixels are older names of the same limits and would replace the new size.
-    others = {name: value for name, value in preprocessor.items() if name not in ("min_pixels", "max_pixels")}
-    return {**others, "size": {**_size_of(file, preprocessor), **limits}}
 
 
 def _check_supported(file: Path, raw: dict[str, Any], types: Sequence[str]) -> None:

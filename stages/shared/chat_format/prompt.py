@@ -1,13 +1,15 @@
-"""The form of a prompt: the pixels of its images and its system prompt."""
+"""The form of a prompt: the pixels of its images, and its system prompt, as a model directory keeps them."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.contracts.tokenized import PixelConfig
-from stages.shared.chat_format.chat import read_system_prompt
 from stages.shared.chat_format.images import load_image_config
 from stages.shared.inputs.model_directory import ModelDirectory
+
+SYSTEM_PROMPT = "system_prompt.txt"  # file of an exported directory: the system prompt that the model was trained with
 
 
 class PromptFormat(StrictModel):
@@ -27,3 +29,9 @@ def read_prompt_format(model: ModelDirectory, tokenized: Mapping[str, Any] | Non
         return PromptFormat(pixels=load_image_config(model), system_prompt=read_system_prompt(model.path))
     pixels = load_image_config(model, tokenized.get("min_pixels"), tokenized.get("max_pixels"))
     return PromptFormat(pixels=pixels, system_prompt=tokenized.get("system_prompt") or None)
+
+
+def read_system_prompt(hf_dir: Path) -> str | None:
+    """Return the system prompt that an exported directory was trained with, or None."""
+    file = hf_dir / SYSTEM_PROMPT
+    return file.read_text(encoding="utf-8") if file.is_file() else None

@@ -4,19 +4,28 @@ For an answer, a model reads the template's prompt of the turns before it, and w
 thinking models write a turn differently once it is history (Qwen3.5 leaves out its think block), or begin the
 conversation differently if reasoning is requested (Qwen3.8). So one text of several turns may be right only for its
 last answer. An answer may be trained on in a text only if that text begins with the text in which the answer is last.
+`mismatch` tries that on small conversations.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from dataset_builders.contracts.sample import Message, SkipSample
+from stages.shared.chat_format.template import TRIAL_PAIRS
+
+if TYPE_CHECKING:
+    from stages.shared.chat_format.chat import ChatEncoder
 
 Conversation = tuple[Message, ...]
 Render = Callable[[Sequence[Sequence[Message]]], list[str | SkipSample]]
 
 _ANSWER, _THOUGHT = "b", "why"
 _TRIAL_TURNS = 3
+_THOUGHT_OF_A_TRIAL = "It has a stroke."
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +78,7 @@ def read_format(
 
 def cut_conversations(
     conversations: Sequence[Conversation],
-    learnt: Sequence[Sequence[bool]],
+    trained: Sequence[Sequence[bool]],
     reasoned: Sequence[Sequence[bool]],
     render: Render,
     keeps: tuple[bool, bool],
@@ -80,14 +89,14 @@ def cut_conversations(
     conversation that can be trained on in one text is returned unchanged.
 
     Args:
-        learnt: for each assistant message of each conversation, whether it is trained on.
+        trained: for each assistant message of each conversation, whether it is trained on.
         reasoned: for each message of each conversation, whether the template is given reasoning before it.
     """
     cut = [[messages] for messages in conversations]
     looked_at: dict[int, list[int]] = {}  # number of a conversation -> indices of its answers to train on
-    for number, (messages, flags) in enumerate(zip(conversations, learnt)):
+    for number, (messages, flags) in enumerate(zip(conversations, trained)):
         answers = [place for place, message in enumerate(messages) if message.role == "assistant"]
-        places = [place for place, is_learnt in zip(answers, flags) if is_learnt]
+        places = [place for place, is_trained in zip(answers, flags) if is_trained]
         kinds = {reasoned[number][place] for place in answers}
         if places and places != [len(messages) - 1] and (len(kinds) > 1 or not keeps[kinds.pop()]):
             looked_at[number] = places
@@ -127,3 +136,46 @@ def _keeps(texts: Sequence[str | SkipSample]) -> bool:
 
 def _begins(whole: str | SkipSample, text: str | SkipSample) -> bool:
     return isinstance(whole, str) and isinstance(text, str) and whole.startswith(text)
+
+
+def mismatch(chat: "ChatEncoder") -> str:
+    """Return the first trial in which the ids before a trained answer differ from its prompt, in words; empty if none.
+
+    The trials are conversations of one, two and three turns, with and without a system message, and with reasoning if
+    the template writes it. A conversation that the template refuses is skipped.
+    """
+    trials = dict(_small_conversations(has_reasoning=chat.format.opened is not None and chat.learn.reasoning))
+    texts = chat.render(list(trials.values()))
+    names = [name for name, text in zip(trials, texts) if not isinstance(text, SkipSample)]
+    parts = [(n, part) for n, cut in zip(names, chat.cut([trials[n] for n in names])) for part in cut]
+    places: list[tuple[str, Conversation, int, np.ndarray]] = []  # trial, its part, index of an answer, ids before it
+    for (name, part), text in zip(parts, chat.tokenize([part for _, part in parts])):
+        if isinstance(text, SkipSample):
+            return f"with {name} {text.detail}"
+        # Every other change of the mask is the start of a trained answer.
+        starts = np.flatnonzero(np.diff(text.mask, prepend=0, append=0))[::2]
+        trained = [place for place, message in enumerate(part) if message.role == "assistant" and message.is_learnt]
+        # all answers, or only the last one
+        places += [(name, part, p, text.ids[:s]) for p, s in zip(trained[-len(starts) :], starts, strict=True)]
+    for thinks in (False, True):
+        asked = [each for each in places if bool(chat.reasoning_of(each[1][each[2]])) == thinks]
+        prompts = chat.render([part[:place] for _, part, place, _ in asked], add_generation_prompt=True, thinks=thinks)
+        for (name, _, place, ids), prompt in zip(asked, prompts):
+            if isinstance(prompt, SkipSample):
+                return f"with {name} {prompt.detail}"
+            if not np.array_equal(chat.token_ids(prompt), ids):
+                return f"with {name} the ids before message {place} are not those of its prompt at inference"
+    return ""
+
+
+def _small_conversations(has_reasoning: bool) -> Iterator[tuple[str, Conversation]]:
+    """Yield (name, conversation) of each trial."""
+    for system in ((), (Message(role="system", text="Be brief."),)):
+        for reasoning in ("", _THOUGHT_OF_A_TRIAL)[: 1 + has_reasoning]:
+            for number in range(1, len(TRIAL_PAIRS) + 1):
+                messages = list(system)
+                for question, answer in TRIAL_PAIRS[:number]:
+                    messages.append(Message(role="user", text=question))
+                    messages.append(Message(role="assistant", text=answer, reasoning=reasoning))
+                about = f"{number} turn{'s' * (number > 1)}{' and a system message' * bool(system)}"
+                yield f"{about}{' and reasoning' * bool(reasoning)}", tuple(messages)

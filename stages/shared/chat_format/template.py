@@ -31,7 +31,7 @@ _PROGRAM = Path(__file__).with_name("template_process.py")
 _REQUEST_CHARACTERS = 1 << 22  # characters of the conversations in one request
 _MAX_DEATHS = 3  # conversations that may end the process; more are the template's fault, and each costs CPU_SECONDS
 _WAY_OUT = "copy the chat_template.jinja of the model's makers"
-_TRIAL_TURNS = 3
+TRIAL_PAIRS = (("What is it?", "A seven."), ("And now?", "Still a seven."), ("Is it odd?", "Yes."))
 _PICTURE_TRIAL: list[dict[str, Any]] = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]},
@@ -69,7 +69,7 @@ class ChatTemplate:
                 what = f"refuses a plain question ({text})" if kind == "refused" else text
                 raise InputError(f"{self._owner}: the chat template {what}; {_WAY_OUT}")
         for begin in ([], [{"role": "system", "content": "Be brief."}]):
-            for num_turns in range(1, _TRIAL_TURNS + 1):
+            for num_turns in range(1, len(TRIAL_PAIRS) + 1):
                 self._check_prompt([*begin, *_turns(num_turns)], num_turns)
 
     def _check_prompt(self, messages: Messages, num_turns: int) -> None:
@@ -187,9 +187,8 @@ def read_template(hf_dir: Path) -> tuple[str | None, dict[str, Any]]:
 
 
 def _turns(number: int) -> Messages:
-    pairs = [("What is it?", "A seven."), ("And now?", "Still a seven."), ("Is it odd?", "Yes.")][:number]
     roles = ("user", "assistant")
-    return [{"role": role, "content": text} for pair in pairs for role, text in zip(roles, pair)]
+    return [{"role": role, "content": text} for pair in TRIAL_PAIRS[:number] for role, text in zip(roles, pair)]
 
 
 def _request(messages: Messages, add_generation_prompt: bool, thinks: bool) -> str:

@@ -40,7 +40,8 @@ def artifact_page(
             elsewhere. Its bytes then depend on the artifact alone.
     """
     report = read_report(directory) or {"title": "Artifact", "summary": {}, "sections": []}
-    settings = Table("Settings", ["field", "value"], [[k, _as_text(v)] for k, v in flatten(manifest.config).items()])
+    fields = ((k, ", ".join(map(str, v)) if isinstance(v, list) else v) for k, v in flatten(manifest.config).items())
+    settings = Table("Settings", ["field", "value"], list(fields))
     name = f"{manifest.stage} {manifest.fingerprint}"
     return render(
         "page.html.j2",
@@ -86,10 +87,6 @@ def _files(manifest: Manifest) -> Table:
     rows = [[f.name, f.size_bytes, f.sha256[:16], getattr(f, "num_samples", None)] for f in files[:_SHOWN_FILES]]
     title = f"Files: {len(files):,}" + (f", the first {_SHOWN_FILES}" if len(files) > _SHOWN_FILES else "")
     return Table(title, columns, [row[: len(columns)] for row in rows])
-
-
-def _as_text(value: object) -> object:
-    return ", ".join(map(str, value)) if isinstance(value, list) else value
 
 
 def render(template: str, **values: object) -> str:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from markupsafe import Markup
 
 from dataset_builders.contracts.manifest import ShardEntry
-from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Sample, SkipSample, image_digests
+from dataset_builders.contracts.sample import IMAGE_SLOT, Sample, SkipSample, image_digests
 from dataset_builders.contracts.sample_record import from_fields
 from dataset_builders.contracts.shard_io import iter_records
 from dataset_builders.errors import InputError
@@ -91,24 +91,20 @@ def samples_of_shard(path: StorePath, key: str | None, count: int) -> list[Shard
 def _read(path: StorePath, shard: ShardEntry | None) -> Iterator[ShardSample]:
     name = shard.name if shard else path.name
     for key, fields in iter_records(path):  # no entry: a whole shard's digest would cost more than the page
-        yield ShardSample(_sample(path, key, fields), shard, name)
-
-
-def _sample(path: StorePath, key: str, fields: dict[str, bytes]) -> Sample:
-    if "input_ids.i32" in fields:
-        raise InputError(
-            f"{path} is a tokenized shard without its artifact, whose manifest says how pixels are stored; "
-            "give one that lies in its artifact's directory"
-        )
-    try:
-        sample = from_fields(key, fields)
-        sample.check()
-    except (AttributeError, KeyError, TypeError, ValueError, SkipSample) as error:
-        raise InputError(
-            f"{path}: record {key} is not one of a sample shard ({type(error).__name__}: {error}); give a shard that "
-            "convert wrote, or the directory of a whole artifact"
-        ) from error
-    return sample
+        if "input_ids.i32" in fields:
+            raise InputError(
+                f"{path} is a tokenized shard without its artifact, whose manifest says how pixels are stored; "
+                "give one that lies in its artifact's directory"
+            )
+        try:
+            sample = from_fields(key, fields)
+            sample.check()
+        except (AttributeError, KeyError, TypeError, ValueError, SkipSample) as error:
+            raise InputError(
+                f"{path}: record {key} is not one of a sample shard ({type(error).__name__}: {error}); give a shard "
+                "that convert wrote, or the directory of a whole artifact"
+            ) from error
+        yield ShardSample(sample, shard, name)
 
 
 def samples_html(samples: Sequence[ShardSample]) -> Markup:
@@ -131,8 +127,11 @@ def _card(item: ShardSample) -> dict[str, Any]:
     for message in sample.messages:
         thought = f"<think>\n{message.reasoning}\n</think>\n\n" if message.reasoning else ""
         texts = (thought + message.text).split(IMAGE_SLOT)
-        kind, role = _kind(message)
-        messages.append({"kind": kind, "role": role, "texts": list(map(_cut, texts)), "first_image": num_images})
+        kind, label = (message.role if message.role in ("system", "user") else "other"), message.role
+        if message.role == "assistant":
+            kind = "assistant learnt" if message.is_learnt else "assistant"  # classes of style.css
+            label = "assistant, learnt" if message.is_learnt else "assistant, given"
+        messages.append({"kind": kind, "role": label, "texts": list(map(_cut, texts)), "first_image": num_images})
         num_images += len(texts) - 1
     return {
         "key": sample.key,
@@ -142,13 +141,6 @@ def _card(item: ShardSample) -> dict[str, Any]:
         "num_images": len(sample.images),
         "messages": messages,
     }
-
-
-def _kind(message: Message) -> tuple[str, str]:
-    """Return the CSS classes of a message, and the label above it."""
-    if message.role != "assistant":
-        return (message.role if message.role in ("system", "user") else "other"), message.role
-    return ("assistant learnt", "assistant, learnt") if message.is_learnt else ("assistant", "assistant, given")
 
 
 def _cut(text: str) -> str:

@@ -56,15 +56,10 @@ class TokenRun:
 
 @dataclass(frozen=True, slots=True)
 class Speller:
-    """The decoder of token ids.
+    """The decoder of token ids."""
 
-    Attributes:
-        decode: token ids -> text; None: there is no tokenizer, and the page shows ids.
-        note: a note about the tokenizer, for the reader of the page.
-    """
-
-    decode: Callable[[np.ndarray], str] | None
-    note: str
+    decode: Callable[[np.ndarray], str] | None  # token ids -> text; None: there is no tokenizer, and the page shows ids
+    note: str  # about the tokenizer, for the reader of the page
 
 
 def find_speller(tokenized: Artifact, model: ModelDirectory | None) -> Speller:
@@ -123,7 +118,11 @@ def choose_rows(directory: StorePath, count: int, key: str | None, shard: str | 
         table = read_partition(path)
         for column, value in (("key", key), ("shard", shard)):
             table = table if value is None else table.filter(pc.equal(table[column], value))
-        _gather(table, -(-count // len(opened)) if shard is None else count, groups)
+        of_each = -(-count // len(opened)) if shard is None else count
+        for subset in pc.unique(table["subset"]).to_pylist():
+            of_subset = table.filter(pc.equal(table["subset"], subset))
+            chosen = pa.array(evenly(range(len(of_subset)), of_each), pa.int64())
+            groups.setdefault(subset, []).extend(of_subset.take(chosen).to_pylist())
         if (key or shard) and groups:  # a shard is completely in one partition
             break
     if not groups and (key or shard):
@@ -133,14 +132,6 @@ def choose_rows(directory: StorePath, count: int, key: str | None, shard: str | 
             "to see some that are there"
         )
     return in_turn(groups, count)
-
-
-def _gather(table: pa.Table, count: int, groups: dict[str, list[dict[str, Any]]]) -> None:
-    for subset in pc.unique(table["subset"]).to_pylist():
-        rows = groups.setdefault(subset, [])
-        of_subset = table.filter(pc.equal(table["subset"], subset))
-        chosen = evenly(range(len(of_subset)), count)
-        rows += of_subset.take(pa.array(chosen, pa.int64())).to_pylist()
 
 
 def tokens_html(
@@ -246,16 +237,13 @@ def _spelt(runs: Iterator[TokenRun], ids: np.ndarray, speller: Speller) -> Itera
 def _tokens(ids: np.ndarray, start: int, end: int, speller: Speller) -> Iterator[tuple[str, str]]:
     """Yield (id and position, text) of each token; tokens that form one character stay together."""
     while start < end:
-        stop, text = _next_text(ids, start, end, speller)
+        stop, text = start + 1, f"{ids[start]} "
+        if speller.decode is not None:
+            alone = text = speller.decode(ids[start:stop])
+            while _BROKEN in text and stop < min(end, start + _LONGEST_CHARACTER):
+                stop += 1
+                text = speller.decode(ids[start:stop])
+            if _BROKEN in text:  # no character even with the tokens after it
+                stop, text = start + 1, alone
         yield f"{' '.join(map(str, ids[start:stop]))} at {start}", text
         start = stop
-
-
-def _next_text(ids: np.ndarray, start: int, end: int, speller: Speller) -> tuple[int, str]:
-    if speller.decode is None:
-        return start + 1, f"{ids[start]} "
-    for stop in range(start + 1, min(end, start + _LONGEST_CHARACTER) + 1):
-        text = speller.decode(ids[start:stop])
-        if _BROKEN not in text:
-            return stop, text
-    return start + 1, speller.decode(ids[start : start + 1])

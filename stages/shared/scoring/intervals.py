@@ -175,12 +175,15 @@ def _difference(point: float, values: np.ndarray, outcomes: np.ndarray, bootstra
     values = np.where(np.abs(values) < ROUNDING, 0.0, values)
     low, high = _bounds(point, values, bootstrap)
     wins, losses, ties = (int(number) for number in outcomes)
+    # Twice the smaller tail at 0; the answers count as one resample (Davison and Hinkley 1997, 4.2).
+    tails = np.sum(values <= 0), np.sum(values >= 0)
+    p_value = float(min(1.0, 2 * (min(tails) + 1) / (np.sum(~np.isnan(values)) + 1))) if not np.isnan(point) else np.nan
     return Difference(
         difference=point,
         low=low,
         high=high,
         excludes_zero=bool(low > 0 or high < 0),
-        p_value=_p_value(point, values),
+        p_value=p_value,
         wins=wins,
         losses=losses,
         ties=ties,
@@ -197,14 +200,6 @@ def _bounds(point: float, values: np.ndarray, bootstrap: Bootstrap) -> tuple[flo
     tail = (1 - bootstrap.level) / 2
     low, high = np.quantile(scored, [tail, 1 - tail])
     return float(low), float(high)
-
-
-def _p_value(point: float, values: np.ndarray) -> float:
-    """Return twice the smaller tail at 0; the answers count as one resample (Davison and Hinkley 1997, 4.2)."""
-    if np.isnan(point):
-        return np.nan
-    tails = np.sum(values <= 0), np.sum(values >= 0)
-    return float(min(1.0, 2 * (min(tails) + 1) / (np.sum(~np.isnan(values)) + 1)))
 
 
 def _outcomes(first: Subset, second: Subset) -> np.ndarray:

@@ -1,4 +1,6 @@
-"""The metrics of each subset, with reasons: the fifty subsets of the_cauldron, and CORD-V2.
+"""The metrics by name, and those of each subset, with reasons: the fifty subsets of the_cauldron, and CORD-V2.
+
+A new metric needs its class, one line in `METRICS` and its name in names.py.
 
 the_cauldron ends nearly every short answer with a full stop ("Yes.", "14."), even if the source has none, and keeps one
 answer of ten annotators. If a task's own metric is plain equality, the headline here is therefore vqa_em, which ignores
@@ -8,7 +10,28 @@ the full stop. exact_match is reported too: it is low for a model that was never
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from stages.shared.scoring.names import check_overrides
+from stages.shared.scoring.metrics.captions import Bleu, Cider, RougeL
+from stages.shared.scoring.metrics.choices import MultipleChoice
+from stages.shared.scoring.metrics.contract import Metric
+from stages.shared.scoring.metrics.cord import CordFieldF1, CordTreeEdit
+from stages.shared.scoring.metrics.denotation import TableExactMatch
+from stages.shared.scoring.metrics.texts import (
+    ANLS,
+    CER,
+    WER,
+    ExactMatch,
+    RelaxedAccuracy,
+    VQAAccuracy,
+    VQAExactMatch,
+)
+from stages.shared.scoring.names import METRIC_NAMES, check_name, check_overrides
+
+_METRICS: tuple[type[Metric], ...] = (
+    *(ExactMatch, VQAExactMatch, VQAAccuracy, MultipleChoice, ANLS, RelaxedAccuracy, TableExactMatch),
+    *(CER, WER, Cider, Bleu, RougeL, CordTreeEdit, CordFieldF1),
+)
+METRICS: dict[str, Metric] = {metric.name: metric() for metric in _METRICS}
+assert tuple(METRICS) == METRIC_NAMES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,6 +170,11 @@ SUBSETS: dict[str, SubsetMetrics] = {
     for name, metrics in group.items()
 }
 _UNKNOWN = SubsetMetrics(headline="exact_match", others=(), reason="an unknown subset: the strictest metric")
+
+
+def get_metric(name: str) -> Metric:
+    check_name(name)
+    return METRICS[name]
 
 
 def metrics_of(subset: str, overrides: Mapping[str, Sequence[str]] | None = None) -> SubsetMetrics:

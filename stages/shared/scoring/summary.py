@@ -16,8 +16,7 @@ import numpy as np
 from stages.shared.scoring.intervals import Bootstrap, Interval, Subset, groups_by_picture, interval, overall
 from stages.shared.scoring.metrics.contract import Judged
 from stages.shared.scoring.names import OVERALL, PARSE_FAILURES, SCORE
-from stages.shared.scoring.subsets import SubsetMetrics, metrics_of
-from stages.shared.scoring.table import get_metric
+from stages.shared.scoring.subsets import SubsetMetrics, get_metric, metrics_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,13 +86,9 @@ def table_of(
 ) -> dict[str, dict[str, float]]:
     """Return {subset or overall: {metric: value}} as in the module's docstring, without values that are NaN."""
     table = {subset: _row(scores.values, upwards(scores), scores.unparsed) for subset, scores in scores_of.items()}
-    subsets_with: dict[str, set[str]] = {}
-    for subset, scores in scores_of.items():
-        for metric in scores.values:
-            subsets_with.setdefault(metric, set()).add(subset)
     everywhere = {}
-    for metric, subsets in subsets_with.items():
-        judged = [answer for answer, subset in zip(answered.judged, answered.subset) if subset in subsets]
+    for metric in dict.fromkeys(metric for scores in scores_of.values() for metric in scores.values):
+        judged = [each for each, subset in zip(answered.judged, answered.subset) if metric in scores_of[subset].values]
         everywhere[metric] = get_metric(metric).score(judged)
     unparsed = [scores.unparsed for scores in scores_of.values() if scores.unparsed is not None]
     table[OVERALL] = _row(everywhere, score.value, np.concatenate(unparsed) if unparsed else None)

@@ -9,8 +9,8 @@ import pytest
 from dataset_builders.contracts.sample import Message, Sample, SkipSample
 from dataset_builders.contracts.sample_record import from_fields, to_fields
 from dataset_builders.errors import InputError
-from stages.shared.scoring.metrics.anls import ANLS
 from stages.shared.scoring.metrics.contract import Judged
+from stages.shared.scoring.metrics.texts import ANLS
 from tests.helpers.drawn.write import ROW_SCHEMA
 from tests.helpers.json_rows import read_source, reasons
 from tests.helpers.raw_rows import png, write_parquet

@@ -22,7 +22,7 @@ from flows.tracking.record import changed, load_record
 from flows.tracking.run_writer import RunWriter, chosen_files, sizes_of
 from flows.tracking.store import connect, may_pass
 from flows.tracking.tracker import Sender, Tracker
-from stages.release.flavor.mlmodel import FLAVOR_FILES, installed_versions, write_flavor
+from stages.release.flavor import FLAVOR_FILES, installed_versions, write_flavor
 from stages.shared.artifacts.artifact import Artifact
 from tests.helpers.mlflow_server import MlflowServer
 from tests.helpers.tiny_model import tiny_hf_dir

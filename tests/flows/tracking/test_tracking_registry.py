@@ -10,7 +10,7 @@ import pytest
 from flows.tracking.config import RegistryConfig
 from flows.tracking.registry import EVALUATION_TAG, EXPORT_TAG, HELDOUT_TAG, SCORE_TAG, promote, register
 from flows.tracking.store import connect
-from stages.compare.certainty import ScoredAnswers
+from stages.compare.comparison import ScoredAnswers
 from stages.evaluate.predictions import PREDICTIONS, PREDICTIONS_SCHEMA
 from stages.shared.scoring.intervals import Bootstrap
 from tests.helpers.tracked_run import make_artifact

@@ -14,7 +14,7 @@ from mlflow.exceptions import MlflowException
 
 import flows.tracking.publish
 import flows.tracking.tracker
-import stages.compare.certainty  # noqa: F401  takes a second, which would count as an answer of a slow MLflow
+import stages.compare.comparison  # noqa: F401  takes a second, which would count as an answer of a slow MLflow
 from flows.tracking.publish import Publication
 from flows.tracking.record import (
     MlflowState,

@@ -12,7 +12,7 @@ from dataset_builders.errors import InputError, printable
 from flows.cli.main import main
 from stages.answer.ask import ask
 from stages.answer.config import AnswerConfig
-from stages.answer.records import ANSWERS_JSONL
+from stages.answer.heldout import ANSWERS_JSONL
 from stages.answer.transformers_engine import Generator
 from stages.shared.inputs.adapter_directory import AdapterDirectory, adapter_input
 from stages.shared.inputs.model_directory import ModelDirectory, model_input

@@ -8,21 +8,28 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-import stages.answer.job as answer_job
 import stages.answer.parts as answer_parts
 import stages.answer.worker as answer_worker
 from dataset_builders.contracts.sample import Message, Sample
 from dataset_builders.contracts.shard_io import read_record
 from dataset_builders.errors import InputError
-from stages.answer.parts import AnswerJob
-from stages.answer.plan import PLAN_JSONL, Question, cut_groups, cut_parts, heldout_samples, plan_questions, write_plan
-from stages.answer.records import (
+from stages.answer.heldout import (
     ANSWERS_JSONL,
     GeneratedAnswer,
     SkippedSample,
+    heldout_samples,
     in_order_of_samples,
     read_answers,
     to_line,
+)
+from stages.answer.parts import (
+    PLAN_JSONL,
+    AnswerJob,
+    Question,
+    cut_groups,
+    cut_parts,
+    plan_questions,
+    write_plan,
 )
 from stages.answer.stage import AnswerConfig
 from stages.answer.transformers_engine import Generator
@@ -242,13 +249,13 @@ def test_the_stage_says_what_a_worker_refused(tmp_path, monkeypatch, refused):
             (tmp_path / "job" / answer_worker.REFUSED).write_text(refused)
         raise JobFailed("exit status 2", Handle(job=asked, command=["x"]), 2)
 
-    monkeypatch.setattr(answer_job, "run_job", run_job)
+    monkeypatch.setattr(answer_worker, "run_job", run_job)
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / answer_worker.REFUSED).write_text("of an earlier try")
     prompt = read_prompt_format(ModelDirectory(talkative_hf_dir()))
     job = AnswerJob(config=CONFIG, hf_dir=tmp_path, prompt=prompt, samples_dir=tmp_path, work_dir=tmp_path)
     with pytest.raises(InputError if refused else JobFailed, match=refused or "exit status 2"):
-        answer_job.run_workers(job, ClusterConfig(processes=2), lambda line: None, lambda: None)
+        answer_worker.run_workers(job, ClusterConfig(processes=2), lambda line: None, lambda: None)
 
 
 def test_a_worker_with_nothing_to_do_loads_no_model(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from PIL import Image
 
 from dataset_builders.errors import InputError
 from stages.answer.engine import EngineSettings, Request, check_engine, make_engine
-from stages.answer.records import ANSWERS_JSONL, read_answers
+from stages.answer.heldout import ANSWERS_JSONL, read_answers
 from stages.answer.stage import STAGE, AnswerConfig
 from stages.answer.transformers_engine import Generator
 from stages.shared.artifacts.run_stage import run_stage

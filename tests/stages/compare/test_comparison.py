@@ -13,9 +13,8 @@ from PIL import Image
 from dataset_builders.contracts.manifest import Manifest
 from dataset_builders.errors import InputError
 from dataset_builders.pictures.images import grey_png
-from stages.compare.difference import compare_predictions
-from stages.compare.report import shown_keys, write_comparison_report
-from stages.compare.stage import _stats, _table
+from stages.compare.comparison import compare_predictions
+from stages.compare.stage import _stats, _table, shown_keys, write_comparison_report
 from stages.evaluate.config import CompareConfig
 from stages.shared.pages.page import artifact_page
 from stages.shared.scoring.intervals import Bootstrap

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from stages.contamination import near_hashes
-from stages.contamination.near_hashes import MAX_BITS, near_pairs
+from stages.contamination import copies
+from stages.contamination.config import MAX_BITS
+from stages.contamination.copies import near_pairs
 
 pytestmark = pytest.mark.promise(
     "Held-out images that occur in train, encoded again, resized or cropped by 2% too, count in no score; others that "
@@ -47,8 +48,8 @@ def test_seven_bits_are_found_however_they_lie(spread):
     assert len(near_pairs(query, np.array([0x0123456789ABCDEF], np.uint64), 6)[0]) == 0
 
 
-def test_a_full_drawer_is_searched_in_pieces(monkeypatch):
-    monkeypatch.setattr(near_hashes, "_CANDIDATES", 7)
+def test_a_full_bucket_is_searched_in_pieces(monkeypatch):
+    monkeypatch.setattr(copies, "_CANDIDATES", 7)
     queries, hashes = hashes_near_each_other(3)
     query, place = near_pairs(queries, hashes, 6)
     assert set(zip(query.tolist(), place.tolist())) == all_pairs(queries, hashes, 6)

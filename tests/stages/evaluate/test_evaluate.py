@@ -11,11 +11,11 @@ import stages.evaluate.stage as evaluate
 from dataset_builders.contracts.manifest import Manifest
 from dataset_builders.errors import InputError
 from dataset_builders.storage.files import write_text
-from stages.answer.records import ANSWERS_JSONL, GeneratedAnswer, SkippedSample, to_line
+from stages.answer.heldout import ANSWERS_JSONL, GeneratedAnswer, SkippedSample, to_line
 from stages.answer.transformers_engine import Generator
 from stages.contamination.stage import CONTAMINATION, CONTAMINATION_SCHEMA
 from stages.evaluate.config import EvaluateConfig
-from stages.evaluate.health import HEALTH
+from stages.evaluate.evaluation import HEALTH
 from stages.evaluate.predictions import PREDICTIONS_SCHEMA, counted, heldout_fingerprint, read_predictions
 from stages.evaluate.stage import STAGE
 from stages.shared.artifacts.artifact import Artifact

@@ -2,7 +2,7 @@
 
 import pytest
 
-from stages.evaluate.health import HEALTH, health
+from stages.evaluate.evaluation import HEALTH, health
 from stages.evaluate.predictions import Prediction
 
 

@@ -25,8 +25,8 @@ from dataset_builders.contracts.sample import Message
 from dataset_builders.pictures.images import open_rgb
 from dataset_builders.pictures.pixels import encode_image, pixel_values
 from stages.answer.transformers_engine import Generator
-from stages.release.flavor import mlmodel
-from stages.release.flavor.mlmodel import installed_versions, write_flavor
+from stages.release import flavor
+from stages.release.flavor import installed_versions, write_flavor
 from stages.shared.chat_format.images import load_image_config
 from stages.shared.inputs.model_directory import ModelDirectory
 from tests.helpers.evaluation import picture, talkative_hf_dir
@@ -67,7 +67,7 @@ def loaded(directory, code):
 
 @pytest.fixture(scope="module")
 def code():
-    spec = importlib.util.spec_from_file_location("flavor_code", Path(mlmodel.__file__).with_name(mlmodel.CODE))
+    spec = importlib.util.spec_from_file_location("flavor_code", Path(flavor.__file__).with_name(flavor.CODE))
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -105,7 +105,7 @@ def test_mlflow_loads_it_and_it_answers_as_our_own_stage(directory):
 def test_it_is_what_mlflow_itself_would_write(directory, tmp_path):
     """Everything but times, ids and sizes."""
     own = mlflow.pyfunc.load_model(str(directory)).metadata
-    code = shutil.copyfile(directory / mlmodel.CODE, tmp_path / mlmodel.CODE)
+    code = shutil.copyfile(directory / flavor.CODE, tmp_path / flavor.CODE)
     example = (own.load_input_example(str(directory)), {"max_new_tokens": 8})
     mlflow.pyfunc.save_model(
         **{"path": tmp_path / "theirs", "python_model": str(code), "artifacts": {"hf_dir": str(directory / "hf")}},

@@ -12,7 +12,7 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoPr
 from dataset_builders.contracts.manifest import Manifest
 from dataset_builders.errors import InputError
 from stages.release import directory
-from stages.release.flavor.mlmodel import FLAVOR_FILES
+from stages.release.flavor import FLAVOR_FILES
 from stages.release.hub import push_to_hub
 from stages.release.stage import STAGE, ReleaseConfig
 from stages.shared.artifacts.artifact import Artifact

@@ -2,9 +2,9 @@
 
 import pytest
 
-from stages.answer.records import GeneratedAnswer
+from stages.answer.heldout import GeneratedAnswer
 from stages.verify import verdict
-from stages.verify.questions import draw
+from stages.verify.stage import draw
 from stages.verify.verdict import first_of, judge, margin_bound, share
 from tests.bench.bench_rounding import moved
 from tests.helpers.evaluation import talkative_hf_dir

@@ -1,5 +1,5 @@
-"""Metrics, one per file, each equal to its published reference.
+"""Metrics, each equal to its published reference.
 
 In: an answer and its references. Out: numbers whose sums determine the score.
-Read first: `contract.py`, then `exact_match.py`.
+Read first: `contract.py`, then `texts.py`.
 """

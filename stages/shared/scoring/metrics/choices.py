@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stages.shared.scoring.metrics.contract import Judged, MeanMetric
-from stages.shared.scoring.metrics.exact_match import normalize
+from stages.shared.scoring.metrics.texts import normalize
 
 _WIDE = r"[^\x00-\x7f]"  # a character of full width stands without spaces
 _MARK = rf"(?:[.):\]](?:[ \t]+|(?={_WIDE})|$)|,(?={_WIDE}))"

@@ -47,8 +47,16 @@ class CordTreeEdit(MeanMetric):
     )
 
     def score_one(self, answer: Judged) -> float:
-        predicted = _nodes(_answer_of(answer) or {})
-        return max(_accuracy(predicted, _nodes(reference)) for reference in _references_of(answer))
+        predicted = _nodes(read_receipt(answer.answer) or {})
+        scores = []
+        for reference in map(_nodes, _references_of(answer)):
+            # The cheapest edit from {}, which is only the root, is to insert every other node.
+            size = sum(node.weight for node in reference[:-1])
+            if size:
+                scores.append(max(0.0, 1 - tree_distance(predicted, reference) / size))
+            else:
+                scores.append(float(len(predicted) == 1))
+        return max(scores)
 
     def unparsed(self, answers: Sequence[Judged]) -> np.ndarray:
         return _unparsed(answers)
@@ -110,10 +118,6 @@ def read_receipt(text: str) -> Receipt | None:
     return _normalise(tree)
 
 
-def _answer_of(answer: Judged) -> Receipt | None:
-    return read_receipt(answer.answer)
-
-
 def _references_of(answer: Judged) -> list[Receipt]:
     receipts = [read_receipt(reference) for reference in answer.references]
     for text, receipt in zip(answer.references, receipts):
@@ -125,7 +129,7 @@ def _references_of(answer: Judged) -> list[Receipt]:
 
 
 def _unparsed(answers: Sequence[Judged]) -> np.ndarray:
-    return np.array([_answer_of(answer) is None for answer in answers], bool)
+    return np.array([read_receipt(answer.answer) is None for answer in answers], bool)
 
 
 def _normalise(tree: Tree) -> Receipt:
@@ -156,18 +160,10 @@ def _fields(receipt: Receipt | str, path: str = "") -> Iterator[Field]:
 
 def _compared(answer: Judged) -> tuple[Counter[Field], Counter[Field], Counter[Field]]:
     """Return the right, excess and missing (path, text) pairs, for the reference with the fewest wrong pairs."""
-    predicted = Counter(_fields(_answer_of(answer) or {}))
+    predicted = Counter(_fields(read_receipt(answer.answer) or {}))
     references = [Counter(_fields(reference)) for reference in _references_of(answer)]
     nearest = min(references, key=lambda one: ((predicted - one).total() + (one - predicted).total(), -one.total()))
     return predicted & nearest, predicted - nearest, nearest - predicted
-
-
-def _accuracy(predicted: list[Node], reference: list[Node]) -> float:
-    # The cheapest edit from {}, which is only the root, is to insert every other node.
-    size = sum(node.weight for node in reference[:-1])
-    if size == 0:
-        return float(len(predicted) == 1)
-    return max(0.0, 1 - tree_distance(predicted, reference) / size)
 
 
 def _nodes(receipt: Receipt) -> list[Node]:

@@ -115,15 +115,12 @@ def parse_value(item: str) -> Value:
             negative = loss or "-" in (number["sign"], number["inner"])
             scale = _SCALES[number["scale"]] if number["scale"] else 1.0
             return Value(text, (-amount if negative else amount) / under, scale, number["unit"] or "")
-    return Value(text, date=_parse_date(text))
-
-
-def _parse_date(text: str) -> tuple[int, int, int] | None:
     date = _DATE.fullmatch(text)
-    if not date:
-        return None
-    year, month, day = (-1 if part.startswith("x") else int(part) for part in date.groups())
-    return (year, month, day) if month <= 12 and day <= 31 and month and day else None
+    if date:
+        year, month, day = (-1 if part.startswith("x") else int(part) for part in date.groups())
+        if month <= 12 and day <= 31 and month and day:
+            return Value(text, date=(year, month, day))
+    return Value(text)
 
 
 def is_solution(text: str) -> bool:
@@ -183,9 +180,11 @@ class TableExactMatch(MeanMetric):
     )
 
     def score_one(self, answer: Judged) -> float:
-        return float(any(self._is_right(answer.answer, reference) for reference in answer.references))
+        return float(any(_gives(answer.answer, reference) for reference in answer.references))
 
-    def _is_right(self, answer: str, reference: str) -> bool:
-        in_solution = is_solution(reference)
-        right = parse_items(final_answer(reference, in_solution))
-        return is_same_denotation(right, parse_items(final_answer(answer, in_solution)))
+
+def _gives(answer: str, reference: str) -> bool:
+    """Whether an answer gives the values of a reference, which decides whether both are read as solutions."""
+    in_solution = is_solution(reference)
+    right = parse_items(final_answer(reference, in_solution))
+    return is_same_denotation(right, parse_items(final_answer(answer, in_solution)))

@@ -24,10 +24,12 @@ from stages.evaluate.lmms_eval.__main__ import main
 from stages.evaluate.lmms_eval.task import LmmsEvalTask, write_lmms_eval_task
 from stages.evaluate.predictions import PREDICTIONS_SCHEMA
 from stages.shared.artifacts.artifact import Artifact
-from stages.shared.chat_format.chat import SYSTEM_PROMPT, ChatEncoder, load_tokenizer
+from stages.shared.chat_format.chat import ChatEncoder
 from stages.shared.chat_format.images import load_image_config
+from stages.shared.chat_format.prompt import SYSTEM_PROMPT
+from stages.shared.chat_format.text import load_tokenizer
 from stages.shared.inputs.model_directory import ModelDirectory
-from stages.shared.scoring.metrics.exact_match import normalize
+from stages.shared.scoring.metrics.texts import normalize
 from tests.helpers.evaluation import conversation, mixed_samples, picture, samples_artifact
 from tests.helpers.raw_rows import BAD_IMAGES, encode, jpeg_with_exif, orientation_exif, png
 from tests.helpers.raw_rows import picture as blocks

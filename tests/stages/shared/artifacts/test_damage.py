@@ -15,7 +15,7 @@ from dataset_builders.contracts.manifest import Manifest, load_manifest
 from dataset_builders.contracts.shard_io import iter_records
 from dataset_builders.errors import InputError
 from dataset_builders.storage.files import sha256_file
-from stages.answer.plan import heldout_samples
+from stages.answer.heldout import heldout_samples
 from stages.contamination.stage import STAGE as CONTAMINATION
 from stages.contamination.stage import ContaminationConfig
 from stages.plan_bins.stage import STAGE as PLAN_BINS

@@ -10,8 +10,9 @@ import pytest
 
 from dataset_builders.contracts.sample import IMAGE_SLOT, Message, SkipSample
 from dataset_builders.errors import InputError
-from stages.shared.chat_format.chat import ChatEncoder, read_system_prompt, split_turns
+from stages.shared.chat_format.chat import ChatEncoder, split_turns
 from stages.shared.chat_format.config import Learn
+from stages.shared.chat_format.prompt import read_system_prompt
 from stages.shared.inputs.model_directory import ModelDirectory
 from tests.helpers.samples import turns
 from tests.helpers.tiers import full
@@ -207,7 +208,7 @@ def test_answers_are_stripped_so_that_no_newline_melts_into_the_header(chat):
 )
 def test_unusual_answers_come_back(chat, answer):
     ids, mask = chat.encode(turns("a", answer), np.zeros((0, 3), np.int32))
-    assert chat.decode(ids[mask == 1]) == chat.learnt_text(Message(role="assistant", text=answer))
+    assert chat.decode(ids[mask == 1]) == chat.trained_text(Message(role="assistant", text=answer))
 
 
 def test_a_system_message_is_given(chat):

@@ -7,20 +7,18 @@ from pathlib import Path
 
 import pytest
 
-import stages.answer.job as answer_job
 import stages.answer.stage as answer
 import stages.answer.worker as answer_worker
 from dataset_builders.contracts.manifest import Manifest
 from dataset_builders.storage.files import write_text
+from stages.answer.heldout import ANSWERS_JSONL
 from stages.answer.parts import AnswerJob
-from stages.answer.records import ANSWERS_JSONL
 from stages.answer.stage import AnswerConfig
 from stages.answer.transformers_engine import Generator
 from stages.export.stage import copy_processor_files
 from stages.shared.artifacts.artifact import Artifact
 from stages.shared.artifacts.workers import StageResources
-from stages.shared.chat_format.chat import SYSTEM_PROMPT, read_system_prompt
-from stages.shared.chat_format.prompt import read_prompt_format
+from stages.shared.chat_format.prompt import SYSTEM_PROMPT, read_prompt_format, read_system_prompt
 from stages.shared.inputs.model_directory import ModelDirectory, model_input
 from stages.shared.launchers.config import ClusterConfig
 from stages.tokenize.config import TokenizeConfig
@@ -124,7 +122,7 @@ def launched(monkeypatch):
         started.append(job.arguments)
         assert answer_worker.main(job.arguments[2:]) == 0
 
-    monkeypatch.setattr(answer_job, "run_job", run_job)
+    monkeypatch.setattr(answer_worker, "run_job", run_job)
     return started
 
 

@@ -27,8 +27,7 @@ from stages.shared.chat_format.chat import ChatEncoder
 from stages.shared.inputs.model_directory import ModelDirectory, processor_input
 from stages.shared.pages.page import REPORT_HTML, counted
 from stages.shared.pages.report import Drawing, Table, write_report
-from stages.shared.preview.render import PreviewOptions, render_preview
-from stages.shared.preview.target import Target, find_target
+from stages.shared.preview.render import PreviewOptions, Target, find_target, render_preview
 from stages.shared.preview.tokens import Speller
 from stages.tokenize.stage import STAGE as TOKENIZE
 from stages.tokenize.stage import TokenizeConfig

@@ -4,8 +4,7 @@ import pytest
 
 from dataset_builders.errors import InputError
 from dataset_builders.sources.hub_subsets import HUB_SUBSETS
-from stages.shared.scoring.subsets import SUBSETS, check_overrides, metrics_of
-from stages.shared.scoring.table import METRICS, get_metric
+from stages.shared.scoring.subsets import METRICS, SUBSETS, check_overrides, get_metric, metrics_of
 
 CAULDRON = HUB_SUBSETS["HuggingFaceM4/the_cauldron"]
 

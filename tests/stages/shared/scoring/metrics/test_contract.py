@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from stages.shared.scoring.table import METRICS
+from stages.shared.scoring.subsets import METRICS
 from tests.stages.shared.scoring.metrics.golden_cases import GOLDEN, all_judged
 
 pytestmark = pytest.mark.promise(

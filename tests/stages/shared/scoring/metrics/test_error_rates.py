@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from stages.shared.scoring.metrics.contract import Judged
-from stages.shared.scoring.metrics.error_rates import CER, WER
+from stages.shared.scoring.metrics.texts import CER, WER
 
 pytestmark = pytest.mark.promise(
     "Every metric gives the recorded numbers of its reference program to 1e-6, and lists each difference with "

@@ -3,7 +3,7 @@
 import pytest
 
 from stages.shared.scoring.metrics.contract import Judged
-from stages.shared.scoring.metrics.exact_match import ExactMatch, normalize
+from stages.shared.scoring.metrics.texts import ExactMatch, normalize
 
 pytestmark = pytest.mark.promise(
     "Every metric gives the recorded numbers of its reference program to 1e-6, and lists each difference with "

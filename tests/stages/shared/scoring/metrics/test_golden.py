@@ -2,7 +2,7 @@
 
 import pytest
 
-from stages.shared.scoring.table import METRICS
+from stages.shared.scoring.subsets import METRICS
 from tests.stages.shared.scoring.metrics.golden_cases import GOLDEN, judged
 
 pytestmark = pytest.mark.promise(

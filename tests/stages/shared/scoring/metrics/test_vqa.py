@@ -4,7 +4,7 @@ import pytest
 
 from dataset_builders.errors import InputError
 from stages.shared.scoring.metrics.contract import Judged
-from stages.shared.scoring.metrics.vqa import VQAAccuracy, VQAExactMatch, evalai_normalize
+from stages.shared.scoring.metrics.texts import VQAAccuracy, VQAExactMatch, evalai_normalize
 
 pytestmark = pytest.mark.promise(
     "Every metric gives the recorded numbers of its reference program to 1e-6, and lists each difference with "

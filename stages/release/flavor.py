@@ -1,8 +1,9 @@
-"""The files that make a directory with hf/ a model of `mlflow.pyfunc`, written without MLflow.
+"""MLflow's flavor: the files that make a directory with hf/ a model of `mlflow.pyfunc`, written without MLflow.
 
     MLmodel  mlflow_model.py  requirements.txt  python_env.yaml  input_example.json  serving_input_example.json
 
-They contain no time and no path, and lie beside hf/ and not in it, since a model directory with code is refused.
+The code, mlflow_model.py, is copied from beside this file and never imported here. The files contain no time and no
+path, and lie beside hf/ and not in it, since a model directory with code is refused.
 """
 
 import json
