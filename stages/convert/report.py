@@ -15,7 +15,7 @@ from dataset_builders.storage.store import StorePath
 from stages.convert.figures import Figures, spread, value_counts
 from stages.convert.plan import REASONS, Plan
 from stages.convert.scan import Scan
-from stages.shared.artifacts.quarantine import LeftOut, left_out_table
+from stages.shared.artifacts.left_out import LeftOut, left_out_table
 from stages.shared.pages.report import Histogram, Section, Table, write_report
 
 _SHOWN_SKIPS = 100

@@ -30,7 +30,7 @@ from stages.convert.report import Converted, convert_stats, iter_left_out, write
 from stages.convert.scan import ScanTask, assert_parts_apart, scan_all, scan_path
 from stages.convert.write import RawRows, write_all, write_tasks
 from stages.shared.artifacts.artifact import Input, Stage, StageOutput
-from stages.shared.artifacts.quarantine import QUARANTINE, check_lost, write_quarantine
+from stages.shared.artifacts.left_out import QUARANTINE, check_lost, write_left_out
 from stages.shared.artifacts.workers import StageResources
 
 # 3: references of documents without the_cauldron's full stop; 4: min_heldout, running numbers with any number of digits
@@ -50,7 +50,7 @@ def _run(
     own_splits = [part.split for part in rows.parts.values()]
     draw = Draw(seed=config.seed, heldout_fraction=config.heldout_fraction, min_heldout=config.min_heldout)
     plan = make_plan(scan, own_splits, draw, int(config.shard_size_mb * 1e6))
-    num_left_out = write_quarantine(work, iter_left_out(scan, plan, rows.parts))
+    num_left_out = write_left_out(work, iter_left_out(scan, plan, rows.parts))
     lost = {reason: number for reason, number in plan.skips().items() if reason != DUPLICATE}
     sources = " and ".join(str(inputs[role].dir) for role in config.readings)
     limit = ("convert.max_skip_fraction", config.max_skip_fraction)

@@ -16,7 +16,7 @@ from dataset_builders.storage.files import write_json, write_text
 from dataset_builders.storage.store import absolute, local_dir
 from stages.export.config import ExportConfig
 from stages.shared.artifacts.artifact import Artifact, Input, Stage, StageOutput
-from stages.shared.artifacts.intact import file_entries
+from stages.shared.artifacts.verify import file_entries
 from stages.shared.artifacts.workers import StageResources
 from stages.shared.chat_format.chat import SYSTEM_PROMPT
 from stages.shared.chat_format.images import write_pixel_limits

@@ -18,7 +18,7 @@ from dataset_builders.storage.store import StorePath
 from stages.plan_bins.config import BinLimits
 from stages.plan_bins.mixture import SubsetDraw, SubsetSize, draw_samples, part_copies
 from stages.plan_bins.pack import pack
-from stages.shared.artifacts.quarantine import LeftOut
+from stages.shared.artifacts.left_out import LeftOut
 
 _AT_A_TIME = 1_500_000  # samples packed at a time, including repeats; a larger number is packed in groups
 _BINS_OF_A_GROUP = 32  # smallest number of bins in a group, if copies go to different groups to keep them apart

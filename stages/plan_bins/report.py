@@ -8,7 +8,7 @@ import numpy as np
 from dataset_builders.contracts.bins import BinPlan
 from dataset_builders.contracts.sample import SPLITS
 from dataset_builders.storage.store import StorePath
-from stages.shared.artifacts.quarantine import LeftOut, left_out_table
+from stages.shared.artifacts.left_out import LeftOut, left_out_table
 from stages.shared.pages.report import Histogram, Table, write_report
 
 _SHOWN_BINS = 100_000  # bins in the histograms, evenly chosen

@@ -33,7 +33,7 @@ from stages.plan_bins.partition import (
 )
 from stages.plan_bins.report import write_plan_report
 from stages.shared.artifacts.artifact import Artifact, Stage, StageOutput
-from stages.shared.artifacts.quarantine import QUARANTINE, count_reasons, write_quarantine
+from stages.shared.artifacts.left_out import QUARANTINE, count_reasons, write_left_out
 from stages.shared.artifacts.workers import StageResources, run_tasks
 
 VERSION = 2
@@ -48,7 +48,7 @@ def _run(
     scans = [scan for _, scan in sorted(run_tasks(scan_partition, scan_tasks, resources), key=itemgetter(0))]
     _check_counts(inputs["tokenized"], scans)
     left_out = [item for scan in scans for item in scan.left_out]
-    write_quarantine(work, left_out)
+    write_left_out(work, left_out)
     sizes = _sizes(scans)
     if not sizes:
         samples = sum(scan.num_samples for scan in scans)

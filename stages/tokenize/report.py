@@ -7,7 +7,7 @@ import numpy as np
 
 from dataset_builders.contracts.tokenized import SIZES, PixelStore, iter_index
 from dataset_builders.storage.store import StorePath
-from stages.shared.artifacts.quarantine import LeftOut, left_out_table
+from stages.shared.artifacts.left_out import LeftOut, left_out_table
 from stages.shared.pages.report import Histogram, Table, write_report
 
 _COUNTED_SAMPLES = 1_000_000  # the histograms of a larger index count this number of samples, evenly spread

@@ -22,7 +22,7 @@ from dataset_builders.pictures.pixel_codecs import decode_sample, encode_sample
 from dataset_builders.pictures.pixels import count_patches, encode_rgb, image_grid
 from dataset_builders.storage.files import read_sealed, write_sealed
 from dataset_builders.storage.store import StorePath, local_dir
-from stages.shared.artifacts.quarantine import LeftOut, count_reasons
+from stages.shared.artifacts.left_out import LeftOut, count_reasons
 from stages.shared.chat_format.chat import ChatEncoder, TokenizedText, learnt_answers, split_turns
 from stages.shared.chat_format.reasoning import Conversation
 from stages.shared.inputs.model_directory import ModelDirectory

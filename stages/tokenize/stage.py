@@ -25,7 +25,7 @@ from dataset_builders.contracts.tokenized import INDEX, INDEX_SCHEMA, SIZES, Ind
 from dataset_builders.storage.files import atomic_path
 from dataset_builders.storage.store import StorePath
 from stages.shared.artifacts.artifact import Artifact, External, Input, Stage, StageOutput
-from stages.shared.artifacts.quarantine import QUARANTINE, LeftOut, check_lost, count_reasons, write_quarantine
+from stages.shared.artifacts.left_out import QUARANTINE, LeftOut, check_lost, count_reasons, write_left_out
 from stages.shared.artifacts.workers import StageResources, run_tasks
 from stages.shared.chat_format.chat import ChatEncoder
 from stages.shared.chat_format.images import load_image_config
@@ -105,7 +105,7 @@ def _collect_notes(work: StorePath, names: Sequence[str], chat: ChatEncoder) -> 
             counts.update(notes.model_dump(include={"num_checked", "num_cut", "num_parts", "num_reasoned"}))
             against.add(notes.pixels_against)
     index.close()
-    write_quarantine(work, left_out)
+    write_left_out(work, left_out)
     checked = {"samples": counts["num_checked"], "pixels_against": " and ".join(sorted(against))}
     figures = {"num_shortened": counts["shortened"], "checked": checked}
     if counts["num_cut"]:

@@ -114,7 +114,7 @@ def _check_encoder(inputs: Mapping[str, Input]) -> None:
 
 def check_training(training: Artifact, digest: Callable[[Path, Callable[[Path], str]], str]) -> None:
     """Check the newest checkpoint of a finished training, which an export reads; DamagedFile if a file was changed, or
-    it is of another step or training. `digest`: see `Whole.digest`."""
+    it is of another step or training. `digest`: see `DigestCache.digest`."""
     # The files of a checkpoint are in no manifest, because they depend on the layout.
     manifest = training.manifest
     check_checkpoint(training.dir / manifest.stats["checkpoint"], digest, manifest.fingerprint)

@@ -15,8 +15,7 @@ from dataset_builders.contracts.fingerprint import fingerprint
 from dataset_builders.errors import InputError, in_ascii
 from dataset_builders.storage.store import local_dir
 from stages.shared.artifacts.artifact import Artifact, External, Input
-from stages.shared.artifacts.intact import check_written
-from stages.shared.artifacts.unchanged import digest_once, state_of
+from stages.shared.artifacts.verify import check_written, digest_once, state_of
 from stages.shared.inputs.model_directory import ModelDirectory, safetensors_header
 from trainer.contract.names import ADAPTER_EXPORT
 from trainer.contract.peft import (

@@ -20,8 +20,7 @@ from dataset_builders.errors import InputError, in_ascii, one_line
 from dataset_builders.storage.files import read_object
 from dataset_builders.storage.store import home_expanded, local_dir, location
 from stages.shared.artifacts.artifact import Artifact, External, Input
-from stages.shared.artifacts.intact import check_written
-from stages.shared.artifacts.unchanged import digest_once, state_of
+from stages.shared.artifacts.verify import check_written, digest_once, state_of
 from stages.shared.inputs.remote_code import check_remote_code
 from trainer.contract.names import HF_EXPORT
 from trainer.contract.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS
