@@ -24,7 +24,7 @@ from dataset_builders.contracts.shard_io import iter_records
 from dataset_builders.storage.files import write_json, write_text
 from stages.shared.artifacts.artifact import Artifact, Stage, StageOutput
 from stages.shared.inputs.config import EmbeddedModelConfig
-from stages.shared.inputs.transformers_progress import no_progress_bar
+from stages.shared.inputs.load_transformers import no_progress_bar
 from trainer.contract.names import HF_EXPORT
 from trainer.model.registry import get_family
 

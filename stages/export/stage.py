@@ -20,10 +20,10 @@ from stages.shared.artifacts.verify import file_entries
 from stages.shared.artifacts.workers import StageResources
 from stages.shared.chat_format.chat import SYSTEM_PROMPT
 from stages.shared.chat_format.images import write_pixel_limits
-from stages.shared.inputs.ends import add_end
 from stages.shared.inputs.model_directory import (
     ModelDirectory,
     StoredTensor,
+    add_end,
     opened_model,
     read_json,
     safetensors_header,
