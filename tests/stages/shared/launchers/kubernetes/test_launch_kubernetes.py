@@ -31,7 +31,7 @@ pytestmark = pytest.mark.promise(
     "A TrainJob fits Kubeflow Trainer's models and runs against a stand-in for the API server."
 )
 
-REPO = Path(__file__).parents[4]
+REPO = Path(__file__).parents[5]
 
 
 @pytest.fixture
