@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from dataset_builders.contracts.manifest import Manifest
 from dataset_builders.contracts.sample import SPLITS
 from dataset_builders.contracts.shard_io import finished_shard
 from dataset_builders.contracts.tokenized import INDEX, INDEX_SCHEMA, SIZES, IndexWriter, PixelStore, iter_index
