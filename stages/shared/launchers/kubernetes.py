@@ -153,8 +153,12 @@ class KubernetesLauncher(ScheduledLauncher):
     def _fail(self, handle: KubernetesHandle, why: Mapping[str, Any], pods: list[Any]) -> None:
         """Set the exit status of a failed job, and pass on how its pods ended."""
         handle.pass_on_new(handle.log)
-        failed, text = _failures(pods), []
-        if failed and (not _is_first(failed[0][0]) or not handle.lines):  # what that pod printed is in no file
+        ends = [(pod, state.terminated) for pod in pods for state in _states(pod)]
+        failed = [(pod, end) for pod, end in ends if end and end.exit_code]
+        # In order of time; an end without a time comes first.
+        failed.sort(key=lambda item: (item[1].finished_at is not None, item[1].finished_at))
+        text = []
+        if failed and not (_writes_log(failed[0][0]) and handle.lines):  # what that pod printed is in no file
             name = failed[0][0].metadata.name
             try:
                 lines = self.api.last_lines(name, CONTAINER, TAIL_LINES)
@@ -204,7 +208,7 @@ def _states(pod: Any) -> list[Any]:
     return [s.state for s in pod.status.container_statuses or [] if s.name == CONTAINER and s.state]
 
 
-def _is_first(pod: Any) -> bool:
+def _writes_log(pod: Any) -> bool:
     """Whether this is the pod of rank 0, which writes the job's log."""
     names = {**(pod.metadata.annotations or {}), **(pod.metadata.labels or {})}
     return names.get("batch.kubernetes.io/job-completion-index") == "0"
@@ -219,13 +223,6 @@ def _waits(trainjob: Mapping[str, Any], pods: list[Any]) -> list[str]:
         held += [state.waiting for state in _states(pod) if state.waiting]
         reasons += [f"{pod.metadata.name} waits: {why.reason or ''} {why.message or ''}" for why in held]
     return reasons
-
-
-def _failures(pods: list[Any]) -> list[tuple[Any, Any]]:
-    """Return (pod, V1ContainerStateTerminated of its container) of each failed pod, in order of time."""
-    ends = [(pod, state.terminated) for pod in pods for state in _states(pod)]
-    failed = [(pod, end) for pod, end in ends if end and end.exit_code]
-    return sorted(failed, key=lambda item: (item[1].finished_at is not None, item[1].finished_at))
 
 
 class Cluster:
