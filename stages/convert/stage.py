@@ -31,12 +31,10 @@ VERSION = 7  # 7: rows with a mask, weights of messages or an image that no opti
 _ROWS_PER_WORKER = 2000  # rows that take about as long as the start of a process
 
 
-def _run(
-    config: ConvertConfig, inputs: Mapping[str, Input], work: StorePath, resources: StageResources | None
-) -> StageOutput:
+def _run(config: ConvertConfig, inputs: Mapping[str, Input], work: StorePath, resources: StageResources) -> StageOutput:
     rows, chosen, source_rows = list_rows(config, inputs)
     num_rows = source_rows if config.max_rows is None else min(config.max_rows, source_rows)
-    resources = (resources or StageResources()).at_most(max(1, num_rows // _ROWS_PER_WORKER))
+    resources = resources.at_most(max(1, num_rows // _ROWS_PER_WORKER))
     make_dir(scan_path(work, 0).parent)
     limits = ImageLimits(max_pixels=config.max_image_pixels, min_side=config.min_image_side)
     scan_tasks = [

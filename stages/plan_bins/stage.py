@@ -44,10 +44,10 @@ _SHOWN_EPOCHS = 10
 
 
 def _run(
-    config: PlanBinsConfig, inputs: Mapping[str, Artifact], work: StorePath, resources: StageResources | None
+    config: PlanBinsConfig, inputs: Mapping[str, Artifact], work: StorePath, resources: StageResources
 ) -> StageOutput:
     partitions = index_partitions(inputs["tokenized"].dir)
-    resources = (resources or StageResources()).at_most(len(partitions))
+    resources = resources.at_most(len(partitions))
     scan_tasks = [ScanTask(path, config.limits) for path in partitions]
     scans = [scan for _, scan in sorted(run_tasks(scan_partition, scan_tasks, resources), key=itemgetter(0))]
     tokenized, rows = inputs["tokenized"], {name: count for scan in scans for name, count in scan.shards.items()}

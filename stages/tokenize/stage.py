@@ -49,7 +49,7 @@ _PROCESS_WORTH = 10.0  # seconds of work worth a process, which imports torch an
 
 
 def _run(
-    config: TokenizeConfig, inputs: Mapping[str, Input], work: StorePath, resources: StageResources | None
+    config: TokenizeConfig, inputs: Mapping[str, Input], work: StorePath, resources: StageResources
 ) -> StageOutput:
     samples, processor = inputs["samples"], inputs["processor"]
     assert isinstance(samples, Artifact) and isinstance(processor, External)
@@ -69,7 +69,7 @@ def _run(
         for shard in samples.manifest.shards
     )
     manifest = samples.manifest
-    resources = (resources or StageResources()).at_most(_worthwhile_workers(manifest))
+    resources = resources.at_most(_worthwhile_workers(manifest))
     finished = 0
     for i, _ in run_tasks(tokenize_shard, tasks, resources):
         finished += manifest.shards[i].num_samples

@@ -42,6 +42,7 @@ from stages.shared.artifacts.artifact import (
     stage_identity,
 )
 from stages.shared.artifacts.verify import DigestCache, check_inputs, check_reused, file_entries
+from stages.shared.artifacts.workers import StageResources
 from stages.shared.pages.page import REPORT_HTML, artifact_page
 
 LOCK_POLL_SECONDS = 0.5
@@ -57,7 +58,11 @@ def scratch_dir(root: StorePath, stage: Stage, identity: Mapping[str, Any]) -> S
 
 
 def run_stage(
-    stage: Stage, config: BaseModel, inputs: Mapping[str, Input], root: StorePath, resources: object = None
+    stage: Stage,
+    config: BaseModel,
+    inputs: Mapping[str, Input],
+    root: StorePath,
+    resources: StageResources | None = None,
 ) -> StageResult:
     """Reuse or make the artifact of this identity; wait while another process makes it. An artifact from inputs of the
     same fingerprints with other content is removed and made again.
@@ -65,7 +70,7 @@ def run_stage(
     Args:
         config: the identity config, a frozen pydantic model that JSON can represent.
         inputs: role -> artifact or external directory.
-        resources: execution settings; never part of the fingerprint.
+        resources: execution settings, which are never part of the fingerprint; None: one process of this machine.
 
     Raises:
         InputError: the disk is full, or a file of an input or of the reused artifact was changed.
@@ -100,7 +105,7 @@ def run_stage(
                     os.rename(final, work)
                     (work / MANIFEST).unlink()
                 make_dir(work)
-                _make(stage, config, inputs, work, resources, identity)
+                _make(stage, config, inputs, work, resources or StageResources(), identity)
                 _publish(work, final)
     return StageResult(found or Artifact.load(final), found is not None, time.perf_counter() - started)
 
@@ -144,7 +149,7 @@ def _make(
     config: BaseModel,
     inputs: Mapping[str, Input],
     work: StorePath,
-    resources: object,
+    resources: StageResources,
     identity: Mapping[str, Any],
 ) -> None:
     """Run the stage in its work directory, and write the page and the manifest there."""
