@@ -178,29 +178,20 @@ def write_plan_report(
     }
     if stats["copies_in_one_bin"]:
         summary["copies_in_one_bin"] = stats["copies_in_one_bin"]
-    write_report(
-        work,
-        title="Bins",
-        summary=summary,
-        sections=[
-            *_histograms(plans["train"], stats),
-            *(_subset_table(number, stats) for number in range(min(len(stats["epochs"]), _SHOWN_EPOCHS))),
-            left_out_table(left_out),
-        ],
-    )
-
-
-def _histograms(plan: BinPlan, stats: Mapping[str, Any]) -> list[Histogram]:
-    count = min(len(plan), _SHOWN_BINS)
-    sums = plan.sums(np.arange(count) * len(plan) // count)
-    which = "train" if count == len(plan) else f"{count:,} of {len(plan):,} training bins"
+    train = plans["train"]
+    count = min(len(train), _SHOWN_BINS)
+    sums = train.sums(np.arange(count) * len(train) // count)
+    which = "train" if count == len(train) else f"{count:,} of {len(train):,} training bins"
     images = "images" if stats["max_images"] is None else f"images, of {stats['max_images']}"
-    return [
+    sections = [
         Histogram(f"Tokens of a bin ({which})", sums.num_tokens, f"tokens, of {stats['seq_len']}"),
         Histogram(f"Patches of a bin ({which})", sums.num_patches, f"patches, of {stats['max_patches']}"),
         Histogram(f"Samples of a bin ({which})", sums.num_samples, "samples"),
         Histogram(f"Images of a bin ({which})", sums.num_images, images),
+        *(_subset_table(number, stats) for number in range(min(len(stats["epochs"]), _SHOWN_EPOCHS))),
+        left_out_table(left_out),
     ]
+    write_report(work, title="Bins", summary=summary, sections=sections)
 
 
 def _subset_table(number: int, stats: Mapping[str, Any]) -> Table:

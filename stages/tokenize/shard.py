@@ -257,12 +257,12 @@ def verify(sample: Sample, stored: TokenizedSample, chat: ChatEncoder) -> None:
     expected = int(stored.image_grid_thw.prod(-1).sum()) // chat.merge_size**2
     assert image_tokens == expected, f"{sample.key}: {image_tokens} image tokens for grids that make {expected}"
     edges = np.flatnonzero(np.diff(stored.loss_mask, prepend=0, append=0))
-    learnt = [chat.decode(stored.input_ids[start:end]) for start, end in edges.reshape(-1, 2)]
+    trained_on = [chat.decode(stored.input_ids[start:end]) for start, end in edges.reshape(-1, 2)]
     answers = [message for message in sample.messages if message.role == "assistant"]
     chosen = [
         chat.learnt_text(a) for a, is_learnt in zip(answers, learnt_answers(sample.messages, chat.learn)) if is_learnt
     ]
-    assert learnt == chosen, f"{sample.key}: the mask decodes to {learnt}, the answers to learn are {chosen}"
+    assert trained_on == chosen, f"{sample.key}: the mask decodes to {trained_on}, the answers to learn are {chosen}"
 
 
 def _index_row(task: ShardTask, sample: Sample, tokenized: TokenizedSample, at: RecordRange) -> dict[str, object]:
