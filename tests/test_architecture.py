@@ -82,7 +82,7 @@ ENVIRONMENT_WRITERS = (
 )
 CHILD_ENVIRONMENT_WRITERS = (
     "stages.shared.launchers.torchrun",
-    "stages.shared.launchers.slurm.launcher",
+    "stages.shared.launchers.slurm",
     "flows.prefect_server.processes",
 )
 VAGUE = {"utils", "util", "base", "common", "helpers", "misc", "core", "types", "interfaces"}

@@ -14,7 +14,7 @@ from flows.pipeline.recipe import Recipe, load_recipe
 from flows.prefect_server.access import check_host
 from flows.prefect_server.ports import is_free
 from flows.service.programs import parse_limits
-from stages.shared.artifacts.intact import check_written
+from stages.shared.artifacts.verify import check_written
 from stages.shared.inputs.adapter_directory import open_model_to_answer
 from stages.shared.inputs.model_directory import resolve_hf_dir
 

@@ -21,7 +21,7 @@ from flows.cli.init.findings import anomalies
 from flows.cli.text_table import bytes_text
 from flows.pipeline.config import PipelineConfig
 from stages.convert.config import SourceReading
-from stages.shared.artifacts.quarantine import MIN_LOST, check_lost, reason_words
+from stages.shared.artifacts.left_out import MIN_LOST, check_lost, reason_words
 from stages.shared.chat_format.images import load_image_config
 from stages.shared.inputs.config import EmbeddedModelConfig
 from stages.shared.inputs.model_directory import opened_model

@@ -24,9 +24,9 @@ from stages.shared.chat_format.images import load_image_config
 from stages.shared.chat_format.template import check_template
 from stages.shared.inputs.adapter_directory import AdapterDirectory, adapter_input
 from stages.shared.inputs.config import EmbeddedEasyVqaConfig
-from stages.shared.inputs.ends import end_ids
 from stages.shared.inputs.model_directory import (
     ModelDirectory,
+    end_ids,
     model_input,
     opened_model,
     processor_input,

@@ -34,7 +34,7 @@ from flows.tracking.config import refusals
 from flows.tracking.tracker import Tracker
 from stages.release.hub import push_to_hub
 from stages.shared.artifacts.artifact import Input, StageResult, artifact_dir, stage_identity
-from stages.shared.artifacts.quarantine import reason_words
+from stages.shared.artifacts.left_out import reason_words
 from stages.shared.artifacts.run_stage import run_stage, scratch_dir
 from stages.shared.artifacts.workers import StageResources
 from stages.shared.scoring.names import OVERALL, SAME_ANSWERS, flat_scores

@@ -17,7 +17,7 @@ from flows.prefect_server.access import (
     client_logins,
     past_the_proxy,
 )
-from stages.shared.launchers.owner import Owner
+from stages.shared.launchers.processes import Owner
 
 POOL = "athanor"
 FILES_VARIABLE = "ATHANOR_MLFLOW_FILES"  # the directory that `mlflow-artifacts:` of a root's own service stands for

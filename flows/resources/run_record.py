@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from dataset_builders.storage.files import write_json
 from dataset_builders.storage.store import StorePath
 from flows.prefect_server.service_record import service_dir
-from stages.shared.launchers.owner import Owner
+from stages.shared.launchers.processes import Owner
 
 FORMAT_VERSION = 1
 

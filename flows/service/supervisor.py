@@ -39,9 +39,8 @@ from flows.prefect_server.service_record import (
     write_record,
 )
 from flows.service.programs import Program, Service, mlflow_server, prefect_server, worker
-from stages.shared.launchers.owner import Owner
 from stages.shared.launchers.parent import adopt_orphans
-from stages.shared.launchers.processes import runs
+from stages.shared.launchers.processes import Owner, runs
 from trainer.contract.names import EXIT_FAILED
 
 TURN_SECONDS = 0.25

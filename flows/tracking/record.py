@@ -24,7 +24,7 @@ from dataset_builders.errors import LONGEST_LINE, InputError, one_line
 from dataset_builders.storage.files import write_text
 from dataset_builders.storage.store import StorePath, absolute, location, side_dir
 from flows.tracking.config import ArtifactLevel, RegistryConfig
-from stages.shared.launchers.owner import Owner
+from stages.shared.launchers.processes import Owner
 
 REFUSED = "REFUSED"  # status of a run that ended with an error of its input before its first stage
 log = logging.getLogger("athanor.tracking")

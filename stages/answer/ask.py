@@ -10,7 +10,7 @@ from dataset_builders.errors import InputError
 from dataset_builders.pictures.images import PILLOW_PIXEL_LIMIT, ImageLimits, check_image
 from stages.answer.greedy_decoder import EncodedImages
 from stages.answer.transformers_engine import Generator
-from stages.shared.artifacts.intact import check_written
+from stages.shared.artifacts.verify import check_written
 from stages.shared.inputs.adapter_directory import open_model_to_answer
 
 _KEY = "chat/00000000"

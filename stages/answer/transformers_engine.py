@@ -16,10 +16,8 @@ from stages.answer.greedy_decoder import EncodedImages, GreedyDecoder, PoolLimit
 from stages.shared.chat_format.chat import ChatEncoder
 from stages.shared.chat_format.prompt import PromptFormat, read_prompt_format
 from stages.shared.inputs.adapter_directory import AdapterDirectory
-from stages.shared.inputs.adapter_layers import add_adapters
-from stages.shared.inputs.ends import end_ids
-from stages.shared.inputs.model_directory import ModelDirectory
-from stages.shared.inputs.transformers_progress import no_progress_bar
+from stages.shared.inputs.load_transformers import add_adapters, no_progress_bar
+from stages.shared.inputs.model_directory import ModelDirectory, end_ids
 
 _UNLIMITED = PoolLimits(rows=1 << 30, tokens=1 << 60)
 

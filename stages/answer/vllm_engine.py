@@ -22,8 +22,7 @@ from dataset_builders.pictures.pixels import image_grid
 from stages.answer.engine import Answer, EngineSettings, Prepared, Request, check_engine
 from stages.shared.chat_format.chat import ChatEncoder
 from stages.shared.chat_format.images import load_image_config, write_pixel_limits
-from stages.shared.inputs.ends import end_ids
-from stages.shared.inputs.model_directory import ModelDirectory
+from stages.shared.inputs.model_directory import ModelDirectory, end_ids
 
 _GROUPS_TOGETHER = 16  # groups per call, so that vLLM's scheduler can choose among many sequences
 

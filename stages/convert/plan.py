@@ -148,7 +148,11 @@ class _Groups:
         if draw.heldout_fraction:
             self._hold_out_more(of_group, undecided, draw, np.bincount(self.of_sample[stays], minlength=len(of_group)))
         splits = of_group[self.of_sample] - 1
-        self._assert_apart(splits)
+        of_use = np.repeat(splits, self.lengths)
+        is_in = np.zeros((len(SPLITS), 1 + int(self.ids.max(initial=-1))), bool)
+        is_in[of_use, self.ids] = True
+        shared = int((is_in.sum(0) > 1).sum())
+        assert not shared, f"{shared} pictures are in both splits"
         return splits
 
     def _hold_out_more(self, of_group: np.ndarray, undecided: np.ndarray, draw: Draw, sizes: np.ndarray) -> None:
@@ -167,13 +171,6 @@ class _Groups:
             if num_heldout + sizes[group] <= most:
                 of_group[group] = heldout
                 num_heldout += int(sizes[group])
-
-    def _assert_apart(self, splits: np.ndarray) -> None:
-        of_use = np.repeat(splits, self.lengths)
-        is_in = np.zeros((len(SPLITS), 1 + int(self.ids.max(initial=-1))), bool)
-        is_in[of_use, self.ids] = True
-        shared = int((is_in.sum(0) > 1).sum())
-        assert not shared, f"{shared} pictures are in both splits"
 
 
 def _picture_ids(scan: Scan, usable: np.ndarray) -> tuple[pa.Array, np.ndarray, np.ndarray]:

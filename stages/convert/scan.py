@@ -1,13 +1,16 @@
 """Pass 1 of convert: reads and checks every raw row once, and writes one row of hashes and figures per sample."""
 
 import hashlib
+import unicodedata
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import lru_cache
 
 import numpy as np
 import pyarrow as pa
 import xxhash
+from fontTools.unicodedata import script, script_name
 
 from dataset_builders.contracts.sample import IMAGE_SLOT, Sample, SkipSample
 from dataset_builders.contracts.sample_record import to_fields
@@ -17,7 +20,6 @@ from dataset_builders.pictures.images import ImageInfo, ImageLimits, check_image
 from dataset_builders.readers.parts import Part, SkippedRow
 from dataset_builders.sources.registry import get_builder
 from dataset_builders.storage.store import StorePath
-from stages.convert.writing_systems import count_scripts
 from stages.shared.artifacts.row_tables import read_columns, write_rows
 from stages.shared.artifacts.workers import StageResources, run_tasks
 
@@ -53,6 +55,7 @@ SCAN_SCHEMA = pa.schema(
 PLAN_COLUMNS = ("key", "reason", "detail", "digest", "size", "pictures")
 ANSWER_CHARS = 60
 _TAR_BLOCK = 512
+_ASCII_OTHER = bytes(code for code in range(128) if not chr(code).isalpha())
 _REMEMBERED = 256  # checked images that a worker remembers: neighbouring rows often show the same image
 
 
@@ -112,13 +115,6 @@ def scan_all(tasks: Sequence[ScanTask], resources: StageResources) -> Scan:
     tables = [read_columns(task.out, PLAN_COLUMNS) for task in tasks]
     starts = np.concatenate([[0], np.cumsum([len(table) for table in tables])]).astype(np.int64)
     return Scan(pa.concat_tables(tables), starts)
-
-
-def assert_parts_apart(parts: Sequence[Part]) -> None:
-    """Check that no two parts hold the same row of a subset, so that no two samples have the same key."""
-    spans = sorted((part.subset, part.first_row, part.num_rows, part.name) for part in parts)
-    for (subset, first, rows, name), (next_subset, next_first, _, next_name) in pairwise(spans):
-        assert subset != next_subset or first + rows <= next_first, f"{name} and {next_name} share keys of {subset}"
 
 
 def _nothing_lost(
@@ -181,33 +177,28 @@ def _scan_row(item: Sample | SkippedRow, images: _ImageChecks) -> dict[str, obje
         except SkipSample as skip:
             return {"key": item.key, "reason": skip.reason, "detail": f"image {i}: {skip.detail}"}
     digests = [digest.hex() for digest, _ in pictures]
+    # In a tar, each member has one header block and whole blocks of content.
+    sizes = (len(data) for data in to_fields(item, digests).values())
+    questions = [m.text.replace(IMAGE_SLOT, "") for m in item.messages if m.role == "user"]
+    answers = [m.text for m in item.messages if m.role == "assistant"]
+    beginnings = [answer[:ANSWER_CHARS] for answer in answers]
+    scripts = count_scripts("\n".join(m.text.replace(IMAGE_SLOT, "") for m in item.messages))
     return {
         "key": item.key,
         "digest": bytes.fromhex(item.digest(digests)),
-        "size": _tar_size(item, digests),
-        "pictures": [_picture(digest, info) for digest, info in pictures],
+        "size": sum(_TAR_BLOCK + -(-size // _TAR_BLOCK) * _TAR_BLOCK for size in sizes),
+        "pictures": [
+            {
+                "sha256": digest,
+                "width": info.width,
+                "height": info.height,
+                "format": info.format,
+                "mode": info.mode,
+                "rotated": info.orientation != 1,
+            }
+            for digest, info in pictures
+        ],
         "checksums": [xxhash.xxh3_64_intdigest(data) for data in item.images],
-        **_text_figures(item),
-    }
-
-
-def _picture(digest: bytes, info: ImageInfo) -> dict[str, object]:
-    return {
-        "sha256": digest,
-        "width": info.width,
-        "height": info.height,
-        "format": info.format,
-        "mode": info.mode,
-        "rotated": info.orientation != 1,
-    }
-
-
-def _text_figures(sample: Sample) -> dict[str, object]:
-    questions = [m.text.replace(IMAGE_SLOT, "") for m in sample.messages if m.role == "user"]
-    answers = [m.text for m in sample.messages if m.role == "assistant"]
-    scripts = count_scripts("\n".join(m.text.replace(IMAGE_SLOT, "") for m in sample.messages))
-    beginnings = [answer[:ANSWER_CHARS] for answer in answers]
-    return {
         "question_chars": [len(text) for text in questions],
         "answer_chars": [len(text) for text in answers],
         "answers": beginnings,
@@ -217,7 +208,23 @@ def _text_figures(sample: Sample) -> dict[str, object]:
     }
 
 
-def _tar_size(sample: Sample, digests: Sequence[str]) -> int:
-    """Return the bytes of the sample's members in a tar: each has one header block and whole blocks of content."""
-    sizes = (len(data) for data in to_fields(sample, digests).values())
-    return sum(_TAR_BLOCK + -(-size // _TAR_BLOCK) * _TAR_BLOCK for size in sizes)
+def count_scripts(text: str) -> dict[str, int]:
+    """Return Unicode's name of a script (Latin, Han, Cyrillic, ...) -> number of its letters in the text.
+
+    Letters are the general categories L*; digits, signs and combining marks count for no script.
+    """
+    latin = len(text.encode("ascii", "ignore").translate(None, _ASCII_OTHER))
+    counts = Counter({"Latin": latin} if latin else {})
+    if not text.isascii():
+        for character, number in Counter(text).items():
+            if character > "\x7f" and (name := _script_of(character)) is not None:
+                counts[name] += number
+    return dict(counts)
+
+
+@lru_cache(maxsize=1 << 16)
+def _script_of(character: str) -> str | None:
+    """Return the script of a letter outside ASCII; None for any other character."""
+    if not unicodedata.category(character).startswith("L"):
+        return None
+    return script_name(script(character)).replace("_", " ")

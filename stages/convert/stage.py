@@ -10,27 +10,18 @@ second copies samples into shards. Both commit piece by piece, so that an interr
 between them keeps data of every sample in memory, some hundred bytes (plan.py).
 """
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-import numpy as np
-
-from dataset_builders.contracts.strict import StrictModel
-from dataset_builders.errors import InputError
 from dataset_builders.pictures.images import ImageLimits
-from dataset_builders.readers.parts import Part, parts_of
-from dataset_builders.sources.registry import get_builder
 from dataset_builders.storage.store import StorePath, make_dir, remove_tree
-from stages.convert.choice import choose_rows
-from stages.convert.config import ConvertConfig, subset_prefix
-from stages.convert.figures import gather_figures
-from stages.convert.pictures import PICTURES, distinct_pictures, write_pictures
+from stages.convert.config import ConvertConfig
 from stages.convert.plan import DUPLICATE, Draw, check_heldout, make_plan
-from stages.convert.report import Converted, convert_stats, iter_left_out, write_convert_report
-from stages.convert.scan import ScanTask, assert_parts_apart, scan_all, scan_path
-from stages.convert.write import RawRows, write_all, write_tasks
+from stages.convert.report import Converted, convert_stats, gather_figures, iter_left_out, write_convert_report
+from stages.convert.rows import list_rows
+from stages.convert.scan import ScanTask, scan_all, scan_path
+from stages.convert.write import PICTURES, distinct_pictures, write_all, write_pictures, write_tasks
 from stages.shared.artifacts.artifact import Input, Stage, StageOutput
-from stages.shared.artifacts.quarantine import QUARANTINE, check_lost, write_quarantine
+from stages.shared.artifacts.left_out import QUARANTINE, check_lost, write_left_out
 from stages.shared.artifacts.workers import StageResources
 
 # 3: references of documents without the_cauldron's full stop; 4: min_heldout, running numbers with any number of digits
@@ -40,17 +31,29 @@ VERSION = 7  # 7: rows with a mask, weights of messages or an image that no opti
 _ROWS_PER_WORKER = 2000  # rows that take about as long as the start of a process
 
 
-def _run(
-    config: ConvertConfig, inputs: Mapping[str, Input], work: StorePath, resources: StageResources | None
-) -> StageOutput:
-    rows, chosen, source_rows = _list_rows(config, inputs)
+def _run(config: ConvertConfig, inputs: Mapping[str, Input], work: StorePath, resources: StageResources) -> StageOutput:
+    rows, chosen, source_rows = list_rows(config, inputs)
     num_rows = source_rows if config.max_rows is None else min(config.max_rows, source_rows)
-    resources = (resources or StageResources()).at_most(max(1, num_rows // _ROWS_PER_WORKER))
-    scan = scan_all(_scan_tasks(config, rows, chosen, work), resources)
+    resources = resources.at_most(max(1, num_rows // _ROWS_PER_WORKER))
+    make_dir(scan_path(work, 0).parent)
+    limits = ImageLimits(max_pixels=config.max_image_pixels, min_side=config.min_image_side)
+    scan_tasks = [
+        ScanTask(
+            part=part,
+            rows=chosen[i],
+            builder=rows.readers[i][0],
+            options=rows.readers[i][1],
+            limits=limits,
+            decode=config.decode_check == "full",
+            out=scan_path(work, i),
+        )
+        for i, part in rows.parts.items()
+    ]
+    scan = scan_all(scan_tasks, resources)
     own_splits = [part.split for part in rows.parts.values()]
     draw = Draw(seed=config.seed, heldout_fraction=config.heldout_fraction, min_heldout=config.min_heldout)
     plan = make_plan(scan, own_splits, draw, int(config.shard_size_mb * 1e6))
-    num_left_out = write_quarantine(work, iter_left_out(scan, plan, rows.parts))
+    num_left_out = write_left_out(work, iter_left_out(scan, plan, rows.parts))
     lost = {reason: number for reason, number in plan.skips().items() if reason != DUPLICATE}
     sources = " and ".join(str(inputs[role].dir) for role in config.readings)
     limit = ("convert.max_skip_fraction", config.max_skip_fraction)
@@ -75,46 +78,6 @@ def _run(
     write_convert_report(work, converted, stats)
     remove_tree(scan_path(work, 0).parent)
     return StageOutput(shards=shards, skips=plan.skips(), stats=stats)
-
-
-def _list_rows(config: ConvertConfig, inputs: Mapping[str, Input]) -> tuple[RawRows, Sequence[np.ndarray | None], int]:
-    """Return the parts to read, the chosen rows of each (None: all), and the number of raw rows in all sources."""
-    parts: list[Part] = []
-    readers: list[tuple[str, StrictModel]] = []
-    for role, reading in config.readings.items():
-        builder, source = get_builder(reading.builder), inputs[role].dir
-        options = builder.options.model_validate(reading.options)
-        found = parts_of(builder, source, reading.subsets, options, reading.heldout_files)
-        if not any(part.num_rows for part in found):
-            raise InputError(f"the files below {source} hold no rows; give a source with some")
-        parts += [dataclasses.replace(part, subset=f"{subset_prefix(role)}{part.subset}") for part in found]
-        readers += [(reading.builder, options)] * len(found)
-    assert_parts_apart(parts)
-    source_rows = sum(part.num_rows for part in parts)
-    chosen: Sequence[np.ndarray | None] = [None] * len(parts)
-    if config.max_rows is not None and config.max_rows < source_rows:
-        rows_of = zip(parts, readers, choose_rows(parts, config.max_rows))
-        parts, readers, chosen = zip(*((part, reader, rows) for part, reader, rows in rows_of if len(rows)))
-    return RawRows(parts=dict(enumerate(parts)), readers=dict(enumerate(readers))), chosen, source_rows
-
-
-def _scan_tasks(
-    config: ConvertConfig, rows: RawRows, chosen: Sequence[np.ndarray | None], work: StorePath
-) -> list[ScanTask]:
-    make_dir(scan_path(work, 0).parent)
-    limits = ImageLimits(max_pixels=config.max_image_pixels, min_side=config.min_image_side)
-    return [
-        ScanTask(
-            part=part,
-            rows=chosen[i],
-            builder=rows.readers[i][0],
-            options=rows.readers[i][1],
-            limits=limits,
-            decode=config.decode_check == "full",
-            out=scan_path(work, i),
-        )
-        for i, part in rows.parts.items()
-    ]
 
 
 STAGE = Stage(

@@ -1,46 +1,47 @@
-"""Pass 2 of convert: copies the planned samples from the source into shards."""
+"""Pass 2 of convert: copies the planned samples from the source into shards. And pictures.parquet, which has every
+distinct image once, sorted by its SHA-256.
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+    sha256 (32 bytes, of the encoded bytes), subset, split, key (of the first sample that shows it), width, height
+    (pixels, upright), format (Pillow's name)
+
+Because of the order, two such files, or a file and a benchmark's list of images, can be compared in one pass.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import xxhash
 
 from dataset_builders.contracts.manifest import ShardEntry
-from dataset_builders.contracts.sample import Sample, Split
+from dataset_builders.contracts.sample import SPLITS, Split, subset_of
 from dataset_builders.contracts.sample_record import to_fields
 from dataset_builders.contracts.shard_io import ShardWriter, finished_shard
-from dataset_builders.contracts.strict import StrictModel
-from dataset_builders.errors import InputError
-from dataset_builders.readers.parts import Part
-from dataset_builders.sources.registry import get_builder
+from dataset_builders.storage.files import atomic_path
 from dataset_builders.storage.store import StorePath
 from stages.convert.plan import Plan
+from stages.convert.rows import RawRows, change_error
 from stages.convert.scan import Scan, scan_path
 from stages.shared.artifacts.row_tables import read_columns
 from stages.shared.artifacts.workers import StageResources, run_tasks
 
+PICTURES = "pictures.parquet"
+PICTURES_SCHEMA = pa.schema(
+    [
+        ("sha256", pa.binary(32)),
+        ("subset", pa.string()),
+        ("split", pa.string()),
+        ("key", pa.large_string()),
+        ("width", pa.int32()),
+        ("height", pa.int32()),
+        ("format", pa.string()),
+    ]
+)
+_ROWS_AT_A_TIME = 1 << 16
 _IDENTITY_COLUMNS = ("key", "digest", "pictures.list.element.sha256", "checksums")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RawRows:
-    """Parts of the sources by number, and the builders that read their rows."""
-
-    parts: Mapping[int, Part]
-    readers: Mapping[int, tuple[str, StrictModel]]  # name of the part's builder, and its options
-
-    def read(self, number: int, keys: Sequence[str]) -> Iterator[Sample]:
-        """Yield the samples of a part with these keys, in the order of the source."""
-        part, (builder, options), chosen_keys = self.parts[number], self.readers[number], set(keys)
-        num_samples = 0
-        for item in get_builder(builder).iter_part(part, options, {part.row(key) for key in keys}):
-            if isinstance(item, Sample) and item.key in chosen_keys:
-                num_samples += 1
-                yield item
-        if num_samples != len(chosen_keys):
-            raise _change_error(part)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,8 +80,10 @@ def write_shard(task: WriteTask) -> ShardEntry:
             samples = task.source.read(number, scanned["key"].to_pylist())
             for sample, row in zip(samples, scanned.to_pylist(), strict=True):
                 digests = [picture["sha256"].hex() for picture in row["pictures"]]
-                if not _is_unchanged(sample, row, digests):
-                    raise _change_error(task.source.parts[number])
+                checksums = [xxhash.xxh3_64_intdigest(image) for image in sample.images]
+                is_same = sample.key == row["key"] and checksums == row["checksums"]
+                if not (is_same and sample.digest(digests) == row["digest"].hex()):
+                    raise change_error(task.source.parts[number])
                 writer.write(sample.key, to_fields(sample, digests))
         return writer.commit(task.split)
 
@@ -98,13 +101,32 @@ def write_all(
     return [entries[i] for i in range(len(entries))]
 
 
-def _is_unchanged(sample: Sample, row: Mapping[str, object], digests: Sequence[str]) -> bool:
-    """Whether a sample equals the one in a scan's row, by a checksum of each image and the digest of its messages."""
-    checksums = [xxhash.xxh3_64_intdigest(image) for image in sample.images]
-    if sample.key != row["key"] or checksums != row["checksums"]:
-        return False
-    return sample.digest(digests) == row["digest"].hex()
+def distinct_pictures(scan: Scan, plan: Plan) -> pa.Table:
+    """Return one row per distinct image of the kept samples, sorted by hash: the fields of a scan's picture, and `row`
+    (int64), the first row of the scan that shows it."""
+    rows = np.flatnonzero(plan.kept)
+    pictures = scan.table["pictures"].filter(pa.array(plan.kept))
+    row_of_use = np.repeat(rows, pc.list_value_length(pictures).to_numpy())
+    uses = pc.list_flatten(pictures).combine_chunks()
+    codes = uses.field("sha256").dictionary_encode().indices.to_numpy()
+    first_uses = np.unique(codes, return_index=True)[1]
+    distinct = uses.take(pa.array(first_uses))
+    table = pa.table({field.name: distinct.field(field.name) for field in uses.type})
+    order = pc.array_sort_indices(distinct.field("sha256"))
+    return table.append_column("row", pa.array(row_of_use[first_uses])).take(order)
 
 
-def _change_error(part: Part) -> InputError:
-    return InputError(f"{part.path} changed while it was converted; run the same command again")
+def write_pictures(path: StorePath, pictures: pa.Table, scan: Scan, plan: Plan) -> None:
+    """Write the table of `distinct_pictures` with PICTURES_SCHEMA, some rows at a time."""
+    with atomic_path(path) as tmp, pq.ParquetWriter(tmp, PICTURES_SCHEMA) as writer:
+        for begin in range(0, len(pictures), _ROWS_AT_A_TIME):
+            batch = pictures.slice(begin, _ROWS_AT_A_TIME)
+            keys = scan.table["key"].take(batch["row"])
+            columns = {
+                "sha256": batch["sha256"],
+                "subset": [subset_of(key) for key in keys.to_pylist()],
+                "split": [SPLITS[split] for split in plan.splits[batch["row"].to_numpy()]],
+                "key": keys,
+                **{name: batch[name] for name in ("width", "height", "format")},
+            }
+            writer.write_table(pa.table(columns, schema=PICTURES_SCHEMA))

@@ -11,7 +11,6 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
 
 import torch
 import transformers
@@ -24,7 +23,7 @@ from dataset_builders.contracts.shard_io import iter_records
 from dataset_builders.storage.files import write_json, write_text
 from stages.shared.artifacts.artifact import Artifact, Stage, StageOutput
 from stages.shared.inputs.config import EmbeddedModelConfig
-from stages.shared.inputs.transformers_progress import no_progress_bar
+from stages.shared.inputs.load_transformers import no_progress_bar
 from trainer.contract.names import HF_EXPORT
 from trainer.model.registry import get_family
 
@@ -72,17 +71,59 @@ _CHAT_TEMPLATE = """\
 """
 
 
+def _run(config: EmbeddedModelConfig, inputs: Mapping[str, Artifact], work: Path, resources: object) -> StageOutput:
+    texts = list(_texts(inputs["samples"]))
+    directory = make_tiny_hf_dir(work / HF_EXPORT, config, texts)
+    vocab = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
+    return StageOutput(stats={"texts": len(texts), "text_tokens": len(vocab), "vocab_size": config.vocab_size})
+
+
+def _texts(samples: Artifact) -> Iterator[str]:
+    """Yield all texts to train on: questions, answers and reasoning of the train split, without image slots."""
+    for shard in (shard for shard in samples.manifest.shards if shard.split == "train"):
+        for _, fields in iter_records(samples.dir / shard.name, shard):
+            for message in json.loads(fields["json"])["messages"]:
+                yield message["text"].replace(IMAGE_SLOT, "")
+                yield from filter(None, [message.get("reasoning")])
+
+
 def make_tiny_hf_dir(directory: Path, config: EmbeddedModelConfig, texts: list[str]) -> Path:
     """Write a complete directory, and return it; the same arguments give the same bytes in any process."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = _train_tokenizer(texts, config)
     ids = {token: tokenizer.token_to_id(token) for token in _CONTROL_TOKENS}
     tokenizer.save(str(directory / "tokenizer.json"))
-    write_json(directory / "tokenizer_config.json", _tokenizer_config(ids))
+    tokenizer_config = {
+        "tokenizer_class": "Qwen2Tokenizer",
+        "add_prefix_space": False,
+        "bos_token": None,
+        "unk_token": None,
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "additional_special_tokens": [token for token in ids if token not in ("<|endoftext|>", "<|im_end|>")],
+        "clean_up_tokenization_spaces": False,
+        "errors": "replace",
+        "split_special_tokens": False,
+        "model_max_length": 262144,
+    }
+    write_json(directory / "tokenizer_config.json", tokenizer_config)
     write_text(directory / "chat_template.jinja", _CHAT_TEMPLATE)
     configs = config.hf_configs(ids)
     write_json(directory / "preprocessor_config.json", configs["preprocessor_config.json"])
-    _save_model(directory, config, ids, configs["config.json"])
+    model_class = resolve_name(get_family(config.family).reference)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        # Drawn in float32: in bfloat16 it takes twice as long, and one A_log in 256 would be the logarithm of zero.
+        model = model_class(transformers.AutoConfig.for_model(**configs["config.json"])).to(
+            getattr(torch, config.dtype)
+        )
+    model.generation_config = transformers.GenerationConfig(
+        eos_token_id=[ids["<|im_end|>"], ids["<|endoftext|>"]],
+        pad_token_id=ids["<|endoftext|>"],
+        do_sample=False,
+    )
+    with no_progress_bar():
+        model.save_pretrained(directory)
     return directory
 
 
@@ -109,53 +150,6 @@ def _train_tokenizer(texts: list[str], config: EmbeddedModelConfig) -> Tokenizer
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_tokens(added)
     return tokenizer
-
-
-def _tokenizer_config(ids: Mapping[str, int]) -> dict[str, Any]:
-    return {
-        "tokenizer_class": "Qwen2Tokenizer",
-        "add_prefix_space": False,
-        "bos_token": None,
-        "unk_token": None,
-        "eos_token": "<|im_end|>",
-        "pad_token": "<|endoftext|>",
-        "additional_special_tokens": [token for token in ids if token not in ("<|endoftext|>", "<|im_end|>")],
-        "clean_up_tokenization_spaces": False,
-        "errors": "replace",
-        "split_special_tokens": False,
-        "model_max_length": 262144,
-    }
-
-
-def _save_model(directory: Path, config: EmbeddedModelConfig, ids: Mapping[str, int], model_config: dict) -> None:
-    model_class = resolve_name(get_family(config.family).reference)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        # Drawn in float32: in bfloat16 it takes twice as long, and one A_log in 256 would be the logarithm of zero.
-        model = model_class(transformers.AutoConfig.for_model(**model_config)).to(getattr(torch, config.dtype))
-    model.generation_config = transformers.GenerationConfig(
-        eos_token_id=[ids["<|im_end|>"], ids["<|endoftext|>"]],
-        pad_token_id=ids["<|endoftext|>"],
-        do_sample=False,
-    )
-    with no_progress_bar():
-        model.save_pretrained(directory)
-
-
-def _texts(samples: Artifact) -> Iterator[str]:
-    """Yield all texts to train on: questions, answers and reasoning of the train split, without image slots."""
-    for shard in (shard for shard in samples.manifest.shards if shard.split == "train"):
-        for _, fields in iter_records(samples.dir / shard.name, shard):
-            for message in json.loads(fields["json"])["messages"]:
-                yield message["text"].replace(IMAGE_SLOT, "")
-                yield from filter(None, [message.get("reasoning")])
-
-
-def _run(config: EmbeddedModelConfig, inputs: Mapping[str, Artifact], work: Path, resources: object) -> StageOutput:
-    texts = list(_texts(inputs["samples"]))
-    directory = make_tiny_hf_dir(work / HF_EXPORT, config, texts)
-    vocab = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
-    return StageOutput(stats={"texts": len(texts), "text_tokens": len(vocab), "vocab_size": config.vocab_size})
 
 
 STAGE = Stage("embedded_model", VERSION, _run, on_disk=True, digested=(f"{HF_EXPORT}/*",))

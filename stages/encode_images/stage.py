@@ -27,8 +27,7 @@ from dataset_builders.contracts.features import (
 from dataset_builders.contracts.shard_io import finished_shard
 from dataset_builders.storage.store import absolute
 from stages.encode_images.config import EncodingConfig
-from stages.encode_images.plan import ImagePlan, plan_images
-from stages.encode_images.scan import scan_images
+from stages.encode_images.images import ImagePlan, plan_images, scan_images
 from stages.shared.artifacts.artifact import Artifact, Input, Stage, StageOutput
 from stages.shared.artifacts.workers import StageResources
 from stages.shared.inputs.model_directory import opened_model
@@ -56,7 +55,18 @@ def encode_images(
     plan = plan_images(tasks, work_dir, limit)
     names = [shard_name(number) for number in range(plan.num_shards)]
     if any(finished_shard(work_dir, name) is None for name in names):
-        run = _run_config(config, model.path, tokenized, work_dir, plan.num_shards, resources)
+        run = EncodeRun(
+            hf_dir=model.path.resolve(),
+            tokenized_dir=absolute(tokenized.dir),
+            features_dir=work_dir.resolve(),
+            output_dir=work_dir.resolve() / JOB_DIR,
+            num_shards=plan.num_shards,
+            precision=config.precision,
+            dtype=config.dtype,
+            # Every rank has the whole encoder, whatever the layout of the training.
+            execution=resources.trainer.model_copy(update={"parallel": ParallelConfig()}),
+            num_threads=resources.cluster.num_threads,
+        )
         run.output_dir.mkdir(exist_ok=True)
         run_trainer(run, resources, STAGE.name)
     for directory in (JOB_DIR, SCAN_DIR):  # their paths and times would make every artifact different
@@ -67,23 +77,6 @@ def encode_images(
     summary["numbers of an image token"] = stats["features"]["width"]
     write_report(work_dir, title="Encoded images", summary=summary, sections=[])
     return StageOutput(shards=shards, stats=stats)
-
-
-def _run_config(
-    config: EncodingConfig, hf_dir: Path, tokenized: Artifact, work: Path, num_shards: int, resources: StageResources
-) -> EncodeRun:
-    """Return run.json: every rank has the whole encoder, whatever the layout of the training."""
-    return EncodeRun(
-        hf_dir=hf_dir.resolve(),
-        tokenized_dir=absolute(tokenized.dir),
-        features_dir=work.resolve(),
-        output_dir=work.resolve() / JOB_DIR,
-        num_shards=num_shards,
-        precision=config.precision,
-        dtype=config.dtype,
-        execution=resources.trainer.model_copy(update={"parallel": ParallelConfig()}),
-        num_threads=resources.cluster.num_threads,
-    )
 
 
 def _stats(work: Path, plan: ImagePlan, store: FeatureStore) -> dict[str, Any]:

@@ -16,14 +16,14 @@ from dataset_builders.storage.files import write_json, write_text
 from dataset_builders.storage.store import absolute, local_dir
 from stages.export.config import ExportConfig
 from stages.shared.artifacts.artifact import Artifact, Input, Stage, StageOutput
-from stages.shared.artifacts.intact import file_entries
+from stages.shared.artifacts.verify import file_entries
 from stages.shared.artifacts.workers import StageResources
 from stages.shared.chat_format.images import write_pixel_limits
 from stages.shared.chat_format.prompt import SYSTEM_PROMPT
-from stages.shared.inputs.ends import add_end
 from stages.shared.inputs.model_directory import (
     ModelDirectory,
     StoredTensor,
+    add_end,
     opened_model,
     read_json,
     safetensors_header,

@@ -18,7 +18,7 @@ from dataset_builders.storage.store import StorePath
 from stages.plan_bins.config import BinLimits
 from stages.plan_bins.mixture import SubsetDraw, SubsetSize, draw_samples, part_copies
 from stages.plan_bins.pack import pack
-from stages.shared.artifacts.quarantine import LeftOut
+from stages.shared.artifacts.left_out import LeftOut
 
 _AT_A_TIME = 1_500_000  # samples packed at a time, including repeats; a larger number is packed in groups
 _BINS_OF_A_GROUP = 32  # smallest number of bins in a group, if copies go to different groups to keep them apart
@@ -109,11 +109,7 @@ def scan_partition(task: ScanTask) -> Scan:
     np.add.at(tokens, rows.subsets[chosen], rows.columns["num_tokens"][chosen])
     sizes = {n: SubsetSize(c, t) for n, c, t in zip(rows.names, counts, tokens.tolist()) if c}
     shards = {item["values"]: item["counts"] for item in pc.value_counts(rows.table["shard"]).to_pylist()}
-    return Scan(rows.table.num_rows, shards, sizes, _left_out(rows, task.limits))
-
-
-def _left_out(rows: _Rows, limits: BinLimits) -> list[LeftOut]:
-    left_out = []
+    left_out, limits = [], task.limits
     places = np.flatnonzero(~rows.fits)
     for i, row in zip(places, rows.table.take(places).to_pylist()):
         if rows.is_long[i]:
@@ -124,7 +120,7 @@ def _left_out(rows: _Rows, limits: BinLimits) -> list[LeftOut]:
         else:
             reason, detail = "too_many_images", f"{row['num_images']} images, max_images is {limits.max_images}"
         left_out.append(LeftOut(row["key"], reason, detail))
-    return left_out
+    return Scan(rows.table.num_rows, shards, sizes, left_out)
 
 
 def entry_path(directory: StorePath, number: int) -> StorePath:
@@ -140,7 +136,12 @@ def plan_partition(task: PlanTask) -> PartitionPlan:
     rows = _Rows(read_partition(task.path), task.limits)
     partitions, epochs = [], []
     for split, epoch in [*(("train", epoch) for epoch in range(task.epochs)), ("heldout", 0)]:
-        copies = _copies(rows, task, split, epoch)
+        if split == "heldout":  # one copy, whatever the mixture
+            copies = (rows.fits & ~rows.is_train).astype(np.int64)
+        else:
+            chosen = np.flatnonzero(rows.fits & rows.is_train)
+            copies = np.zeros(len(rows.fits), np.int64)
+            copies[chosen] = draw_samples(task.draws, task.first_ranks, rows.subsets[chosen], rows.names, epoch)
         if not copies.any():
             continue
         bins, samples, together = _pack_copies(rows, np.repeat(np.arange(len(copies)), copies), task.limits)
@@ -155,16 +156,6 @@ def plan_partition(task: PlanTask) -> PartitionPlan:
     plan = PartitionPlan(partitions=partitions, epochs=epochs)
     write_sealed(entry, plan.model_dump_json())
     return plan
-
-
-def _copies(rows: _Rows, task: PlanTask, split: Split, epoch: int) -> np.ndarray:
-    """Return (n,) int64: copies of each row in an epoch; a held-out sample has one copy, whatever the mixture."""
-    if split == "heldout":
-        return (rows.fits & ~rows.is_train).astype(np.int64)
-    chosen = np.flatnonzero(rows.fits & rows.is_train)
-    copies = np.zeros(len(rows.fits), np.int64)
-    copies[chosen] = draw_samples(task.draws, task.first_ranks, rows.subsets[chosen], rows.names, epoch)
-    return copies
 
 
 def _pack_copies(rows: _Rows, samples: np.ndarray, limits: BinLimits) -> tuple[np.ndarray, np.ndarray, int]:

@@ -13,7 +13,9 @@ from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
-from dataset_builders.contracts.bins import BINS, read_bins, write_bins
+import numpy as np
+
+from dataset_builders.contracts.bins import BINS, BinPlan, read_bins, write_bins
 from dataset_builders.contracts.sample import SPLITS
 from dataset_builders.contracts.tokenized import index_partitions
 from dataset_builders.errors import MANIFEST, InputError, damaged
@@ -31,24 +33,30 @@ from stages.plan_bins.partition import (
     plan_partition,
     scan_partition,
 )
-from stages.plan_bins.report import write_plan_report
 from stages.shared.artifacts.artifact import Artifact, Stage, StageOutput
-from stages.shared.artifacts.quarantine import QUARANTINE, count_reasons, write_quarantine
+from stages.shared.artifacts.left_out import QUARANTINE, LeftOut, count_reasons, left_out_table, write_left_out
 from stages.shared.artifacts.workers import StageResources, run_tasks
+from stages.shared.pages.report import Histogram, Table, write_report
 
 VERSION = 2
+_SHOWN_BINS = 100_000  # bins in the histograms, evenly chosen
+_SHOWN_EPOCHS = 10
 
 
 def _run(
-    config: PlanBinsConfig, inputs: Mapping[str, Artifact], work: StorePath, resources: StageResources | None
+    config: PlanBinsConfig, inputs: Mapping[str, Artifact], work: StorePath, resources: StageResources
 ) -> StageOutput:
     partitions = index_partitions(inputs["tokenized"].dir)
-    resources = (resources or StageResources()).at_most(len(partitions))
+    resources = resources.at_most(len(partitions))
     scan_tasks = [ScanTask(path, config.limits) for path in partitions]
     scans = [scan for _, scan in sorted(run_tasks(scan_partition, scan_tasks, resources), key=itemgetter(0))]
-    _check_counts(inputs["tokenized"], scans)
+    tokenized, rows = inputs["tokenized"], {name: count for scan in scans for name, count in scan.shards.items()}
+    for shard in tokenized.manifest.shards:
+        if shard.num_samples != rows.get(shard.name, 0):
+            says = f"says {shard.num_samples} samples in {shard.name}, and its index {rows.get(shard.name, 0)}"
+            raise damaged(tokenized.dir / MANIFEST, says)
     left_out = [item for scan in scans for item in scan.left_out]
-    write_quarantine(work, left_out)
+    write_left_out(work, left_out)
     sizes = _sizes(scans)
     if not sizes:
         samples = sum(scan.num_samples for scan in scans)
@@ -58,7 +66,11 @@ def _run(
         )
     draws = make_draws(with_shares(config.mixture, config.shares, sizes), sizes)
     tasks = _plan_tasks(config, partitions, work, scans, draws)
-    plans = _plan_all(tasks, resources)
+    planned: dict[int, PartitionPlan] = {}
+    for number, plan in run_tasks(plan_partition, tasks, resources):
+        planned[number] = plan
+        resources.report(len(planned), len(tasks))
+    plans = [planned[number] for number in range(len(tasks))]
     # Sorted by split and epoch, then by partition, so that an epoch's bins have consecutive numbers.
     parts = [part for plan in plans for part in plan.partitions]
     write_bins(work, sorted(parts, key=lambda part: (SPLITS.index(part.split), part.epoch)))
@@ -67,15 +79,6 @@ def _run(
     for number in range(len(partitions)):
         entry_path(work, number).unlink(missing_ok=True)
     return StageOutput(skips=count_reasons(left_out), stats=stats)
-
-
-def _check_counts(tokenized: Artifact, scans: Sequence[Scan]) -> None:
-    """Check that the index has as many rows of each shard as the manifest specifies."""
-    rows = {name: count for scan in scans for name, count in scan.shards.items()}
-    for shard in tokenized.manifest.shards:
-        if shard.num_samples != rows.get(shard.name, 0):
-            says = f"says {shard.num_samples} samples in {shard.name}, and its index {rows.get(shard.name, 0)}"
-            raise damaged(tokenized.dir / MANIFEST, says)
 
 
 def _sizes(scans: Sequence[Scan]) -> dict[str, SubsetSize]:
@@ -105,15 +108,6 @@ def _plan_tasks(
         for name, size in scan.sizes.items():
             first_ranks[name] += size.num_samples
     return tasks
-
-
-def _plan_all(tasks: Sequence[PlanTask], resources: StageResources) -> list[PartitionPlan]:
-    """Return the plans in the order of the tasks; progress is in partitions."""
-    plans: dict[int, PartitionPlan] = {}
-    for number, plan in run_tasks(plan_partition, tasks, resources):
-        plans[number] = plan
-        resources.report(len(plans), len(tasks))
-    return [plans[number] for number in range(len(tasks))]
 
 
 def _stats(config: PlanBinsConfig, plans: Sequence[PartitionPlan], draws: Mapping[str, SubsetDraw]) -> dict[str, Any]:
@@ -160,6 +154,67 @@ def _epoch_stats(parts: Sequence[EpochPart], draws: Mapping[str, SubsetDraw]) ->
 
 def _add_up(sums: Sequence[SubsetSums]) -> dict[str, int]:
     return {name: sum(getattr(one, name) for one in sums) for name in SubsetSums.model_fields}
+
+
+def write_plan_report(
+    work: StorePath, stats: Mapping[str, Any], plans: Mapping[str, BinPlan], left_out: Sequence[LeftOut]
+) -> None:
+    """Write report.json to `work`.
+
+    Args:
+        stats: the stats of the manifest.
+        plans: split -> its written plan.
+    """
+    each = "an epoch" if stats["num_epochs"]["train"] == 1 else "an epoch on average"
+    summary = {
+        "bins, " + each: stats["num_bins"],
+        "samples, " + each: stats["num_samples"],
+        "tokens, " + each: stats["num_tokens"],
+        "fill": {split: f"{1 - stats['padding_fraction'][split]:.2%}" for split in SPLITS if stats["num_bins"][split]},
+        "samples of a bin": stats["samples_per_bin"],
+        "images of a bin": stats["images_per_bin"],
+        "epochs_planned": stats["num_epochs"]["train"],
+        "left_out": len(left_out),
+    }
+    if stats["copies_in_one_bin"]:
+        summary["copies_in_one_bin"] = stats["copies_in_one_bin"]
+    train = plans["train"]
+    count = min(len(train), _SHOWN_BINS)
+    sums = train.sums(np.arange(count) * len(train) // count)
+    which = "train" if count == len(train) else f"{count:,} of {len(train):,} training bins"
+    images = "images" if stats["max_images"] is None else f"images, of {stats['max_images']}"
+    sections = [
+        Histogram(f"Tokens of a bin ({which})", sums.num_tokens, f"tokens, of {stats['seq_len']}"),
+        Histogram(f"Patches of a bin ({which})", sums.num_patches, f"patches, of {stats['max_patches']}"),
+        Histogram(f"Samples of a bin ({which})", sums.num_samples, "samples"),
+        Histogram(f"Images of a bin ({which})", sums.num_images, images),
+        *(_subset_table(number, stats) for number in range(min(len(stats["epochs"]), _SHOWN_EPOCHS))),
+        left_out_table(left_out),
+    ]
+    write_report(work, title="Bins", summary=summary, sections=sections)
+
+
+def _subset_table(number: int, stats: Mapping[str, Any]) -> Table:
+    epoch, count = stats["epochs"][number], len(stats["epochs"])
+    rows = [
+        [
+            name,
+            subset["num_available"],
+            subset["num_used"],
+            subset["num_samples"],
+            subset["num_samples"] / subset["num_used"],
+            subset["num_tokens"],
+            f"{subset['token_fraction']:.2%}",
+            subset["num_loss_tokens"],
+            subset["num_patches"],
+            subset["num_images"],
+        ]
+        for name, subset in epoch["subsets"].items()
+    ]
+    columns = ["subset", "samples there are", "used at all", "in the epoch", "times each", "tokens", "share of tokens"]
+    columns += ["loss tokens", "patches", "images"]
+    title = "What each subset contributes" + (f", epoch {number + 1} of {count}" if count > 1 else "")
+    return Table(title, columns, rows)
 
 
 STAGE = Stage(

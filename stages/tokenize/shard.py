@@ -1,5 +1,6 @@
 """The conversion of one sample shard to one tokenized shard, in a worker process."""
 
+import bisect
 import contextlib
 import dataclasses
 import os
@@ -13,7 +14,7 @@ import torch
 
 from dataset_builders.contracts import sample_record
 from dataset_builders.contracts.manifest import ShardEntry
-from dataset_builders.contracts.sample import Sample, SkipSample, turn_key, whole_key
+from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Sample, SkipSample, turn_key, whole_key
 from dataset_builders.contracts.shard_io import RecordRange, ShardWriter, finished_shard, iter_records
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.contracts.tokenized import PixelStore, TokenizedSample
@@ -22,13 +23,12 @@ from dataset_builders.pictures.pixel_codecs import decode_sample, encode_sample
 from dataset_builders.pictures.pixels import count_patches, encode_rgb, image_grid
 from dataset_builders.storage.files import read_sealed, write_sealed
 from dataset_builders.storage.store import StorePath, local_dir
-from stages.shared.artifacts.quarantine import LeftOut, count_reasons
+from stages.shared.artifacts.left_out import LeftOut, count_reasons
 from stages.shared.chat_format.chat import ChatEncoder, TokenizedText, split_turns, trained_answers
 from stages.shared.chat_format.reasoning import Conversation
 from stages.shared.inputs.model_directory import ModelDirectory
 from stages.tokenize.config import TokenizeConfig
-from stages.tokenize.drop_turns import drop_turns, with_first
-from stages.tokenize.second_opinion import ProcessorCheck
+from stages.tokenize.processor_check import ProcessorCheck
 
 _CHECK_EVERY = 256  # every 256th sample of a shard is checked, starting with the first
 _BATCH_SAMPLES, _BATCH_BYTES = 256, 32 << 20  # limits of a tokenizer call: conversations, image bytes
@@ -134,30 +134,85 @@ def tokenize_sample(
         patches = patches[: len(sample.images)]
         input_ids, loss_mask = chat.splice(text, patches)
         assert len(input_ids) <= config.max_seq_len, sample.key
-    encoded = [_encode_image(image, pixels) for image in sample.images]
-    grids = np.array([grid for _, grid in encoded], np.int32).reshape(-1, 3)
+    blocks, grids = [np.zeros((0, pixels.config.patch_format.patch_bytes), np.uint8)], []
+    for image in sample.images:
+        rgb = read_rgb(image, whole=True)  # even with codec original, so that no stored image fails in training
+        if pixels.codec == "original":  # the patches are computed when the record is read
+            grids.append(image_grid(*rgb.shape[:2], pixels.config))
+        else:
+            block, grid = encode_rgb(rgb, pixels.config)
+            blocks.append(block)
+            grids.append(grid)
+    grids = np.array(grids, np.int32).reshape(-1, 3)
     assert grids.prod(-1).tolist() == patches.tolist(), f"{sample.key}: the headers promise other sizes"
-    no_patches = np.zeros((0, pixels.config.patch_format.patch_bytes), np.uint8)
-    blocks = [block for block, _ in encoded if block is not None]
     return sample, TokenizedSample(
         key=sample.key,
         input_ids=input_ids,
         loss_mask=loss_mask,
         image_grid_thw=grids,
-        patches=blocks[0] if len(blocks) == 1 else np.concatenate([no_patches, *blocks]),
+        patches=blocks[1] if len(blocks) == 2 else np.concatenate(blocks),  # one image, the common case, is not copied
     )
 
 
-def _encode_image(data: bytes, pixels: PixelStore) -> tuple[np.ndarray | None, np.ndarray]:
-    """Return an image's patches and grid; None instead of patches if they are computed when the record is read."""
-    rgb = read_rgb(data, whole=True)  # even with codec original, so that no stored image fails in training
-    if pixels.codec != "original":
-        return encode_rgb(rgb, pixels.config)
-    return None, image_grid(*rgb.shape[:2], pixels.config)
+def drop_turns(
+    sample: Sample, patches: np.ndarray, chat: ChatEncoder, max_seq_len: int
+) -> tuple[Sample, TokenizedText]:
+    """Return the sample with as many of its first turns as fit, and its tokenized conversation. `patches` are (images,)
+    integers: the number of patches of each image. SkipSample: not even the first turn fits, or what fits has nothing to
+    train on."""
+    turns = split_turns(sample.messages)
+
+    def count_tokens(num_turns: int) -> int:
+        messages = _first(turns, num_turns)
+        images = _count_images(messages)
+        # `count_tokens` has one placeholder per image.
+        return chat.count_tokens(messages) - images + int(patches[:images].sum()) // chat.merge_size**2
+
+    def is_exact(num_turns: int) -> bool:
+        messages = _first(turns, num_turns)
+        return count_tokens(num_turns) <= max_seq_len and chat.cut([messages]) == [[messages]]
+
+    # It is known that all turns together do not fit.
+    if chat.format.is_fixed:  # then a further turn never makes a conversation shorter
+        num_fit = bisect.bisect_right(range(1, len(turns)), max_seq_len, key=count_tokens)
+    else:
+        num_fit = next(filter(is_exact, range(len(turns) - 1, 0, -1)), 0)
+    if not num_fit:
+        detail = f"the first of {len(turns)} turns alone has more than max_seq_len={max_seq_len} tokens"
+        raise SkipSample("over_length", detail)
+    messages = _first(turns, num_fit)
+    (text,) = chat.tokenize([messages])
+    if isinstance(text, SkipSample):
+        raise text
+    return with_first(sample, messages), text
+
+
+def with_first(sample: Sample, messages: tuple[Message, ...]) -> Sample:
+    """Return the sample with only `messages`, its first ones, and the images that they show."""
+    return dataclasses.replace(sample, messages=messages, images=sample.images[: _count_images(messages)])
+
+
+def _first(turns: Sequence[tuple[Message, ...]], number: int) -> tuple[Message, ...]:
+    return tuple(message for turn in turns[:number] for message in turn)
+
+
+def _count_images(messages: Sequence[Message]) -> int:
+    return sum(message.text.count(IMAGE_SLOT) for message in messages)
 
 
 def _read_ahead(task: ShardTask, chat: ChatEncoder) -> Iterator[tuple[Sample, list[str], TokenizedText | SkipSample]]:
     """Yield the shard's samples, the names of their image files, and their conversations, tokenized in batches."""
+    for batch in _batches(task):
+        parts = batch
+        if not chat.format.is_fixed:
+            cut = zip(batch, chat.cut([sample.messages for sample, _ in batch]))
+            parts = [(part, names) for (sample, names), conversations in cut for part in _parts(sample, conversations)]
+        texts = chat.tokenize([part.messages for part, _ in parts])
+        for (part, names), text in zip(parts, texts):
+            yield part, names, text
+
+
+def _batches(task: ShardTask) -> Iterator[list[tuple[Sample, list[str]]]]:
     batch: list[tuple[Sample, list[str]]] = []
     size = 0
     for key, fields in iter_records(task.samples / task.shard.name, task.shard):
@@ -166,21 +221,10 @@ def _read_ahead(task: ShardTask, chat: ChatEncoder) -> Iterator[tuple[Sample, li
         batch.append((sample, names))
         size += sum(len(image) for image in sample.images)
         if len(batch) == _BATCH_SAMPLES or size >= _BATCH_BYTES:
-            yield from _tokenized(batch, chat)
+            yield batch
             batch, size = [], 0
-    yield from _tokenized(batch, chat)
-
-
-def _tokenized(
-    batch: Sequence[tuple[Sample, list[str]]], chat: ChatEncoder
-) -> Iterator[tuple[Sample, list[str], TokenizedText | SkipSample]]:
-    parts = batch
-    if not chat.format.is_fixed:
-        cut = zip(batch, chat.cut([sample.messages for sample, _ in batch]))
-        parts = [(part, names) for (sample, names), conversations in cut for part in _parts(sample, conversations)]
-    texts = chat.tokenize([part.messages for part, _ in parts])
-    for (part, names), text in zip(parts, texts):
-        yield part, names, text
+    if batch:
+        yield batch
 
 
 def _parts(sample: Sample, conversations: Sequence[Conversation]) -> list[Sample]:
@@ -200,10 +244,6 @@ def _count_reasoned(sample: Sample, chat: ChatEncoder) -> int:
     return sum(bool(m.reasoning) for m, is_learnt in zip(answers, trained_answers(answers, chat.learn)) if is_learnt)
 
 
-def read_notes(directory: StorePath, name: str) -> ShardNotes:
-    return ShardNotes.model_validate_json(read_sealed(notes_path(directory, name)))
-
-
 def notes_path(directory: StorePath, name: str) -> StorePath:
     """Return the path of a shard's notes, until the index and the stage's other files contain them."""
     return directory / f"{name}.notes.json"
@@ -217,12 +257,12 @@ def verify(sample: Sample, stored: TokenizedSample, chat: ChatEncoder) -> None:
     expected = int(stored.image_grid_thw.prod(-1).sum()) // chat.merge_size**2
     assert image_tokens == expected, f"{sample.key}: {image_tokens} image tokens for grids that make {expected}"
     edges = np.flatnonzero(np.diff(stored.loss_mask, prepend=0, append=0))
-    learnt = [chat.decode(stored.input_ids[start:end]) for start, end in edges.reshape(-1, 2)]
+    trained_on = [chat.decode(stored.input_ids[start:end]) for start, end in edges.reshape(-1, 2)]
     answers = [message for message in sample.messages if message.role == "assistant"]
     chosen = [
         chat.trained_text(a) for a, is_learnt in zip(answers, trained_answers(sample.messages, chat.learn)) if is_learnt
     ]
-    assert learnt == chosen, f"{sample.key}: the mask decodes to {learnt}, the answers to learn are {chosen}"
+    assert trained_on == chosen, f"{sample.key}: the mask decodes to {trained_on}, the answers to learn are {chosen}"
 
 
 def _index_row(task: ShardTask, sample: Sample, tokenized: TokenizedSample, at: RecordRange) -> dict[str, object]:

@@ -12,35 +12,44 @@ stages/shared/chat_format). Their keys end in -t and the number of their last an
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from dataset_builders.contracts.manifest import Manifest
 from dataset_builders.contracts.sample import SPLITS
 from dataset_builders.contracts.shard_io import finished_shard
 from dataset_builders.contracts.tokenized import INDEX, INDEX_SCHEMA, SIZES, IndexWriter, PixelStore, iter_index
-from dataset_builders.storage.files import atomic_path
+from dataset_builders.storage.files import atomic_path, read_sealed
 from dataset_builders.storage.store import StorePath
 from stages.shared.artifacts.artifact import Artifact, External, Input, Stage, StageOutput
-from stages.shared.artifacts.quarantine import QUARANTINE, LeftOut, check_lost, count_reasons, write_quarantine
+from stages.shared.artifacts.left_out import (
+    QUARANTINE,
+    LeftOut,
+    check_lost,
+    count_reasons,
+    left_out_table,
+    write_left_out,
+)
 from stages.shared.artifacts.workers import StageResources, run_tasks
 from stages.shared.chat_format.chat import ChatEncoder
 from stages.shared.chat_format.images import load_image_config
 from stages.shared.inputs.model_directory import opened_model
+from stages.shared.pages.report import Histogram, Table, write_report
 from stages.tokenize.config import TokenizeConfig
-from stages.tokenize.report import write_tokenize_report
-from stages.tokenize.shard import ShardTask, encoder_of, notes_path, read_notes, tokenize_shard
+from stages.tokenize.shard import ShardNotes, ShardTask, encoder_of, notes_path, tokenize_shard
 
 VERSION = 3  # 2: partitioned index with checksums, codecs; 3: transparent values of PNGs of 2, 4 and 16 bits
 SHORTENED = "shortened.jsonl"
+_COUNTED_SAMPLES = 1_000_000  # the histograms of a larger index count this number of samples, evenly spread
 _PROCESS_WORTH = 10.0  # seconds of work worth a process, which imports torch and transformers in up to five seconds
 
 
 def _run(
-    config: TokenizeConfig, inputs: Mapping[str, Input], work: StorePath, resources: StageResources | None
+    config: TokenizeConfig, inputs: Mapping[str, Input], work: StorePath, resources: StageResources
 ) -> StageOutput:
     samples, processor = inputs["samples"], inputs["processor"]
     assert isinstance(samples, Artifact) and isinstance(processor, External)
@@ -59,8 +68,13 @@ def _run(
         )
         for shard in samples.manifest.shards
     )
-    _tokenize(tasks, resources or StageResources(), samples.manifest)
-    names = [shard.name for shard in samples.manifest.shards]
+    manifest = samples.manifest
+    resources = resources.at_most(_worthwhile_workers(manifest))
+    finished = 0
+    for i, _ in run_tasks(tokenize_shard, tasks, resources):
+        finished += manifest.shards[i].num_samples
+        resources.report(finished, manifest.num_samples)
+    names = [shard.name for shard in manifest.shards]
     left_out, stats_of_notes = _collect_notes(work, names, chat)
     stats = _stats(work, chat, pixels)
     skips, limit = count_reasons(left_out), ("tokenize.max_skip_fraction", config.max_skip_fraction)
@@ -73,13 +87,6 @@ def _run(
     for name in names:
         notes_path(work, name).unlink()
     return StageOutput(shards=shards, skips=skips, stats=stats)
-
-
-def _tokenize(tasks: Iterable[ShardTask], resources: StageResources, manifest: Manifest) -> None:
-    finished = 0
-    for i, _ in run_tasks(tokenize_shard, tasks, resources.at_most(_worthwhile_workers(manifest))):
-        finished += manifest.shards[i].num_samples
-        resources.report(finished, manifest.num_samples)
 
 
 def _worthwhile_workers(manifest: Manifest) -> int:
@@ -97,7 +104,7 @@ def _collect_notes(work: StorePath, names: Sequence[str], chat: ChatEncoder) -> 
     index = IndexWriter(work)
     with atomic_path(work / SHORTENED) as tmp, tmp.open("w", encoding="utf-8") as shortened:
         for name in names:
-            notes = read_notes(work, name)
+            notes = ShardNotes.model_validate_json(read_sealed(notes_path(work, name)))
             index.add(pa.Table.from_pylist(notes.rows, INDEX_SCHEMA))
             shortened.writelines(json.dumps(asdict(item), ensure_ascii=False) + "\n" for item in notes.shortened)
             left_out += notes.left_out
@@ -105,7 +112,7 @@ def _collect_notes(work: StorePath, names: Sequence[str], chat: ChatEncoder) -> 
             counts.update(notes.model_dump(include={"num_checked", "num_cut", "num_parts", "num_reasoned"}))
             against.add(notes.pixels_against)
     index.close()
-    write_quarantine(work, left_out)
+    write_left_out(work, left_out)
     checked = {"samples": counts["num_checked"], "pixels_against": " and ".join(sorted(against))}
     figures = {"num_shortened": counts["shortened"], "checked": checked}
     if counts["num_cut"]:
@@ -139,6 +146,52 @@ def _stats(work: StorePath, chat: ChatEncoder, pixels: PixelStore) -> dict[str, 
 
 def _sums(sums: Mapping[str, int]) -> dict[str, int]:
     return {name: sums.get(name, 0) for name in ("num_samples", *SIZES)}
+
+
+def write_tokenize_report(
+    work: StorePath, left_out: Sequence[LeftOut], stats: Mapping[str, Any], pixels: PixelStore
+) -> None:
+    """Write report.json to `work`, which already has the index."""
+    total, splits, checked = stats["total"], stats["splits"], stats["checked"]
+    summary = {
+        "samples": {split: splits[split]["num_samples"] for split in splits},
+        "tokens": total["num_tokens"],
+        "loss_tokens": total["num_loss_tokens"],
+        "images": total["num_images"],
+        "patches": total["num_patches"],
+        "pixels": f"{pixels.codec}, {pixels.config.min_pixels} to {pixels.config.max_pixels} an image",
+        "left_out": len(left_out),
+        "shortened": stats["num_shortened"],
+    }
+    if cut := stats.get("cut"):
+        summary["cut"] = (
+            f"{cut['conversations']:,} conversations were cut into {cut['samples']:,} samples, as few as are exact: "
+            "the chat template writes a turn in another way once it is history"
+        )
+    if reasoning := stats.get("reasoning"):
+        learnt = "learnt" if reasoning["is_learnt"] else "left out (tokenize.learn.reasoning, or the template)"
+        summary["reasoning"] = f"of {reasoning['answers']:,} answers, {learnt}"
+    against = checked["pixels_against"].partition(";")[0]
+    summary["checked"] = f"{checked['samples']} samples, with transformers' tokenizer and {against}"
+    step = -(-total["num_samples"] // _COUNTED_SAMPLES) or 1
+    lengths = {"num_tokens": [], "num_loss_tokens": [], "num_patches": []}
+    for table in iter_index(work):
+        for name, parts in lengths.items():
+            parts.append(table[name].to_numpy()[::step])
+    tokens, loss_tokens, patches = (np.concatenate(parts) for parts in lengths.values())
+    columns = ("num_samples", *SIZES)
+    sections = [
+        Histogram("Tokens of a sample", tokens, "tokens"),
+        Histogram("Loss tokens of a sample", loss_tokens, "loss tokens"),
+        Histogram("Patches of a sample", patches, "patches before merging"),
+        Table(
+            "Subsets",
+            ["subset", *(name.removeprefix("num_") for name in columns)],
+            [[name, *(sums[c] for c in columns)] for name, sums in stats["subsets"].items()],
+        ),
+        left_out_table(left_out),
+    ]
+    write_report(work, title="Tokenized samples", summary=summary, sections=sections)
 
 
 STAGE = Stage(

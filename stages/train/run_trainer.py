@@ -26,6 +26,51 @@ class TrainerFailed(RuntimeError):
     """The trainer gave up; the text has its message, the keys of the samples of that step, and the path of the log."""
 
 
+def run_trainer(run: RunConfig | EncodeRun, resources: StageResources, name: str) -> TrainResult:
+    """Launch the trainer with a run.json in the run's output directory; return its result.
+
+    Raises:
+        StageStopped: the trainer was stopped from outside, and saved.
+        InputError: the trainer refused its config or an input.
+        TrainerFailed: the trainer gave up with a message.
+        JobFailed: the job ended without a result (killed, out of memory), or took too long.
+    """
+    directory, run_json = run.output_dir, run.model_dump_json(indent=1) + "\n"
+    follower = MetricsFollower(directory / METRICS_JSONL, resources.on_rows)
+    if (earlier := _finished_before(run, run_json)) is not None:
+        log.info("%s: it is trained already, by a job that nobody waited for", name)
+        end_processes(processes_of(str(directory)), resources.cluster.stop_grace_seconds)
+        follower.poll()
+        return earlier
+    (directory / RESULT_JSON).unlink(missing_ok=True)
+    write_text(directory / RUN_JSON, run_json)
+
+    def on_line(line: str) -> None:
+        if KEPT_ASIDE in line:  # a damaged checkpoint, which nobody would notice in the log
+            log.warning("%s", line.strip())
+        resources.on_line(line)
+
+    job = trainer_job(directory, on_line)
+    launcher = make_launcher(resources.cluster)
+    log.info("%s: %s", name, launcher.plan(job))
+    try:
+        run_job(launcher, job, follower.poll)
+    except JobFailed as error:
+        result = _read_result(directory)
+        if result is None or result.status == "finished":
+            raise
+        _raise_for(result, error, name)
+    result = _read_result(directory)
+    if result is None or result.status != "finished":
+        raise TrainerFailed(f"{name} ended without a finished {directory / RESULT_JSON}; log: {job.log_path}")
+    return result
+
+
+def trainer_job(output_dir: Path, on_line: Callable[[str], None] = lambda line: None) -> Job:
+    """Return the launcher's job for the trainer with the run.json of a run's output directory."""
+    return Job(str(output_dir), ("-m", "trainer", str(output_dir / RUN_JSON)), output_dir / TRAINER_LOG, on_line)
+
+
 class MetricsFollower:
     """Follower of metrics.jsonl: each poll calls `on_rows` with the new rows, each step once.
 
@@ -49,65 +94,11 @@ class MetricsFollower:
             log.warning("a listener to the training's metrics failed; training goes on", exc_info=True)
 
 
-def run_trainer(run: RunConfig | EncodeRun, resources: StageResources, name: str) -> TrainResult:
-    """Launch the trainer with a run.json in the run's output directory; return its result.
-
-    Raises:
-        StageStopped: the trainer was stopped from outside, and saved.
-        InputError: the trainer refused its config or an input.
-        TrainerFailed: the trainer gave up with a message.
-        JobFailed: the job ended without a result (killed, out of memory), or took too long.
-    """
-    directory = run.output_dir
-    follower = MetricsFollower(directory / METRICS_JSONL, resources.on_rows)
-    if (earlier := _finished_before(run)) is not None:
-        log.info("%s: it is trained already, by a job that nobody waited for", name)
-        end_processes(processes_of(str(directory)), resources.cluster.stop_grace_seconds)
-        follower.poll()
-        return earlier
-    (directory / RESULT_JSON).unlink(missing_ok=True)
-    write_text(directory / RUN_JSON, _run_json(run))
-    job = trainer_job(directory, _telling(resources.on_line))
-    launcher = make_launcher(resources.cluster)
-    log.info("%s: %s", name, launcher.plan(job))
-    try:
-        run_job(launcher, job, follower.poll)
-    except JobFailed as error:
-        result = _read_result(directory)
-        if result is None or result.status == "finished":
-            raise
-        _raise_for(result, error, name)
-    result = _read_result(directory)
-    if result is None or result.status != "finished":
-        raise TrainerFailed(f"{name} ended without a finished {directory / RESULT_JSON}; log: {job.log_path}")
-    return result
-
-
-def trainer_job(output_dir: Path, on_line: Callable[[str], None] = lambda line: None) -> Job:
-    """Return the launcher's job for the trainer with the run.json of a run's output directory."""
-    return Job(str(output_dir), ("-m", "trainer", str(output_dir / RUN_JSON)), output_dir / TRAINER_LOG, on_line)
-
-
-def _telling(on_line: Callable[[str], None]) -> Callable[[str], None]:
-    """Return `on_line` with an addition: the trainer's line about a damaged checkpoint is also logged as a warning."""
-
-    def listen(line: str) -> None:
-        if KEPT_ASIDE in line:
-            log.warning("%s", line.strip())
-        on_line(line)
-
-    return listen
-
-
-def _run_json(run: RunConfig | EncodeRun) -> str:
-    return run.model_dump_json(indent=1) + "\n"
-
-
-def _finished_before(run: RunConfig | EncodeRun) -> TrainResult | None:
+def _finished_before(run: RunConfig | EncodeRun, run_json: str) -> TrainResult | None:
     """Return the result for this very run.json, from a job that outlived the flow that waited for it; None if there is
     none, or if its checkpoint is damaged."""
     path = run.output_dir / RUN_JSON
-    if run.task != "train" or not path.is_file() or path.read_text(encoding="utf-8") != _run_json(run):
+    if run.task != "train" or not path.is_file() or path.read_text(encoding="utf-8") != run_json:
         return None
     result = _read_result(run.output_dir)
     if result is None or result.status != "finished":

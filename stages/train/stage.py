@@ -9,8 +9,14 @@ A rerun in the same scratch directory starts the trainer again, which resumes fr
 training whose newest checkpoint is damaged is rerun in the same way.
 """
 
-from collections.abc import Callable, Mapping
+import io
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
 
 from dataset_builders.contracts.fingerprint import fingerprint
 from dataset_builders.contracts.manifest import load_manifest
@@ -19,11 +25,11 @@ from dataset_builders.storage.store import absolute, local_dir
 from stages.shared.artifacts.artifact import Artifact, Input, Stage, StageOutput, stage_identity
 from stages.shared.artifacts.workers import StageResources
 from stages.shared.inputs.model_directory import hf_dir_of, opened_model
-from stages.train.report import write_train_report
+from stages.shared.pages.report import Drawing, Section, Table, write_report
 from stages.train.run_trainer import run_trainer
 from trainer.contract.checkpoint import check_checkpoint
 from trainer.contract.names import HELDOUT_BASE_JSONL, HELDOUT_JSONL
-from trainer.contract.result import read_metrics
+from trainer.contract.result import LAYERS, MetricsRow, read_metrics
 from trainer.contract.run import RunConfig, TrainConfig
 from trainer.model.adapters import adapter_sizes
 from trainer.model.family import Family
@@ -33,6 +39,44 @@ from trainer.plan.pieces import mean_work
 from trainer.plan.placement import Placement, PlacementJob, current_placement
 
 VERSION = 2  # 2: heldout-base.jsonl
+
+# title on the page -> (fields of MetricsRow in one plot, whether the axis is logarithmic)
+_CURVES: dict[str, tuple[tuple[str, ...], bool]] = {
+    "Loss": (("loss", "heldout_loss", "mtp_loss"), True),
+    "Learning rate": (("lr",), False),
+    "Gradient norm before clipping": (("grad_norm",), True),
+    "Tokens per second": (("tokens_per_second",), False),
+}
+# Grey on a transparent background is readable on a light and on a dark page.
+_GREYS = dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "text.color", "xtick.color", "ytick.color"), "#7d8798")
+
+
+def train(config: TrainConfig, inputs: Mapping[str, Input], work_dir: Path, resources: StageResources) -> StageOutput:
+    """Run the stage. Inputs: "model" (HF directory), "tokenized", "bins"; optionally "features" of the images if they
+    were encoded before, and "adapter" if the training continues one."""
+    features, trained = inputs.get("features"), inputs["model"].parent().fingerprint
+    if isinstance(features, Artifact) and (encoder := features.manifest.parents["model"].fingerprint) != trained:
+        raise InputError(
+            f"{features.dir} holds features by the model {encoder}, and the training begins with {trained}; run the "
+            "encode_images stage with this model"
+        )
+    run = make_run_config(config, inputs, work_dir, resources)
+    model = opened_model(inputs["model"])
+    family, shape = model.family, model.shape.for_training(run.train)
+    check_run(run, resources.cluster.processes, family, shape)
+    result = run_trainer(run, resources, STAGE.name)
+    rows = read_metrics(work_dir)
+    stats = {
+        "steps": result.step,
+        "loss": result.loss,
+        "heldout_loss": result.heldout_loss,
+        "checkpoint": result.checkpoint,
+        "tokens": rows[-1].tokens if rows else None,
+        "loss_tokens": rows[-1].loss_tokens if rows else None,
+        "epochs": rows[-1].epoch if rows else None,
+    }
+    write_train_report(work_dir, rows, stats, predict(run, resources.cluster.processes, family, shape))
+    return StageOutput(stats=stats)
 
 
 def make_run_config(
@@ -61,29 +105,6 @@ def digest_of_base(model: Input) -> str:
     return f"{parent.name}@{parent.fingerprint}"
 
 
-def train(config: TrainConfig, inputs: Mapping[str, Input], work_dir: Path, resources: StageResources) -> StageOutput:
-    """Run the stage. Inputs: "model" (HF directory), "tokenized", "bins"; optionally "features" of the images if they
-    were encoded before, and "adapter" if the training continues one."""
-    _check_encoder(inputs)
-    run = make_run_config(config, inputs, work_dir, resources)
-    model = opened_model(inputs["model"])
-    family, shape = model.family, model.shape.for_training(run.train)
-    check_run(run, resources.cluster.processes, family, shape)
-    result = run_trainer(run, resources, STAGE.name)
-    rows = read_metrics(work_dir)
-    stats = {
-        "steps": result.step,
-        "loss": result.loss,
-        "heldout_loss": result.heldout_loss,
-        "checkpoint": result.checkpoint,
-        "tokens": rows[-1].tokens if rows else None,
-        "loss_tokens": rows[-1].loss_tokens if rows else None,
-        "epochs": rows[-1].epoch if rows else None,
-    }
-    write_train_report(work_dir, rows, stats, predict(run, resources.cluster.processes, family, shape))
-    return StageOutput(stats=stats)
-
-
 def predict(run: RunConfig, processes: int, family: Family, shape: ModelShape) -> Placement | None:
     """Predict the costs of a step; None if no images are encoded, or in float32, for which no rate is known."""
     plan = load_manifest(run.bins_dir)
@@ -101,23 +122,83 @@ def predict(run: RunConfig, processes: int, family: Family, shape: ModelShape) -
     return current_placement(job) if job.vision and run.train.precision != "float32" else None
 
 
-def _check_encoder(inputs: Mapping[str, Input]) -> None:
-    """Check that the features were computed with the model that is trained."""
-    features, model = inputs.get("features"), inputs["model"].parent()
-    encoder = features.manifest.parents["model"] if isinstance(features, Artifact) else model
-    if encoder.fingerprint != model.fingerprint:
-        raise InputError(
-            f"{features.dir} holds features by the model {encoder.fingerprint}, and the training begins with "
-            f"{model.fingerprint}; run the encode_images stage with this model"
-        )
-
-
 def check_training(training: Artifact, digest: Callable[[Path, Callable[[Path], str]], str]) -> None:
     """Check the newest checkpoint of a finished training, which an export reads; DamagedFile if a file was changed, or
-    it is of another step or training. `digest`: see `Whole.digest`."""
+    it is of another step or training. `digest`: see `DigestCache.digest`."""
     # The files of a checkpoint are in no manifest, because they depend on the layout.
     manifest = training.manifest
     check_checkpoint(training.dir / manifest.stats["checkpoint"], digest, manifest.fingerprint)
+
+
+def write_train_report(
+    directory: Path,
+    rows: Sequence[MetricsRow],
+    stats: dict[str, Any],
+    prediction: Placement | None = None,
+) -> None:
+    """Write report.json of a training to `directory`.
+
+    Args:
+        prediction: the predicted costs of a step, if there is a prediction.
+    """
+    summary = {name: value for name, value in stats.items() if value is not None}
+    sections: list[Section] = []
+    if rows:
+        summary["tokens_per_second"] = round(statistics.median(row.tokens_per_second for row in rows), 1)
+        reported = tuple(name for name in rows[-1].model_extra if name.startswith(LAYERS))
+        shown = _CURVES | ({"Figures of the layers": (reported, False)} if reported else {})
+        sections += [Drawing(title, _curve_svg(rows, fields, is_log)) for title, (fields, is_log) in shown.items()]
+        sections += [_time_table(rows), *([_prediction_table(rows, prediction)] if prediction else [])]
+    write_report(directory, title="Training", summary=summary, sections=sections)
+
+
+def _curve_svg(rows: Sequence[MetricsRow], fields: Sequence[str], is_log: bool) -> str:
+    """Return an SVG file with one line per field over the steps; the same rows give the same bytes."""
+    with matplotlib.rc_context({"svg.hashsalt": "athanor", "font.size": 9, **_GREYS}):
+        figure = Figure(figsize=(7, 2.6), layout="constrained")
+        axes = figure.add_subplot()
+        for name in fields:
+            points = [(row.step, value) for row in rows if (value := getattr(row, name, None)) is not None]
+            if points:
+                marker = "o" if len(points) < 30 else None
+                axes.plot(*zip(*points), label=name, marker=marker, markersize=3, linewidth=1.2)
+        if is_log and all(value > 0 for line in axes.get_lines() for value in line.get_ydata()):
+            axes.set_yscale("log")
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.25)
+        if len(fields) > 1:
+            axes.legend(frameon=False)
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None}, transparent=True)
+    return text.getvalue()
+
+
+def _time_table(rows: Sequence[MetricsRow]) -> Table:
+    whole = statistics.median(row.step_seconds for row in rows)
+    names = ["data_seconds", *(name for name in rows[-1].model_extra if name.endswith("_seconds")), "optimizer_seconds"]
+    parts = [(name, statistics.median(getattr(row, name, 0.0) for row in rows)) for name in names]
+    lines = [(name, round(seconds, 4), round(seconds / whole, 3) if whole else None) for name, seconds in parts]
+    return Table("Where a step's time goes (medians)", ("part", "seconds", "fraction"), lines)
+
+
+def _prediction_table(rows: Sequence[MetricsRow], prediction: Placement) -> Table:
+    """Return a table of the plan's prediction and the measurement on rank 0. Rank 0's clock counts its waiting time for
+    other ranks as the language model's time."""
+    first = prediction.ranks[0]
+    waiting = prediction.step - first.vision - first.language
+    predicted = {
+        "vision_seconds": first.vision,
+        "language_seconds": first.language + waiting,
+        "step_seconds": prediction.step,
+    }
+    lines = [
+        (name, float(f"{seconds:.3g}"), float(f"{statistics.median(getattr(row, name, 0.0) for row in rows):.3g}"))
+        for name, seconds in predicted.items()
+    ]
+    memory = sum(prediction.memory.values()) / 1e9
+    lines.append(("memory_gb", float(f"{memory:.3g}"), float(f"{max(row.memory_gb for row in rows):.3g}")))
+    title = f"What the plan predicted for an H200: rank 0, {waiting / prediction.step:.0%} of the step waiting"
+    return Table(title, ("", "predicted", "measured (medians, memory the most)"), lines)
 
 
 STAGE = Stage("train", VERSION, train, on_disk=True, digested=(HELDOUT_JSONL, HELDOUT_BASE_JSONL), check=check_training)

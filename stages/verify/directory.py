@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from stages.shared.chat_format.prompt import SYSTEM_PROMPT
-from stages.shared.inputs.ends import end_ids
 from stages.shared.inputs.model_directory import (
     WEIGHTS_INDEX,
     ModelDirectory,
     StoredTensor,
+    end_ids,
     read_json,
     stored_tensors,
     tensor_digests,

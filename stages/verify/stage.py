@@ -40,8 +40,7 @@ from stages.shared.artifacts.artifact import Artifact, Input, Stage, StageOutput
 from stages.shared.artifacts.workers import StageResources
 from stages.shared.chat_format.chat import ChatEncoder
 from stages.shared.chat_format.prompt import PromptFormat, read_prompt_format
-from stages.shared.inputs.ends import end_ids
-from stages.shared.inputs.model_directory import ModelDirectory, opened_model
+from stages.shared.inputs.model_directory import ModelDirectory, end_ids, opened_model
 from stages.shared.launchers.job import Job, make_launcher, run_job
 from stages.shared.pages.report import Section, Table, write_report
 from stages.shared.scoring.names import SAME_ANSWERS

@@ -21,7 +21,7 @@ from dataset_builders.contracts.tokenized import PatchFormat, PixelConfig, Pixel
 from dataset_builders.pictures.pixel_codecs import encode_sample
 from stages.plan_bins.pack import pack
 from stages.shared.inputs.config import EmbeddedModelConfig
-from stages.shared.inputs.transformers_progress import no_progress_bar
+from stages.shared.inputs.load_transformers import no_progress_bar
 from tests.bench.host import Host
 from tests.helpers.bins import Kind, make_sample, write_plan
 from tests.helpers.large_model import write_large_model

@@ -23,7 +23,7 @@ from transformers import AutoModelForImageTextToText
 
 from dataset_builders.errors import InputError
 from stages.shared.inputs.adapter_directory import AdapterDirectory
-from stages.shared.inputs.adapter_layers import add_adapters
+from stages.shared.inputs.load_transformers import add_adapters
 from stages.shared.inputs.model_directory import ModelDirectory
 from tests.fuzz.hostile import value
 from tests.fuzz.run_models import spoil_header

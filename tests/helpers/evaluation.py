@@ -19,8 +19,8 @@ from stages.embedded_model.stage import make_tiny_hf_dir
 from stages.evaluate.config import EvaluateConfig
 from stages.evaluate.stage import STAGE as EVALUATE
 from stages.shared.artifacts.artifact import Artifact
-from stages.shared.artifacts.intact import file_entries
 from stages.shared.artifacts.run_stage import run_stage
+from stages.shared.artifacts.verify import file_entries
 from stages.shared.artifacts.workers import StageResources
 from tests.helpers.process_dir import process_dir
 from tests.helpers.tiny_model import FIRST, TEXTS

@@ -48,7 +48,7 @@ class FakeTrainerLauncher(TorchrunLauncher):
 def stand_in(patch: "pytest.MonkeyPatch") -> None:
     """Train by this script, and draw no curves, which cost a second a training. test_train_report.py has them."""
     patch.setitem(LAUNCHERS, "torchrun", "tests.helpers.fake_trainer:FakeTrainerLauncher")
-    patch.setattr("stages.train.report._curve_svg", lambda *_: "<svg></svg>")
+    patch.setattr("stages.train.stage._curve_svg", lambda *_: "<svg></svg>")
 
 
 def metrics_row(step: int, **changes: float) -> MetricsRow:

@@ -16,7 +16,7 @@ _VERSION = torchvision_version()  # mended where it does not load by itself, bef
 
 from stages.shared.chat_format.chat import ChatEncoder  # noqa: E402
 from stages.shared.chat_format.images import load_image_config  # noqa: E402
-from stages.tokenize.second_opinion import ProcessorCheck  # noqa: E402
+from stages.tokenize.processor_check import ProcessorCheck  # noqa: E402
 from tests.helpers.tiny_model import tiny_hf_dir  # noqa: E402
 
 

@@ -19,7 +19,7 @@ from stages.shared.artifacts.artifact import Artifact
 from stages.shared.artifacts.run_stage import run_stage
 from stages.shared.artifacts.workers import StageResources
 from stages.shared.launchers.config import ClusterConfig
-from stages.shared.launchers.slurm.script import SBATCH_FILE
+from stages.shared.launchers.slurm import SBATCH_FILE
 from stages.train import stage as train
 from stages.train.run_trainer import StageStopped
 from tests.helpers.patience import at_most

@@ -17,7 +17,7 @@ from dataset_builders.recognise.recognise import Recognised
 from dataset_builders.recognise.trial import Trial
 from dataset_builders.storage.store import StorePath
 from stages.convert.config import ConvertConfig
-from stages.shared.artifacts.quarantine import MIN_LOST
+from stages.shared.artifacts.left_out import MIN_LOST
 
 SHOWN = 3
 _CHARS = 300  # longest text that is shown

@@ -48,7 +48,7 @@ class External:
     """An input that no stage made: a directory of the user, identified by a digest of its content.
 
     Attributes:
-        states: file -> its state when it was digested, see `unchanged.state_of`; empty for raw data.
+        states: file -> its state when it was digested, see `verify.state_of`; empty for raw data.
         opened: the directory as the plan opened it, for the stages that run in the same process: a `ModelDirectory` or
             an `AdapterDirectory`; None: nothing is open.
     """
@@ -64,7 +64,7 @@ class External:
 
 
 Input = Artifact | External
-Check = Callable[[Artifact, Callable[[Path, Callable[[Path], str]], str]], None]  # (artifact, see `Whole.digest`)
+Check = Callable[[Artifact, Callable[[Path, Callable[[Path], str]], str]], None]  # (artifact, see `DigestCache.digest`)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,7 @@ only within one machine; two machines that make the same data artifact write the
 """
 
 import contextlib
-import dataclasses
-import importlib
+import errno
 import json
 import logging
 import os
@@ -21,6 +20,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import filelock
@@ -36,14 +36,13 @@ from stages.shared.artifacts.artifact import (
     Artifact,
     Input,
     Stage,
-    StageOutput,
     StageResult,
     artifact_dir,
     changed_inputs,
     stage_identity,
 )
-from stages.shared.artifacts.intact import check_inputs, check_reused, file_entries
-from stages.shared.artifacts.unchanged import Whole
+from stages.shared.artifacts.verify import DigestCache, check_inputs, check_reused, file_entries
+from stages.shared.artifacts.workers import StageResources
 from stages.shared.pages.page import REPORT_HTML, artifact_page
 
 LOCK_POLL_SECONDS = 0.5
@@ -59,7 +58,11 @@ def scratch_dir(root: StorePath, stage: Stage, identity: Mapping[str, Any]) -> S
 
 
 def run_stage(
-    stage: Stage, config: BaseModel, inputs: Mapping[str, Input], root: StorePath, resources: object = None
+    stage: Stage,
+    config: BaseModel,
+    inputs: Mapping[str, Input],
+    root: StorePath,
+    resources: StageResources | None = None,
 ) -> StageResult:
     """Reuse or make the artifact of this identity; wait while another process makes it. An artifact from inputs of the
     same fingerprints with other content is removed and made again.
@@ -67,7 +70,7 @@ def run_stage(
     Args:
         config: the identity config, a frozen pydantic model that JSON can represent.
         inputs: role -> artifact or external directory.
-        resources: execution settings; never part of the fingerprint.
+        resources: execution settings, which are never part of the fingerprint; None: one process of this machine.
 
     Raises:
         InputError: the disk is full, or a file of an input or of the reused artifact was changed.
@@ -86,11 +89,23 @@ def run_stage(
         if found is None or changed_inputs(found, inputs):
             check_inputs(inputs)
             if found is not None:
-                _remove_other(found, inputs)
+                log.warning(
+                    "%s: %s was made from inputs (%s) that were made again since, with other content; "
+                    "it is made again too",
+                    stage.name,
+                    final,
+                    ", ".join(changed_inputs(found, inputs)),
+                )
+                remove_tree(final)
                 found = None
             with _begun(lock.with_name(f"{lock.name}.parents.json"), work, inputs):
-                _reopen(final, work)
-                _make(stage, config, inputs, work, resources, identity)
+                if is_local(final) and (final / MANIFEST).is_file():  # damaged: the stage starts from its other files
+                    shutil.rmtree(work, ignore_errors=True)
+                    work.parent.mkdir(parents=True, exist_ok=True)
+                    os.rename(final, work)
+                    (work / MANIFEST).unlink()
+                make_dir(work)
+                _make(stage, config, inputs, work, resources or StageResources(), identity)
                 _publish(work, final)
     return StageResult(found or Artifact.load(final), found is not None, time.perf_counter() - started)
 
@@ -101,35 +116,19 @@ def _reused(stage: Stage, final: StorePath, beside: Path, level: int) -> Artifac
         if is_local(final) and final.is_dir():
             raise InputError(f"{final / MANIFEST} is missing; delete {final} and run the same command again")
         return None
-    artifact, whole = Artifact.load(final), Whole(beside.with_name(f"{beside.name}.whole.json"))
+    artifact, digests = Artifact.load(final), DigestCache(beside.with_name(f"{beside.name}.whole.json"))
     if artifact.manifest.fingerprint != final.name:
         raise damaged(final / MANIFEST, f"is that of another artifact, {artifact.manifest.fingerprint}")
-    check_reused(artifact, whole.digest)
+    check_reused(artifact, digests.digest)
     if stage.check is not None and is_local(final):
         try:
-            stage.check(artifact, whole.digest)
+            stage.check(artifact, digests.digest)
         except DamagedFile as error:
-            log.log(
-                level,
-                "%s: %s; the stage continues from the intact files",
-                stage.name,
-                str(error).partition("; delete ")[0],
-            )
+            what = str(error).partition("; delete ")[0]  # the way out of a user whom no stage helps
+            log.log(level, "%s: %s; the stage continues from the intact files", stage.name, what)
             return None
-    whole.keep()
+    digests.keep()
     return artifact
-
-
-def _remove_other(found: Artifact, inputs: Mapping[str, Input]) -> None:
-    """Remove an artifact that was made from other inputs of the same fingerprints."""
-    names = ", ".join(changed_inputs(found, inputs))
-    log.warning(
-        "%s: %s was made from inputs (%s) that were made again since, with other content; it is made again too",
-        found.manifest.stage,
-        found.dir,
-        names,
-    )
-    remove_tree(found.dir)
 
 
 @contextlib.contextmanager
@@ -142,33 +141,42 @@ def _begun(record: Path, work: StorePath, inputs: Mapping[str, Input]) -> Iterat
             remove_tree(work)
     write_json(record, digests)
     yield
-    record.unlink()
+    record.unlink()  # only after success: a failed run leaves it for its unfinished work
 
 
-def _reopen(final: StorePath, work: StorePath) -> None:
-    """Create the work directory: empty, or from the finished artifact in which the stage found damage."""
-    if is_local(final) and (final / MANIFEST).is_file():
-        shutil.rmtree(work, ignore_errors=True)
-        work.parent.mkdir(parents=True, exist_ok=True)
-        os.rename(final, work)
-        (work / MANIFEST).unlink()
-    make_dir(work)
-
-
-def _make(stage, config, inputs, work: StorePath, resources, identity: dict[str, Any]) -> None:
+def _make(
+    stage: Stage,
+    config: BaseModel,
+    inputs: Mapping[str, Input],
+    work: StorePath,
+    resources: StageResources,
+    identity: Mapping[str, Any],
+) -> None:
+    """Run the stage in its work directory, and write the page and the manifest there."""
+    if (work / MANIFEST).is_file():  # an earlier run ended just before the rename
+        return
     try:
-        if not (work / MANIFEST).is_file():  # it exists if an earlier run ended just before the rename
-            if is_local(work):
-                _remove_unfinished(work)
-            output = stage.run(config, inputs, work, resources)
-            files = file_entries(work, stage.digested, output.files)
-            manifest = _manifest(stage, identity, inputs, dataclasses.replace(output, files=files))
-            _write_page(stage, Artifact(work, manifest), inputs)
-            if not is_local(work):  # the manifest publishes the artifact, so commit records are removed before
-                remove_entries(work, [shard.name for shard in output.shards])
-            manifest.write(work)
+        if is_local(work):
+            for unfinished in work.rglob("*.tmp"):  # files that a killed run was writing
+                unfinished.unlink()
+        output = stage.run(config, inputs, work, resources)
+        manifest = Manifest(
+            stage=stage.name,
+            version=stage.version,
+            fingerprint=fingerprint(identity),
+            config=identity["config"],
+            parents={role: item.parent() for role, item in inputs.items()},
+            shards=output.shards,
+            files=file_entries(work, stage.digested, output.files),
+            skips=output.skips,
+            stats=output.stats,
+        )
+        _write_page(stage, Artifact(work, manifest), inputs)
+        if not is_local(work):  # the manifest publishes the artifact, so commit records are removed before
+            remove_entries(work, [shard.name for shard in output.shards])
+        manifest.write(work)
     except OSError as error:
-        if error.errno != 28:  # ENOSPC
+        if error.errno != errno.ENOSPC:
             raise
         place = work if is_local(work) else side_dir(work)
         free = shutil.disk_usage(next(path for path in (place, *place.parents) if path.exists())).free
@@ -185,9 +193,8 @@ def _write_page(stage: Stage, artifact: Artifact, inputs: Mapping[str, Input]) -
     artifact = Artifact(artifact.dir, Manifest.model_validate_json(as_read))
     contents = ""
     if stage.contents is not None:
-        module, function = stage.contents.split(":")
         try:
-            contents = getattr(importlib.import_module(module), function)(artifact, inputs)
+            contents = resolve_name(stage.contents)(artifact, inputs)
         except Exception as error:
             name = type(error).__name__
             log.warning("%s: the page of %s has no samples (%s: %s)", stage.name, artifact.dir, name, error)
@@ -207,29 +214,10 @@ def _publish(work: StorePath, final: StorePath) -> None:
         shutil.rmtree(work)
 
 
-def _manifest(stage: Stage, identity: Mapping[str, Any], inputs: Mapping[str, Input], output: StageOutput) -> Manifest:
-    return Manifest(
-        stage=stage.name,
-        version=stage.version,
-        fingerprint=fingerprint(identity),
-        config=identity["config"],
-        parents={role: item.parent() for role, item in inputs.items()},
-        shards=output.shards,
-        files=output.files,
-        skips=output.skips,
-        stats=output.stats,
-    )
-
-
-def _remove_unfinished(work: Path) -> None:
-    """Remove the files that a killed run was writing."""
-    for unfinished in work.rglob("*.tmp"):
-        unfinished.unlink()
-
-
 @contextlib.contextmanager
 def _locked(work: StorePath, name: Path) -> Iterator[None]:
-    """Hold the lock of a scratch directory. If the lock is taken, log its owner and wait."""
+    """Hold the lock of a scratch directory; `name` is its path without ending. If the lock is taken, log its owner and
+    wait."""
     owner, lock = name.with_name(name.name + ".owner.json"), filelock.FileLock(name.with_name(name.name + ".lock"))
     try:
         lock.acquire(timeout=0)
@@ -256,11 +244,13 @@ def why_rebuild(root: StorePath, stage: Stage, identity: Mapping[str, Any]) -> s
     if not artifacts:
         return "never made in this root"
     newest = load_manifest(max(artifacts, key=lambda d: modified(d / MANIFEST)))
-    parents = {role: parent.model_dump() for role, parent in newest.parents.items()}
-    old = {"version": newest.version, **newest.config, **_parent_fields(parents)}
-    new = {"version": identity["version"], **identity["config"], **_parent_fields(identity["parents"])}
-    return describe_drift(old, new)
 
+    def fields(version: int, config: Mapping[str, Any], parents: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
+        made_from = {f"input {role}": f"{p['name']}@{p['fingerprint'][:8]}" for role, p in parents.items()}
+        return {"version": version, **config, **made_from}
 
-def _parent_fields(parents: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    return {f"input {role}": f"{p['name']}@{p['fingerprint'][:8]}" for role, p in parents.items()}
+    old_parents = {role: parent.model_dump() for role, parent in newest.parents.items()}
+    return describe_drift(
+        fields(newest.version, newest.config, old_parents),
+        fields(identity["version"], identity["config"], identity["parents"]),
+    )

@@ -15,8 +15,7 @@ from dataset_builders.contracts.fingerprint import fingerprint
 from dataset_builders.errors import InputError, in_ascii
 from dataset_builders.storage.store import local_dir
 from stages.shared.artifacts.artifact import Artifact, External, Input
-from stages.shared.artifacts.intact import check_written
-from stages.shared.artifacts.unchanged import digest_once, state_of
+from stages.shared.artifacts.verify import check_written, digest_once, state_of
 from stages.shared.inputs.model_directory import ModelDirectory, safetensors_header
 from trainer.contract.names import ADAPTER_EXPORT
 from trainer.contract.peft import (
@@ -77,7 +76,23 @@ class AdapterDirectory:
         weights = {name for rule in model.family.weight_rules(model.shape) if rule.sizes for name in rule.hf}
         linear = {name.removesuffix(".weight") for name in weights}
         for name, shape in self.tensors.items():
-            self._check_tensor(model, name, shape)
+            kind = next((kind for kind in (LORA_A, LORA_B, MAGNITUDE) if name.endswith(kind)), "")
+            weight = f"{name.removesuffix(kind)}.weight" if kind else name
+            of_base = model.tensors.get(weight)
+            if of_base is None:
+                trained_on = in_ascii(self.config.get("base_model_name_or_path") or "the adapter does not name it")
+                raise InputError(
+                    f"adapter {self.path} is of another model: {in_ascii(weight)} is no weight of {model.path}; give "
+                    f"the model that it was trained on ({trained_on})"
+                )
+            rank, (out, *width) = self.config["r"], of_base.shape
+            wanted = {LORA_A: (rank, *width), LORA_B: (out, rank), MAGNITUDE: (out,), "": tuple(of_base.shape)}[kind]
+            if shape != wanted:
+                raise InputError(
+                    f"adapter {self.path} is of another model: {in_ascii(name)} is {list(shape)}, and "
+                    f"{in_ascii(weight)} of {model.path} with r={rank} asks for {list(wanted)}; give the model that it "
+                    "was trained on"
+                )
         if others := sorted(set(self.modules) - linear - {"lm_head"}):
             raise InputError(
                 f"{self.path / ADAPTER_WEIGHTS}: {others[0]} is no linear layer, and only these have adapters here"
@@ -87,25 +102,6 @@ class AdapterDirectory:
             raise InputError(
                 f"{self.path / ADAPTER_WEIGHTS} has no adapter of {lacking[0]} and {len(lacking) - 1} others that "
                 "target_modules names; save the adapter with PEFT again"
-            )
-
-    def _check_tensor(self, model: ModelDirectory, name: str, shape: tuple[int, ...]) -> None:
-        """Check that a tensor of the adapter fits the model's weight that it belongs to."""
-        kind = next((kind for kind in (LORA_A, LORA_B, MAGNITUDE) if name.endswith(kind)), "")
-        weight = f"{name.removesuffix(kind)}.weight" if kind else name
-        of_base = model.tensors.get(weight)
-        if of_base is None:
-            trained_on = in_ascii(self.config.get("base_model_name_or_path") or "the adapter does not name it")
-            raise InputError(
-                f"adapter {self.path} is of another model: {in_ascii(weight)} is no weight of {model.path}; give the "
-                f"model that it was trained on ({trained_on})"
-            )
-        rank, (out, *width) = self.config["r"], of_base.shape
-        wanted = {LORA_A: (rank, *width), LORA_B: (out, rank), MAGNITUDE: (out,), "": tuple(of_base.shape)}[kind]
-        if shape != wanted:
-            raise InputError(
-                f"adapter {self.path} is of another model: {in_ascii(name)} is {list(shape)}, and {in_ascii(weight)} "
-                f"of {model.path} with r={rank} asks for {list(wanted)}; give the model that it was trained on"
             )
 
 

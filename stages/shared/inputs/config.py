@@ -101,8 +101,12 @@ class EmbeddedModelConfig(*_OF_FAMILIES, _CommonSizes):
             family, sizes = get_variant(given["variant"])
             if given.get("family", family) != family:
                 raise ValueError(f"variant={given['variant']} is of {family}, not of family={shown(given['family'])}")
-        nested = {name: size | given[name] for name, size in sizes.items() if _are_mappings(size, given.get(name))}
-        return sizes | given | nested | {"family": family}  # a mapping that is given completes the variant's
+        nested = {  # a mapping that is given completes the variant's
+            name: size | given[name]
+            for name, size in sizes.items()
+            if isinstance(size, Mapping) and isinstance(given.get(name), Mapping)
+        }
+        return sizes | given | nested | {"family": family}
 
     @model_serializer(mode="wrap")
     def dumped(self, whole: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
@@ -153,7 +157,3 @@ class EmbeddedModelConfig(*_OF_FAMILIES, _CommonSizes):
         """The model's sizes, known before the model is made."""
         # The ids of control tokens, which the tokenizer will give, are in no size.
         return get_family(self.family).read_shape(self.hf_configs(defaultdict(int))["config.json"], "model")
-
-
-def _are_mappings(*values: object) -> bool:
-    return all(isinstance(value, Mapping) for value in values)

@@ -17,11 +17,10 @@ from safetensors import SafetensorError, safe_open
 
 from dataset_builders.contracts.fingerprint import fingerprint
 from dataset_builders.errors import InputError, in_ascii, one_line
-from dataset_builders.storage.files import read_object
+from dataset_builders.storage.files import read_object, write_json
 from dataset_builders.storage.store import home_expanded, local_dir, location
 from stages.shared.artifacts.artifact import Artifact, External, Input
-from stages.shared.artifacts.intact import check_written
-from stages.shared.artifacts.unchanged import digest_once, state_of
+from stages.shared.artifacts.verify import check_written, digest_once, state_of
 from stages.shared.inputs.remote_code import check_remote_code
 from trainer.contract.names import HF_EXPORT
 from trainer.contract.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -36,6 +35,7 @@ WEIGHTS_INDEX = "model.safetensors.index.json"
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json", "special_tokens_map.json")
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 PREPROCESSOR_CONFIG, PROCESSOR_CONFIG = "preprocessor_config.json", "processor_config.json"
+_GENERATION = "generation_config.json"
 _PROCESSOR_FILES = (*_TOKENIZER_FILES, *_TEMPLATE_FILES, "tokenizer_config.json")
 _MODEL_FILE_PATTERNS = ["*.json", "*.jinja", "*.txt", "*.safetensors"]
 _HASHERS = 4  # files read at a time
@@ -262,6 +262,43 @@ def opened_model(model: Input) -> ModelDirectory:
     return found if isinstance(found, ModelDirectory) else ModelDirectory(hf_dir_of(model))
 
 
+def hf_dir_of(model: Input) -> Path:
+    """Return the local HF directory of a model input: an external directory itself, or `hf/` of the artifact."""
+    return local_dir(model.dir / HF_EXPORT if isinstance(model, Artifact) else model.dir)
+
+
+def end_ids(hf_dir: Path) -> list[int]:
+    """Return the ids of the tokens that end an answer where the directory is served; [] if it names none."""
+    file = hf_dir / (_GENERATION if (hf_dir / _GENERATION).is_file() else "config.json")
+    eos = _generation(hf_dir).get("eos_token_id")
+    ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    if any(type(each) is not int or each < 0 for each in ids):
+        raise InputError(f"{file}: eos_token_id is {str(eos)[:80]}; give the id of a token, or a list of ids")
+    return ids
+
+
+def add_end(hf_dir: Path, end: int) -> bool:
+    """Add a token to those that end an answer, and keep the others; return whether it was missing."""
+    ids = end_ids(hf_dir)
+    if end in ids:
+        return False
+    write_json(hf_dir / _GENERATION, {**_generation(hf_dir), "eos_token_id": [*ids, end]})
+    return True
+
+
+def _generation(hf_dir: Path) -> dict[str, Any]:
+    """Return generation_config.json, or else what transformers derives from config.json, as far as it names tokens."""
+    if (hf_dir / _GENERATION).is_file():
+        return read_json(hf_dir / _GENERATION)
+    whole = read_json(hf_dir / "config.json")
+    text = whole.get("text_config") or {}
+    found = {
+        name: text.get(name) if whole.get(name) is None else whole[name]
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     """Return name -> tensor in the files that `from_pretrained` reads, from their headers.
 
@@ -269,11 +306,27 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
         InputError: a file is missing or not whole, lacks a tensor that the index names, or holds one that another file
             holds too.
     """
+    index, files = path / WEIGHTS_INDEX, {}  # name of a file -> its tensors according to the index
+    if (path / WEIGHTS).is_file():
+        files[WEIGHTS] = set()  # no index is read then, as in `from_pretrained`
+    elif not index.is_file():
+        raise InputError(f"{path} has no weights ({WEIGHTS} or {WEIGHTS_INDEX}); other formats are not read")
+    else:
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise InputError(f"{index}: weight_map is not an object of tensors; copy the model's own file again")
+        for tensor, name in weight_map.items():
+            if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+                raise InputError(
+                    f"{index} says that {in_ascii(tensor)} is in '{in_ascii(name)}'; only *.safetensors beside the "
+                    "index are read: put the file there and name it so"
+                )
+            files.setdefault(name, set()).add(tensor)
     found: dict[str, StoredTensor] = {}
-    for name, expected in sorted(_tensors_of(path).items()):
+    for name, expected in sorted(files.items()):
         file = path / name
         if not file.is_file():
-            raise InputError(f"{path / WEIGHTS_INDEX} names {in_ascii(name)}, which is missing; copy it too")
+            raise InputError(f"{index} names {in_ascii(name)}, which is missing; copy it too")
         header = safetensors_header(file)
         if missing := sorted(expected - header.keys()):
             raise InputError(
@@ -309,29 +362,3 @@ def tensor_digests(paths: Mapping[str, Path]) -> dict[str, bytes]:
                 with memoryview(data) as view, view[start + first : start + last] as part:
                     digests[name] = hashlib.sha256(part).digest()
     return digests
-
-
-def _tensors_of(path: Path) -> dict[str, set[str]]:
-    """Return file -> its tensors according to the index; an empty set for a single file."""
-    index = path / WEIGHTS_INDEX
-    if (path / WEIGHTS).is_file():
-        return {WEIGHTS: set()}
-    if not index.is_file():
-        raise InputError(f"{path} has no weights ({WEIGHTS} or {WEIGHTS_INDEX}); other formats are not read")
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise InputError(f"{index}: weight_map is not an object of tensors; copy the model's own file again")
-    files: dict[str, set[str]] = {}
-    for tensor, name in weight_map.items():
-        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise InputError(
-                f"{index} says that {in_ascii(tensor)} is in '{in_ascii(name)}'; only *.safetensors beside the index "
-                "are read: put the file there and name it so"
-            )
-        files.setdefault(name, set()).add(tensor)
-    return files
-
-
-def hf_dir_of(model: Input) -> Path:
-    """Return the local HF directory of a model input: an external directory itself, or `hf/` of the artifact."""
-    return local_dir(model.dir / HF_EXPORT if isinstance(model, Artifact) else model.dir)

@@ -47,7 +47,11 @@ def open_raw(source: str, subsets: Sequence[str], builder: str, memo: Path | Non
     patterns = get_builder(builder).patterns(subsets)
     path = location(source)
     if not is_local(path):
-        return External(path, "raw", _stored_digest(path, patterns, builder))
+        check_reachable(path)
+        files = _readable(path, patterns)
+        if not _has_rows(files, builder):
+            raise InputError(f"raw data {path} holds no file that the builder {builder} reads; check the address")
+        return External(path, "raw", _digest((file.name, file.stored) for file in files))
     if not path.exists():
         if source.startswith(("/", ".", "~")) or source.count("/") != 1:
             raise InputError(f"raw data directory {source} does not exist; give a directory or a hub name (owner/name)")
@@ -57,25 +61,31 @@ def open_raw(source: str, subsets: Sequence[str], builder: str, memo: Path | Non
 
 def content_digest(source: Path, patterns: Sequence[str], memo: Path | None = None) -> str:
     """Return 16 hex digits over names and bytes of the files that the patterns match."""
+
+    def stamp(path: Path) -> str:  # a text that changes when the file changes, without reading the file
+        stat = path.stat()
+        # No program can set the time of change back, as `cp -p` and `touch -r` set the time of modification.
+        return f"{os.path.abspath(path)}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ctime_ns}|{stat.st_ino}"
+
+    def sha256(path: Path) -> str:
+        try:
+            return sha256_file(path)
+        except PermissionError as error:
+            raise InputError(f"{path} cannot be read: {error.strerror}") from error
+
     files = _readable(source, patterns)
-    stamps = [_stamp(file.path) for file in files]
-    digests = {} if memo is None else _remembered(memo)
-    to_read = {stamp: file.path for stamp, file in zip(stamps, files) if stamp not in digests}
+    stamps = [stamp(file.path) for file in files]
+    digests: dict[str, str] = {}
+    if memo is not None and memo.is_file():
+        with contextlib.suppress(InputError):  # a damaged memo: every file is read again
+            digests = {key: digest for key, digest in read_object(memo, "").items() if isinstance(digest, str)}
+    to_read = {key: file.path for key, file in zip(stamps, files) if key not in digests}
     with ThreadPoolExecutor(_HASHERS) as pool:
-        digests |= zip(to_read, pool.map(_sha256, to_read.values()))
+        digests |= zip(to_read, pool.map(sha256, to_read.values()))
     if memo is not None and to_read:
         memo.parent.mkdir(parents=True, exist_ok=True)
         write_json(memo, digests)
-    return _digest((file.name, digests[stamp]) for stamp, file in zip(stamps, files))
-
-
-def _stored_digest(source: StorePath, patterns: Sequence[str], builder: str) -> str:
-    """Return 16 hex digits over names, sizes and ETags of the files in a store that the patterns match."""
-    check_reachable(source)
-    files = _readable(source, patterns)
-    if not _has_rows(files, builder):
-        raise InputError(f"raw data {source} holds no file that the builder {builder} reads; check the address")
-    return _digest((file.name, file.stored) for file in files)
+    return _digest((file.name, digests[key]) for key, file in zip(stamps, files))
 
 
 def _readable(source: StorePath, patterns: Sequence[str]) -> list[SourceFile]:
@@ -94,28 +104,6 @@ def _digest(files: Iterable[tuple[str, str]]) -> str:
     for name, content in files:
         total.update(f"{name}\0{content}\n".encode("utf-8", "surrogateescape"))
     return total.hexdigest()[:16]
-
-
-def _remembered(memo: Path) -> dict[str, str]:
-    """Return stamp -> SHA-256 of a memo; empty if it is missing or damaged, so that every file is read again."""
-    with contextlib.suppress(InputError):
-        digests = read_object(memo, "") if memo.is_file() else {}
-        return {stamp: digest for stamp, digest in digests.items() if isinstance(digest, str)}
-    return {}
-
-
-def _stamp(path: Path) -> str:
-    """Return a text that changes when the file changes, without reading the file."""
-    stat = path.stat()
-    # No program can set the time of change back, as `cp -p` and `touch -r` set the time of modification.
-    return f"{os.path.abspath(path)}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ctime_ns}|{stat.st_ino}"
-
-
-def _sha256(path: Path) -> str:
-    try:
-        return sha256_file(path)
-    except PermissionError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _has_rows(files: Sequence[SourceFile], builder: str) -> bool:

@@ -24,7 +24,10 @@ _CODE = (".py", ".pyc", ".pyd", ".so")  # suffixes of files that Python can impo
 def check_remote_code(hf_dir: Path, allowed_sha256: str | None = None) -> None:
     """Check that a directory has no code, or only the code that the recipe allows: `allowed_sha256` is the SHA-256 over
     names and bytes of its code and over its `auto_map` entries."""
-    code = _code_of(hf_dir)
+    auto_maps = [(file.name, _auto_maps(file)) for file in sorted(hf_dir.glob(_CONFIGS)) if file.is_file()]
+    code = [(name, hashlib.sha256(entries.encode()).hexdigest()) for name, entries in auto_maps if entries]
+    files = sorted(file for file in hf_dir.rglob("*") if file.suffix.lower() in _CODE and file.is_file())
+    code += [(file.relative_to(hf_dir).as_posix(), sha256_file(file)) for file in files]
     digest = hashlib.sha256("".join(f"{name}\0{sha256}\n" for name, sha256 in code).encode()).hexdigest()
     if not code or digest == allowed_sha256:
         return
@@ -39,23 +42,15 @@ def check_remote_code(hf_dir: Path, allowed_sha256: str | None = None) -> None:
 
 def drop_auto_maps(hf_dir: Path) -> None:
     """Remove `auto_map` from the configs of a directory to which the named code was not copied."""
+
+    def without(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: without(inner) for key, inner in value.items() if key != _AUTO_MAP}
+        return [without(inner) for inner in value] if isinstance(value, list) else value
+
     for file in hf_dir.glob(_CONFIGS):
         if _auto_maps(file):
-            write_json(file, _without(json.loads(file.read_bytes())))
-
-
-def _without(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without(inner) for key, inner in value.items() if key != _AUTO_MAP}
-    return [_without(inner) for inner in value] if isinstance(value, list) else value
-
-
-def _code_of(hf_dir: Path) -> list[tuple[str, str]]:
-    """Return (name, SHA-256) of each file that is code or names code, the files that name code first."""
-    auto_maps = [(file.name, _auto_maps(file)) for file in sorted(hf_dir.glob(_CONFIGS)) if file.is_file()]
-    configs = [(name, hashlib.sha256(entries.encode()).hexdigest()) for name, entries in auto_maps if entries]
-    files = sorted(file for file in hf_dir.rglob("*") if file.suffix.lower() in _CODE and file.is_file())
-    return configs + [(file.relative_to(hf_dir).as_posix(), sha256_file(file)) for file in files]
+            write_json(file, without(json.loads(file.read_bytes())))
 
 
 def _auto_maps(file: Path) -> str:

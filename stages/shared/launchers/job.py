@@ -13,7 +13,6 @@ file.
 """
 
 import contextlib
-import importlib
 import math
 import re
 import shlex
@@ -24,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Protocol
 
 from dataset_builders.errors import InputError, one_line
@@ -72,6 +72,11 @@ class Job:
     log_path: Path
     on_line: Callable[[str], None] = lambda line: None
 
+    @property
+    def run_json(self) -> Path:
+        """The file that tells the job's processes what to do; the last argument, whatever the job."""
+        return Path(self.arguments[-1])
+
 
 @dataclass(slots=True, kw_only=True)
 class Handle:
@@ -105,10 +110,9 @@ class Launcher(Protocol):
     """The interface of a launcher.
 
     `check` raises InputError if the launcher's programs are not installed or the job file cannot be used. `plan` shows
-    what `submit` would run, even
-    if `check` fails. `poll` returns None while the job runs, then its exit status. It calls `on_line` with new lines of
-    the log, and raises JobFailed (status 124) after the job's deadline. `cancel` lets the job save, ends it, and
-    returns when no process of it is left; it does nothing to an ended job.
+    what `submit` would run, even if `check` fails. `poll` returns None while the job runs, then its exit status. It
+    calls `on_line` with new lines of the log, and raises JobFailed (status 124) after the job's deadline. `cancel` lets
+    the job save, ends it, and returns when no process of it is left; it does nothing to an ended job.
     """
 
     def check(self) -> None: ...
@@ -153,17 +157,16 @@ def rank_environment(cluster: ClusterConfig, name: str) -> dict[str, str]:
     return {JOB_VARIABLE: name, **TRAINER_ENVIRONMENT, **grace}
 
 
-LAUNCHERS: dict[str, str] = {
+LAUNCHERS: dict[str, str] = {  # by name, so that a run on this host imports neither jinja2 nor kubernetes
     "torchrun": "stages.shared.launchers.torchrun:TorchrunLauncher",
-    "slurm": "stages.shared.launchers.slurm.launcher:SlurmLauncher",
-    "kubernetes": "stages.shared.launchers.kubernetes.launcher:KubernetesLauncher",
+    "slurm": "stages.shared.launchers.slurm:SlurmLauncher",
+    "kubernetes": "stages.shared.launchers.kubernetes:KubernetesLauncher",
 }
 
 
 def make_launcher(cluster: ClusterConfig) -> Launcher:
     """Return the launcher that the config names."""
-    module, name = LAUNCHERS[cluster.launcher].split(":")
-    return getattr(importlib.import_module(module), name)(cluster)
+    return resolve_name(LAUNCHERS[cluster.launcher])(cluster)
 
 
 def read_job_file(cluster: ClusterConfig) -> str:

@@ -1,14 +1,19 @@
-"""The processes of a job on this host: found by the job's name in their environment, and stopped with time to save."""
+"""Processes on this host. Those of a job are found by its name in their environment, and stopped with time to save. An
+Owner is a process by its identity, so that later code can tell whether it has ended."""
 
 import contextlib
 import os
 import signal
+import socket
 import time
 
 import psutil
 
+from dataset_builders.contracts.strict import StrictModel
+
 JOB_VARIABLE = "ATHANOR_JOB"  # environment variable of all processes of a job: the job's name
 LEFTOVER_SECONDS = 3.0  # for torchrun and the workers' helpers to end, after the workers have ended
+_SAME_START_SECONDS = 2.0  # tolerance: two readings of one process's start differ by rounding
 
 
 def processes_of(name: str) -> list[psutil.Process]:
@@ -65,3 +70,33 @@ def _workers(processes: list[psutil.Process]) -> list[psutil.Process]:
                 agents.add(process.pid)
     tops = [p for p in processes if p.pid not in agents and parents.get(p.pid) not in parents.keys() - agents]
     return tops or processes
+
+
+class Owner(StrictModel):
+    """The identity of a process, which no other process ever has.
+
+    Attributes:
+        pid_started: start time in seconds since 1970; with the pid, it identifies a process forever.
+        host: name of the process's host.
+    """
+
+    pid: int
+    pid_started: float
+    host: str
+
+    @classmethod
+    def of_this_process(cls) -> "Owner":
+        return Owner(pid=os.getpid(), pid_started=psutil.Process().create_time(), host=socket.gethostname())
+
+    def is_dead(self) -> bool:
+        """Whether the process has certainly ended: it ran on this host and is gone. False on other hosts."""
+        if self.host != socket.gethostname():
+            return False
+        try:
+            process = psutil.Process(self.pid)
+            is_other = abs(process.create_time() - self.pid_started) > _SAME_START_SECONDS
+            return is_other or process.status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+        except psutil.Error:
+            return False

@@ -91,7 +91,11 @@ class TorchrunLauncher:
         """Send SIGTERM to the workers, wait for them to save, then SIGKILL the rest. Does nothing to an ended job."""
         # During its exec, a process shows no environment for an instant. So the process that we started is added, and a
         # second search finds processes that a worker was starting during the first.
-        end_processes([*_own(handle.process), *processes_of(handle.job.name)], self.cluster.stop_grace_seconds)
+        own = []
+        if handle.process.poll() is None:
+            with contextlib.suppress(psutil.Error):
+                own = [psutil.Process(handle.process.pid)]
+        end_processes([*own, *processes_of(handle.job.name)], self.cluster.stop_grace_seconds)
         end_processes(processes_of(handle.job.name), LEFTOVER_SECONDS)
         with contextlib.suppress(subprocess.TimeoutExpired):
             handle.process.wait(10)
@@ -104,10 +108,3 @@ class TorchrunLauncher:
             return own
         # If the flow itself runs in a job of several processes, that job's variables must not reach this process.
         return {name: value for name, value in own.items() if name not in ("MASTER_ADDR", "MASTER_PORT")} | _ALONE
-
-
-def _own(process: subprocess.Popen) -> list[psutil.Process]:
-    if process.poll() is None:
-        with contextlib.suppress(psutil.Error):
-            return [psutil.Process(process.pid)]
-    return []

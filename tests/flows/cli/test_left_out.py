@@ -23,7 +23,7 @@ from flows.cli.closing import left_out_lines
 from stages.convert.config import ConvertConfig
 from stages.convert.stage import STAGE
 from stages.shared.artifacts.artifact import Artifact, External
-from stages.shared.artifacts.quarantine import LeftOut, count_reasons, write_quarantine
+from stages.shared.artifacts.left_out import LeftOut, count_reasons, write_left_out
 from stages.shared.artifacts.run_stage import run_stage
 from tests.helpers.json_rows import data_uri, json_lines, write_file
 from tests.helpers.raw_rows import BAD_IMAGES, CORD_SCHEMA, cord_row, png, row, write_parquet
@@ -197,7 +197,7 @@ def test_every_stage_that_leaves_out_samples_has_a_line(tmp_path, monkeypatch):
         directory = tmp_path / "artifacts" / stage
         directory.mkdir(parents=True)
         left_out = [LeftOut(f"s/{i:08d}", reason, "") for i, reason in enumerate(reasons)]
-        write_quarantine(directory, left_out)
+        write_left_out(directory, left_out)
         shard = ShardEntry(
             name="train/shard-00000.tar", split="train", num_samples=num_samples, size_bytes=1, sha256="0" * 64
         )

@@ -14,7 +14,7 @@ from flows.pipeline.recipe import load_recipe
 from stages.shared.artifacts.run_stage import run_stage
 from stages.shared.artifacts.workers import StageResources
 from stages.shared.launchers.job import LAUNCHERS, JobFailed
-from stages.shared.launchers.slurm.script import SBATCH_FILE
+from stages.shared.launchers.slurm import SBATCH_FILE
 from stages.train import stage as train
 from tests.helpers.compose_file import INFRA
 from tests.helpers.small_run import SMALL
@@ -57,7 +57,7 @@ def test_what_is_shown_for_slurm_is_what_sbatch_gets(with_data, capsys, tmp_path
     for path in tmp_path.iterdir():
         path.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr("stages.shared.launchers.slurm.launcher.VISIBLE_SECONDS", 0.1)
+    monkeypatch.setattr("stages.shared.launchers.slurm.VISIBLE_SECONDS", 0.1)
     monkeypatch.setattr("stages.shared.launchers.scheduled.LOOK_SECONDS", 0.1)
     config = load_recipe("embedded", [*OVERRIDES, HEADER, "execution.cluster.launcher=slurm"]).config
     inputs = {"model": found["embedded_model"], "tokenized": found["tokenize"], "bins": found["plan_bins"]}

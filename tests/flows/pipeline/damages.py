@@ -10,8 +10,8 @@ from dataset_builders.contracts.manifest import load_manifest
 from dataset_builders.contracts.shard_io import iter_records
 from dataset_builders.errors import InputError
 from stages.shared.artifacts.artifact import Artifact, Stage
-from stages.shared.artifacts.intact import check_written
 from stages.shared.artifacts.run_stage import _reused
+from stages.shared.artifacts.verify import check_written
 from stages.train.stage import STAGE as TRAIN
 
 KINDS = ("bit", "cut", "longer", "removed", "swapped", "manifest of another")

@@ -26,7 +26,7 @@ from flows.prefect_server.service_record import POOL
 from flows.resources.run_record import RunRecord, read_runs, record_run, record_slot
 from flows.service import reconcile
 from flows.service.reconcile import reconcile as put_right
-from stages.shared.launchers.owner import Owner
+from stages.shared.launchers.processes import Owner
 from tests.helpers.service import wait_for
 
 pytestmark = pytest.mark.promise(

@@ -19,7 +19,7 @@ from flows.prefect_server.processes import log_tail, trim_log
 from flows.service import supervisor as supervised
 from flows.service.programs import Program
 from flows.service.supervisor import StartFailed, StatusLines, Supervisor
-from stages.shared.launchers.owner import Owner
+from stages.shared.launchers.processes import Owner
 from tests.helpers.object_store import free_port
 from tests.helpers.patience import at_most
 from tests.helpers.service import processes_with, wait_for

@@ -22,8 +22,7 @@ from dataset_builders.storage.files import write_json
 from flows.pipeline.plan import check_model
 from flows.pipeline.recipe import load_recipe
 from stages.answer.transformers_engine import Generator
-from stages.shared.inputs.ends import add_end, end_ids
-from stages.shared.inputs.model_directory import ModelDirectory, read_json
+from stages.shared.inputs.model_directory import ModelDirectory, add_end, end_ids, read_json
 from tests.helpers.evaluation import conversation, mixed_samples, picture, talkative_hf_dir
 from tests.helpers.tiers import full
 from tests.helpers.tiny_hybrid_model import hybrid_hf_dir

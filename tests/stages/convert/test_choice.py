@@ -9,9 +9,10 @@ import pytest
 
 from dataset_builders.contracts.strict import EVERY_FIELD
 from dataset_builders.readers.parts import Part
-from stages.convert import choice, scan
-from stages.convert.choice import choose_rows
+from stages.convert import rows as raw_rows
+from stages.convert import scan
 from stages.convert.config import ConvertConfig
+from stages.convert.rows import choose_rows
 from stages.convert.scan import get_builder
 from tests.helpers.raw_rows import plain_rows, row, write_source
 from tests.stages.convert.test_convert import CONFIG, all_samples, convert, quarantine
@@ -50,17 +51,17 @@ def test_the_cut_into_parts_changes_nothing(monkeypatch):
     whole = chosen(parts_of(1000), 100)
     assert chosen(parts_of(*[10] * 100), 100) == whole
     for size in (1, 64, 1000):
-        monkeypatch.setattr(choice, "_CHUNK", size)
+        monkeypatch.setattr(raw_rows, "_CHUNK", size)
         assert chosen(parts_of(*[10] * 100), 100) == whole
 
 
 def test_equal_draws_are_cut_at_the_exact_number(monkeypatch):
-    monkeypatch.setattr(choice, "_hash", lambda rows, seeds: rows % np.uint64(3))
+    monkeypatch.setattr(raw_rows, "_hash", lambda rows, seeds: rows % np.uint64(3))
     assert [key[-1] for key in chosen(parts_of(4, 6), 6)] == ["0", "1", "3", "4", "6", "9"]
 
 
 def test_too_few_rows_under_the_first_bound_are_made_up_for(monkeypatch):
-    monkeypatch.setattr(choice, "_hash", lambda rows, seeds: np.uint64(2**63) + rows)
+    monkeypatch.setattr(raw_rows, "_hash", lambda rows, seeds: np.uint64(2**63) + rows)
     assert [key[-1] for key in chosen(parts_of(5000, 5000), 3)] == ["0", "1", "2"]
 
 

@@ -24,7 +24,8 @@ from dataset_builders.errors import InputError
 from dataset_builders.readers.parts import Part, SkippedRow
 from dataset_builders.sources import registry
 from stages.convert import stage as convert_module
-from stages.convert.scan import _nothing_lost, assert_parts_apart
+from stages.convert.rows import assert_parts_apart
+from stages.convert.scan import _nothing_lost
 from stages.convert.stage import STAGE, ConvertConfig
 from stages.convert.write import write_all
 from stages.shared.artifacts.artifact import Artifact, External
@@ -358,7 +359,7 @@ def test_a_sources_own_splits_are_kept(tmp_path, monkeypatch):
         return [dataclasses.replace(p, split="heldout" if p.first_row >= 10 else "train") for p in parts]
 
     own = dataclasses.replace(builder, list_parts=list_parts)
-    monkeypatch.setattr(convert_module, "get_builder", lambda name: own)
+    monkeypatch.setattr("stages.convert.rows.get_builder", lambda name: own)
     artifact = convert(tmp_path / "root", source, heldout_fraction=0)
     held = {s.key for s in samples_of(artifact, "heldout")}
     assert held == {f"s/{i:08d}" for i in [3, *range(10, 20)]}

@@ -11,8 +11,9 @@ import pytest
 from dataset_builders.contracts.sample import SPLITS
 from dataset_builders.errors import InputError
 from stages.convert.plan import DUPLICATE, LEFT_OUT, Draw, Plan, check_heldout, make_plan, split_of
+from stages.convert.rows import RawRows
 from stages.convert.scan import PLAN_COLUMNS, SCAN_SCHEMA, Scan
-from stages.convert.write import RawRows, write_tasks
+from stages.convert.write import write_tasks
 from tests.bench.bench_convert import synthetic_scan
 
 pytestmark = pytest.mark.promise(

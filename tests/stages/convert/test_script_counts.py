@@ -2,7 +2,7 @@
 
 import pytest
 
-from stages.convert.writing_systems import count_scripts
+from stages.convert.scan import count_scripts
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from stages.release.flavor import FLAVOR_FILES
 from stages.release.hub import push_to_hub
 from stages.release.stage import STAGE, ReleaseConfig
 from stages.shared.artifacts.artifact import Artifact
-from stages.shared.artifacts.intact import check_inputs
 from stages.shared.artifacts.run_stage import run_stage
+from stages.shared.artifacts.verify import check_inputs
 from tests.helpers.evaluation import hf_artifact
 from tests.helpers.tiny_model import tiny_hf_dir
 

@@ -15,8 +15,8 @@ from dataset_builders.contracts.manifest import Manifest
 from stages.release.config import ReleaseConfig
 from stages.release.stage import STAGE
 from stages.shared.artifacts.artifact import Artifact
-from stages.shared.artifacts.intact import check_inputs, file_entries
 from stages.shared.artifacts.run_stage import run_stage
+from stages.shared.artifacts.verify import check_inputs, file_entries
 from tests.helpers.adapters import adapted_model, adapter_of
 from tests.helpers.single_rank import single_rank
 from tests.helpers.tiny_model import tiny_hf_dir

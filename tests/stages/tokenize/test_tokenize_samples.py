@@ -31,7 +31,7 @@ from stages.shared.inputs.model_directory import ModelDirectory, processor_input
 from stages.shared.preview.tokens import token_runs
 from stages.tokenize import shard as tokenize_shard
 from stages.tokenize import stage as tokenize_samples
-from stages.tokenize.second_opinion import WITHOUT_TORCHVISION, ProcessorCheck, torchvision_version
+from stages.tokenize.processor_check import WITHOUT_TORCHVISION, ProcessorCheck, torchvision_version
 from stages.tokenize.stage import STAGE, TokenizeConfig
 from tests.helpers.index import read_index
 from tests.helpers.pages import parse_page

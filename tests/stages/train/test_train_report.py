@@ -9,8 +9,7 @@ import pytest
 from stages.shared.artifacts.workers import StageResources
 from stages.shared.inputs.model_directory import ModelDirectory, model_input
 from stages.shared.pages.report import REPORT_JSON
-from stages.train.report import write_train_report
-from stages.train.stage import make_run_config, predict
+from stages.train.stage import make_run_config, predict, write_train_report
 from tests.helpers.fake_trainer import metrics_row
 from tests.helpers.tiny_model import tiny_hf_dir
 from tests.stages.train.test_train_stage import CONFIG, _artifact

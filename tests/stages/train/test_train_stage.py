@@ -12,7 +12,7 @@ from dataset_builders.errors import InputError
 from dataset_builders.storage.files import sha256_file
 from stages.export import stage as export
 from stages.export.stage import ExportConfig, copy_processor_files
-from stages.shared.artifacts import intact
+from stages.shared.artifacts import verify
 from stages.shared.artifacts.artifact import Artifact, External
 from stages.shared.artifacts.run_stage import run_stage
 from stages.shared.artifacts.workers import StageResources
@@ -369,8 +369,8 @@ def test_weights_are_digested_while_they_are_written(inputs, tmp_path, monkeypat
     """The trainer computes the digests in its own process; the stage reads only the small files again."""
     from_train = _export_inputs(inputs, tmp_path)
     read = []
-    original = intact.file_entry
-    monkeypatch.setattr(intact, "file_entry", lambda folder, name: read.append(name) or original(folder, name))
+    original = verify.file_entry
+    monkeypatch.setattr(verify, "file_entry", lambda folder, name: read.append(name) or original(folder, name))
     files = run_stage(export.STAGE, ExportConfig(), from_train, tmp_path, StageResources()).artifact.manifest.files
     assert {file.name for file in files} - set(read) == {"hf/model.safetensors"} and len(read) > 4
 

@@ -13,8 +13,8 @@ from dataset_builders.contracts.manifest import Manifest
 from stages.answer.config import AnswerConfig
 from stages.export.stage import copy_processor_files
 from stages.shared.artifacts.artifact import Artifact, External
-from stages.shared.artifacts.intact import file_entries
 from stages.shared.artifacts.run_stage import run_stage
+from stages.shared.artifacts.verify import file_entries
 from stages.verify import loaders
 from stages.verify import stage as verify_stage
 from stages.verify.config import VerifyConfig

@@ -19,11 +19,10 @@ from stages.answer.heldout import heldout_samples
 from stages.contamination.stage import STAGE as CONTAMINATION
 from stages.contamination.stage import ContaminationConfig
 from stages.plan_bins.stage import STAGE as PLAN_BINS
-from stages.shared.artifacts import unchanged
+from stages.shared.artifacts import verify
 from stages.shared.artifacts.artifact import Artifact
-from stages.shared.artifacts.intact import check_inputs
 from stages.shared.artifacts.run_stage import run_stage
-from stages.shared.artifacts.unchanged import Whole
+from stages.shared.artifacts.verify import DigestCache, check_inputs
 from stages.shared.inputs.model_directory import ModelDirectory, model_input, processor_input
 from tests.helpers.data_stages import run_all, run_convert, run_plan_bins, run_tokenize
 from tests.helpers.raw_rows import plain_rows, write_source
@@ -420,14 +419,14 @@ def same_times(path: Path, before: os.stat_result) -> None:
 
 @pytest.fixture
 def settled(monkeypatch) -> None:
-    monkeypatch.setattr(unchanged, "_SETTLED_NS", 0)
+    monkeypatch.setattr(verify, "_SETTLED_NS", 0)
 
 
 def read_files(monkeypatch) -> list[Path]:
     """Return the list of the files that are read whole from now on, with an empty cache as in a new process."""
     found: list[Path] = []
-    monkeypatch.setattr(unchanged, "_read", {})
-    monkeypatch.setattr(Whole.digest, "__defaults__", (lambda path: found.append(path) or sha256_file(path),))
+    monkeypatch.setattr(verify, "_digests", {})
+    monkeypatch.setattr(DigestCache.digest, "__defaults__", (lambda path: found.append(path) or sha256_file(path),))
     return found
 
 
@@ -461,9 +460,9 @@ def test_kept_digests_that_are_damaged_are_made_again(root, settled, monkeypatch
 
 def test_a_stages_inputs_are_read_in_each_process_whatever_was_kept(root, settled, monkeypatch, tmp_path):
     run_tokenize(artifact(root, "convert"), tiny_hf_dir(), root)
-    monkeypatch.setattr(unchanged, "_read", {})
+    monkeypatch.setattr(verify, "_digests", {})
     index, found = artifact(root, "tokenize") / "index" / "00000.parquet", []
-    monkeypatch.setattr(unchanged.digest_once, "__defaults__", (lambda p: found.append(p) or sha256_file(p),))
+    monkeypatch.setattr(verify.digest_once, "__defaults__", (lambda p: found.append(p) or sha256_file(p),))
     for _ in range(2):
         check_inputs({"tokenized": Artifact.load(artifact(root, "tokenize"))})
     tokenized = artifact(root, "tokenize")

@@ -17,7 +17,7 @@ from flows.cli.main import make_parser
 from flows.pipeline.plan import check_model
 from flows.pipeline.recipe import load_recipe
 from stages.answer.ask import ask
-from stages.shared.artifacts.intact import file_entries
+from stages.shared.artifacts.verify import file_entries
 from stages.shared.inputs.model_directory import (
     ModelDirectory,
     model_input,

@@ -19,11 +19,10 @@ import yaml
 from kubeflow_trainer_api.models import TrainerV1alpha1ClusterTrainingRuntime, TrainerV1alpha1TrainJob
 
 from dataset_builders.errors import InputError
+from stages.shared.launchers import kubernetes as launch_kubernetes
 from stages.shared.launchers.config import ClusterConfig
 from stages.shared.launchers.job import Job, JobFailed, as_rank, check_launcher, make_launcher, run_job
-from stages.shared.launchers.kubernetes import launcher as launch_kubernetes
-from stages.shared.launchers.kubernetes.launcher import KubernetesHandle, KubernetesLauncher
-from stages.shared.launchers.kubernetes.trainjob import make_trainjob, trainjob_name
+from stages.shared.launchers.kubernetes import KubernetesHandle, KubernetesLauncher, make_trainjob, trainjob_name
 from tests.helpers.fake_kubernetes import FakeCluster, fake_cluster, pod_spec_of
 from tests.helpers.patience import at_most
 from tests.helpers.run_dir import metrics_of, result_of, write_job
@@ -32,7 +31,7 @@ pytestmark = pytest.mark.promise(
     "A TrainJob fits Kubeflow Trainer's models and runs against a stand-in for the API server."
 )
 
-REPO = Path(__file__).parents[4]
+REPO = Path(__file__).parents[5]
 
 
 @pytest.fixture
@@ -351,7 +350,7 @@ def test_cancel_gives_time_to_save_and_leaves_nothing(tmp_path, fake):
 
 def test_who_ignores_sigterm_is_killed_after_the_grace(tmp_path, fake, monkeypatch):
     code = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('ready', flush=True)\n"
-    monkeypatch.setattr("stages.shared.launchers.kubernetes.trainjob.LEFTOVER_SECONDS", 1)
+    monkeypatch.setattr("stages.shared.launchers.kubernetes.LEFTOVER_SECONDS", 1)
     launcher = _launcher(tmp_path, stop_grace_seconds=1)
     handle = launcher.submit(_job(tmp_path, code + "time.sleep(100)"))
     _poll_until(launcher, handle, lambda: "ready" in handle.lines)

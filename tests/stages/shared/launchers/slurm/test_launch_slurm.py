@@ -14,11 +14,18 @@ import pytest
 
 from dataset_builders.errors import InputError
 from stages.shared.launchers import scheduled
+from stages.shared.launchers import slurm as launch_slurm
 from stages.shared.launchers.config import ClusterConfig
 from stages.shared.launchers.job import Job, JobFailed, check_launcher, make_launcher, run_job
-from stages.shared.launchers.slurm import launcher as launch_slurm
-from stages.shared.launchers.slurm.launcher import SlurmLauncher, seconds_of
-from stages.shared.launchers.slurm.script import END_FILE, SBATCH_FILE, job_name, read_header, render_sbatch
+from stages.shared.launchers.slurm import (
+    END_FILE,
+    SBATCH_FILE,
+    SlurmLauncher,
+    job_name,
+    read_header,
+    render_sbatch,
+    seconds_of,
+)
 from tests.helpers.patience import at_most
 
 pytestmark = pytest.mark.promise(

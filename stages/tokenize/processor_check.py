@@ -62,8 +62,8 @@ class ProcessorCheck:
 
     def _check_prompts(self, sample: Sample, stored: TokenizedSample, grids: np.ndarray) -> None:
         answers = [place for place, message in enumerate(sample.messages) if message.role == "assistant"]
-        learnt = trained_answers(sample.messages, self._chat.learn)
-        places = [place for place, is_learnt in zip(answers, learnt) if is_learnt]
+        trained_on = trained_answers(sample.messages, self._chat.learn)
+        places = [place for place, is_trained in zip(answers, trained_on) if is_trained]
         # Every other change of the mask is the start of a trained answer.
         starts = np.flatnonzero(np.diff(stored.loss_mask, prepend=0, append=0))[::2]
         for place, start in zip(places, starts, strict=True):

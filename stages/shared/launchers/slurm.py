@@ -2,28 +2,50 @@
 
 The queue gives the job's state. Its name ends with a digest of its content, so the next try of the same work can tell
 whether a living job in its directory is the same. Only Slurm restarts a job, and the trainer resumes.
+
+The sbatch file is sbatch.sh.j2 with the values of the config, and the user's header, execution.cluster.job_file:
+`#SBATCH` lines, and lines of bash.
+
+    #SBATCH --partition=gpu --account=research --time=2-00:00:00
+    #SBATCH --gpus-per-node=8
+    module load cuda/12.8                              # runs on the first node, before srun
+    container=(apptainer exec --nv /images/train.sif)  # words between srun and the command
+    python=python                                      # interpreter on the nodes; otherwise the flow's
+    address=10.0.0.1                                   # where the ranks meet; otherwise the first node's name
+
+Only the options that athanor depends on are checked. sbatch checks the others. The paths that stand in `#SBATCH` lines
+are checked, and everything else is quoted for the shell. The file contains only the names of environment variables:
+sbatch takes their values from the flow's environment when the file is submitted.
 """
 
 import hashlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import jinja2
+
 from dataset_builders.errors import InputError
 from dataset_builders.storage.files import GrowingFile, write_text
-from stages.shared.launchers.job import Job
+from stages.shared.launchers.config import JOB_FILES, ClusterConfig
+from stages.shared.launchers.job import ON_RANK, Job, rank_environment, read_job_file
 from stages.shared.launchers.scheduled import ClusterError, ScheduledHandle, ScheduledLauncher
-from stages.shared.launchers.slurm.script import END_FILE, SBATCH_FILE, job_name, read_header, render_sbatch, run_dir_of
-from trainer.contract.names import EXIT_STOPPED
+from trainer.contract.names import EXIT_STOPPED, RESULT_JSON
 
+SBATCH_FILE = "job.sbatch"
+END_FILE = "slurm-end"  # "<job id> <exit status>", written by the job at its end
+SIGNAL = "B:USR1@300"  # 300 seconds before the time limit, the batch script lets the ranks save
 CALL_SECONDS = 60.0
 RETURN_SECONDS = 30.0  # time in which a job that lost its node may be queued again
 VISIBLE_SECONDS = 30.0  # time for a shared file system to show a node's files here
+_TEMPLATE = Path(__file__).parent / "sbatch.sh.j2"
 _NEEDED = ("sbatch", "squeue", "scancel", "scontrol")
 _MAY_RETURN = ("NODE_FAIL", "PREEMPTED", "BOOT_FAIL")
 _ENDED = {
@@ -49,6 +71,19 @@ _WORDS = {
     "OUT_OF_MEMORY": "ran out of memory; raise --mem in the job file, or lower plan_bins.seq_len",
     "FAILED": "failed",
     "COMPLETED": "has ended",
+}
+_VARIABLES = (  # that the job gets from the flow, unless the header has an --export of its own
+    *("PATH", "HOME", "USER", "LANG"),
+    *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_ENDPOINT_URL"),
+    *("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"),
+    *("ATHANOR_CACHE_DIR", "ATHANOR_CACHE_GB", "NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"),
+)
+_PATH = re.compile(r"[A-Za-z0-9_.,:@+=/~-]+")
+# The job is found and followed by what athanor writes for these options.
+_OWN = {"array", "chdir", "error", "input", "job-name", "no-requeue", "open-mode", "output", "wait"}
+_LONG = {
+    **{"a": "array", "D": "chdir", "e": "error", "G": "gpus", "i": "input", "J": "job-name"},
+    **{"N": "nodes", "n": "ntasks", "o": "output", "W": "wait"},
 }
 
 
@@ -115,18 +150,18 @@ class SlurmLauncher(ScheduledLauncher):
 
     def _prepare(self, job: Job) -> SlurmHandle:
         self.check()
-        script, run_json = self.plan(job), Path(job.arguments[-1])
-        content = script.encode() + b"\0" + (run_json.read_bytes() if run_json.is_file() else b"")
+        script = self.plan(job)
+        content = script.encode() + b"\0" + (job.run_json.read_bytes() if job.run_json.is_file() else b"")
         return SlurmHandle(
             job=job,
-            command=["sbatch", str(run_dir_of(job) / SBATCH_FILE)],
+            command=["sbatch", str(job.run_json.parent / SBATCH_FILE)],
             log=GrowingFile(job.log_path),
             name=f"{job_name(job)}-{hashlib.sha256(content).hexdigest()[:16]}",
             script=script,
         )
 
     def _attach_or_make(self, handle: SlurmHandle) -> None:
-        run_dir, own = run_dir_of(handle.job), job_name(handle.job)
+        run_dir, own = handle.job.run_json.parent, job_name(handle.job)
         found = (job for job in _queue("--me") if job.run_dir == run_dir and job.name.startswith(own))
         if (living := next(found, None)) is not None:
             _set_id(handle, living.job_id)
@@ -148,7 +183,10 @@ class SlurmLauncher(ScheduledLauncher):
             handle.ran_seconds += now - handle.last_look
         handle.was_running, handle.last_look = job is not None and job.state == "RUNNING", now
         if job is not None:
-            self._say_state(handle, job)
+            words = _WORDS.get(job.state, "").format(id=job.job_id)
+            reason = f" ({job.reason})" if job.reason not in ("None", "") else ""
+            nodes = f" on {job.nodes}" if job.nodes and job.state == "RUNNING" else ""
+            self._say(handle, f"job {job.job_id} is {job.state}{reason}: it {words or 'goes on'}{nodes}")
         if job is not None and job.state not in _ENDED:
             handle.ended_at = None
             return
@@ -196,12 +234,6 @@ class SlurmLauncher(ScheduledLauncher):
                     "does the first node see the root? It must lie on a file system that all nodes share"
                 )
         handle.status = EXIT_STOPPED if own == EXIT_STOPPED else status
-
-    def _say_state(self, handle: SlurmHandle, job: QueuedJob) -> None:
-        words = _WORDS.get(job.state, "").format(id=job.job_id)
-        reason = f" ({job.reason})" if job.reason not in ("None", "") else ""
-        nodes = f" on {job.nodes}" if job.nodes and job.state == "RUNNING" else ""
-        self._say(handle, f"job {job.job_id} is {job.state}{reason}: it {words or 'goes on'}{nodes}")
 
 
 def _set_id(handle: SlurmHandle, job_id: int) -> None:
@@ -259,7 +291,7 @@ def _recorded_state(job_id: int) -> str:
 
 def _end_status(handle: SlurmHandle) -> int | None:
     """Return the exit status that the job wrote; None while the file is not visible, or if another job wrote it."""
-    run_dir = run_dir_of(handle.job)
+    run_dir = handle.job.run_json.parent
     if END_FILE not in os.listdir(run_dir):  # a listing comes from the server; a lookup may be cached
         return None
     match = re.fullmatch(r"(\d+) (\d+)\s*", (run_dir / END_FILE).read_text())
@@ -288,3 +320,107 @@ def _last_line(text: str) -> str:
     """Return the last line that a failed command printed, without the command's name."""
     lines = text.strip().splitlines() or ["no word"]
     return re.sub(r"^\w+: (error: )?", "", lines[-1])
+
+
+def job_name(job: Job) -> str:
+    """Return the name that squeue shows: athanor-train-<fingerprint>."""
+    name = next((part for part in reversed(Path(job.name).parts) if "-" in part), Path(job.name).name)
+    return "athanor-" + re.sub(r"[^A-Za-z0-9_.-]+", "-", name)[:60]
+
+
+def render_sbatch(cluster: ClusterConfig, job: Job) -> str:
+    """Return the whole file, ready to be submitted.
+
+    Raises:
+        InputError: the header cannot be used, or a path of the run has a character that an #SBATCH line cannot contain.
+    """
+    header, commands, asked = read_header(cluster)
+    run_dir = job.run_json.parent
+    for path in (run_dir, job.log_path):
+        if not _PATH.fullmatch(str(path)):
+            raise InputError(
+                f"{path} cannot stand in an sbatch file: use a --root of letters, digits and any of _ . , : @ + = / ~ -"
+            )
+    options = {
+        "job-name": job_name(job),
+        "nodes": cluster.nodes,
+        "ntasks-per-node": 1,
+        "chdir": run_dir,
+        "output": job.log_path,
+        "open-mode": "append",
+        "signal": asked["signal"],
+        "export": asked.get("export", ",".join(_VARIABLES)),
+    }
+    threads = {"OMP_NUM_THREADS": str(cluster.num_threads)} if cluster.num_threads else {}
+    values = {
+        "script": run_dir / SBATCH_FILE,
+        "header": header,
+        "commands": commands,
+        "options": options,
+        "run_dir": run_dir,
+        "run_json": job.run_json,
+        "result_json": RESULT_JSON,
+        "end_file": END_FILE,
+        "environment": {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **rank_environment(cluster, job.name), **threads},
+        "num_threads": cluster.num_threads,
+        "on_rank": ON_RANK,
+        "python": sys.executable,
+        "nodes": cluster.nodes,
+        "per_node": cluster.per_node,
+        "arguments": shlex.join(job.arguments),
+    }
+    environment = jinja2.Environment(
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined
+    )
+    environment.filters["q"] = lambda value: shlex.quote(str(value))
+    return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(values)
+
+
+def read_header(cluster: ClusterConfig) -> tuple[list[str], str, dict[str, str]]:
+    """Return the header's `#SBATCH` lines, its bash as one text, and the value of each option by its long name.
+
+    Raises:
+        InputError: the file cannot be read, or an option is missing or contradicts the run.
+    """
+    file, nodes, need = cluster.job_file, cluster.nodes, cluster.per_node
+    lines = read_job_file(cluster).splitlines()
+    sbatch = [line for line in lines if line.startswith("#SBATCH")]
+    asked = {"signal": SIGNAL, **_options(sbatch)}
+    for name in sorted(_OWN & asked.keys()):
+        raise InputError(f"{file}: athanor itself decides what --{name} sets; remove that option")
+    for name, number in {"nodes": nodes, "ntasks": nodes, "ntasks-per-node": 1}.items():
+        if asked.get(name, str(number)) != str(number):
+            raise InputError(
+                f"{file}: --{name}={asked[name]}, but execution.cluster.nodes={nodes} with one task each need {number}"
+                "; change one of them, or remove the option"
+            )
+    if (gpus := _gpus(asked, nodes)) is None or 0 < gpus < need:
+        raise InputError(
+            f"{file}: a node gets {gpus or 'no'} GPUs, but execution.cluster.processes={cluster.processes} on nodes="
+            f"{nodes} need {need}; write #SBATCH --gpus-per-node={need}, or 0 on CPU and where all GPUs of a node come "
+            f"by themselves. The file is {JOB_FILES['slurm']}"
+        )
+    if not re.fullmatch(r"B:USR1@\d+", asked["signal"]):
+        raise InputError(f"{file}: --signal={asked['signal']}, but the job saves at USR1; write --signal={SIGNAL}")
+    return sbatch, "\n".join(line for line in lines if not line.startswith(("#SBATCH", "#!"))).strip("\n"), asked
+
+
+def _options(lines: list[str]) -> dict[str, str]:
+    options, name = {}, ""
+    for word in (word for line in lines for word in line.partition(" #")[0].split()[1:]):
+        value = word
+        if word.startswith("--"):
+            name, _, value = word[2:].partition("=")
+        elif word.startswith("-"):
+            name, value = _LONG.get(word[1:2], word[1:2]), word[2:]
+        options[name] = value.strip("'\"")
+    return options
+
+
+def _gpus(asked: dict[str, str], nodes: int) -> int | None:
+    """Return the number of GPUs per node that the header asks for; None if no option asks for any."""
+    for name, share in {"gpus-per-node": 1, "gpus-per-task": 1, "gres": 1, "gpus": nodes}.items():
+        entries = [entry for entry in asked.get(name, "").split(",") if name != "gres" or "gpu" in entry.split(":")[0]]
+        if any(entries):  # type:number, type or number
+            return sum(int(end) if (end := entry.rpartition(":")[2]).isdigit() else 1 for entry in entries) // share
+    return None

@@ -1,4 +1,4 @@
-"""quarantine.jsonl: the samples that a stage left out, one per line. Also the table of them in the stage's report."""
+"""The samples that a stage left out: their file, the limit on their share, and their table in the report."""
 
 import json
 from collections import Counter
@@ -11,7 +11,7 @@ from dataset_builders.storage.files import atomic_path
 from dataset_builders.storage.store import StorePath
 from stages.shared.pages.report import Table
 
-QUARANTINE = "quarantine.jsonl"
+QUARANTINE = "quarantine.jsonl"  # one record per line
 _SHOWN = 200
 MIN_LOST = 3  # rows; the limit on the share does not apply below this number of lost rows
 
@@ -40,7 +40,7 @@ class LeftOut:
         return record if self.file is None else {**record, "file": self.file, "row": self.row}
 
 
-def write_quarantine(directory: StorePath, left_out: Iterable[LeftOut]) -> int:
+def write_left_out(directory: StorePath, left_out: Iterable[LeftOut]) -> int:
     """Write quarantine.jsonl, one record per line in the same order; the file is empty if there are no records.
 
     Returns:
