@@ -22,7 +22,7 @@ from trainer.checkpoint import optimizer_state
 from trainer.checkpoint.directory import newest_path, rename_damaged
 from trainer.checkpoint.reader import CheckpointNotTrusted, CommonState, check_metadata
 from trainer.contract.checkpoint import KEPT_ASIDE, check_state_file, read_checkpoint_record, state_files
-from trainer.layers.lora.convert import trained_parameters
+from trainer.layers.lora import trained_parameters
 from trainer.libraries.megatron_private import set_device_rng_state
 from trainer.parallel.fsdp import FullyShardedModel
 from trainer.parallel.mesh import Mesh

@@ -65,8 +65,11 @@ class _Count:
         self.shape, self.family, self.frozen = shape, family, train.frozen
         self.rules: Sequence[Rule] = family.weight_rules(shape)
         self.adapter: AdapterConfig | None = train.adapter
-        self.chosen = {} if train.adapter is None else _chosen(self.rules, train.adapter)
-        self.whole = None if train.adapter is None else {rule.ours for rule in rules_to_save(self.rules, train.adapter)}
+        self.chosen: dict[str, tuple[bool, ...]] = {}  # our name of each adapted layer -> which of its modules are
+        self.whole: set[str] | None = None  # our names of the weights trained whole beside adapters; None: no adapters
+        if train.adapter is not None:
+            self.chosen = {layer.rule.ours: layer.chosen for layer in adapted_layers(self.rules, train.adapter)}
+            self.whole = {rule.ours for rule in rules_to_save(self.rules, train.adapter)}
         self.flops: defaultdict[str, float] = defaultdict(float)
 
     def vision(self) -> bool:
@@ -153,10 +156,6 @@ class _Count:
 
     def _changes(self, rule: Rule) -> bool:
         return self._trains(rule) or any(self._adapted(rule))
-
-
-def _chosen(rules: Sequence[Rule], config: AdapterConfig) -> dict[str, tuple[bool, ...]]:
-    return {layer.rule.ours: layer.chosen for layer in adapted_layers(rules, config)}
 
 
 def _size(rule: Rule) -> int:

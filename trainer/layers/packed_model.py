@@ -25,9 +25,10 @@ from trainer.contract.run import TrainConfig
 from trainer.data.micro_batch import MicroBatch
 from trainer.layers.decoder import Embedded, LanguageModel, MultiTokenPredictor
 from trainer.layers.measures import PartClock, Reports
-from trainer.layers.module_set import layer_around, mark_tensor_parallel
+from trainer.layers.module_set import layer_around
 from trainer.layers.packed_layer import PackedLayer
 from trainer.layers.segments import PackedSegments, Rotation, RoutedTokens, SelectedRows
+from trainer.layers.sharded_parameters import mark_tensor_parallel
 from trainer.model.layer import Layer
 from trainer.model.shape import ModelShape
 from trainer.parallel.mesh import Mesh

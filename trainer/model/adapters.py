@@ -313,7 +313,7 @@ def adapter_sizes(train: TrainConfig, family: Family, shape: ModelShape) -> Adap
 
 
 def _layer_sizes(rule: Rule, chosen: Sequence[bool], config: AdapterConfig) -> LayerAdapterSizes:
-    """Return the sizes of a layer of ours whose chosen modules have adapters; see trainer/layers/lora/adapter.py."""
+    """Return the sizes of a layer of ours whose chosen modules have adapters; see trainer/layers/lora.py."""
     if rule.matrices:
         if not any(chosen):
             return LayerAdapterSizes(experts_base=rule.numbers)

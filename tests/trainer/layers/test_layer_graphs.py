@@ -20,7 +20,7 @@ from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import ExpertsConfig
 from trainer.layers import cuda_graphs as layer_graphs
 from trainer.layers.attention_cores import TorchVarlenAttention
-from trainer.layers.cuda_graphs import GraphSection, Slot, divide_into_pieces
+from trainer.layers.cuda_graphs import GraphSection, Slot, divide_into_sections
 from trainer.layers.segments import Places, Rotation, joined
 from trainer.loop import train as loop
 from trainer.parts.attention import module as attention
@@ -59,17 +59,17 @@ def test_pieces_lie_between_attentions():
     layers = [MagicMock(layer_number=number) for number in (1, 2, 3, 4)]
     rotation = Rotation(*torch.zeros(2, 1, 1))
     joined = [(None, 1), (1, 2), (2, 3), (3, 4)]
-    assert numbers(divide_into_pieces(layers, 0, rotation)) == joined
+    assert numbers(divide_into_sections(layers, 0, rotation)) == joined
     cut = [(None, 1), (1, None), (None, 2), (2, 3), (3, 4)]
-    assert numbers(divide_into_pieces(layers, 1, rotation)) == cut
-    assert numbers(divide_into_pieces(layers[:1], 0, rotation)) == [(None, 1)]
+    assert numbers(divide_into_sections(layers, 1, rotation)) == cut
+    assert numbers(divide_into_sections(layers[:1], 0, rotation)) == [(None, 1)]
 
 
 def test_every_parameter_before_the_last_attention_belongs_to_one_piece(pair):
     layers = list(pair.ours.language.decoder.layers)
     last = layers[-1]
     after = {id(p) for m in (last.self_attention.linear_proj, last.pre_mlp_layernorm, last.mlp) for p in m.parameters()}
-    pieces = divide_into_pieces(layers, 1, Rotation(*torch.zeros(2, 1, 1)))
+    pieces = divide_into_sections(layers, 1, Rotation(*torch.zeros(2, 1, 1)))
     found = [id(param) for piece in pieces for param in piece.trained]
     after |= {id(param) for layer in layers for param in used_in_attention(layer)}
     assert sorted(found) == sorted({id(param) for layer in layers for param in layer.parameters()} - after)
@@ -128,7 +128,7 @@ def test_micro_batches_between_their_passes_have_slots_in_turn(pair, monkeypatch
         model(other)
         found = torch.autograd.grad(first.sum(), list(model.parameters()))
         model(other)
-    pieces = [slot.pieces for slot in graphs.slots]
+    pieces = [slot.sections for slot in graphs.slots]
     assert used == [*pieces[0], *pieces[1], *pieces[0]]
     for (name, _), a, b in zip(model.named_parameters(), found, wanted, strict=True):
         assert torch.equal(a, b), name
@@ -182,7 +182,7 @@ def capture_here(slot: Slot) -> None:
         piece._graphs.append(Mock())
         return contextlib.nullcontext()
 
-    for piece in slot.pieces:
+    for piece in slot.sections:
         for param in piece.trained:
             param.main_grad = torch.zeros_like(param)
     with patch.object(GraphSection, "_capturing", capturing), patch.object(torch.cuda, "graph_pool_handle"):

@@ -15,7 +15,7 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from trainer.layers.kernels.dispatch import can_import, kernels_run
+from trainer.layers.kernel_support import can_import, kernels_run
 from trainer.layers.segments import PackedSegments, Places, Rotation, recomputed
 from trainer.parts.attention.part import Attention
 

@@ -22,14 +22,14 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, mak
 
 from trainer.layers.gather import to_heads, to_sequence
 from trainer.layers.segments import PackedSegments, Rotation, joined, recomputed
-from trainer.layers.sharded_runs import in_runs
+from trainer.layers.sharded_parameters import in_runs, mark_sharded
 from trainer.parts.delta.part import DeltaNet
 from trainer.parts.delta.rule.gated_delta_net import (
     DeltaHeads,
     DeltaParameters,
+    check_kernels,
     gated_delta_net,
     kernels_fit,
-    prove_kernels,
 )
 
 TAPS = 4  # of the convolution
@@ -46,7 +46,7 @@ def spec(part: DeltaNet, modules: BackendSpecProvider) -> ModuleSpec:
 def check_device(part: DeltaNet, dtype: torch.dtype, device: torch.device) -> None:
     """Raise RuntimeError if the delta rule's kernels would be used and the compiler gets them wrong."""
     if kernels_fit(torch.empty(0, dtype=dtype, device=device), _heads(part)):
-        prove_kernels(device.index)
+        check_kernels(device.index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +98,7 @@ class DeltaAttention(MegatronModule):
         self.decay = Decay(config, self.heads.value)
         self.norm_weight = _weight((heads.dim,), config.params_dtype)
         for name in _DIVIDED if ranks > 1 else ():
-            param = self.get_parameter(name)
-            param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, 0, 1
+            mark_sharded(self.get_parameter(name), 0)
 
     def prepare(self, hidden_states: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, ...]:
         """Map (s, 1, D) to (T, [q | k | v]), z (T, H * d), b and a (T, H). Nothing is rotated, because the state

@@ -9,8 +9,6 @@ size, E = experts, k = experts per token, I = width of an expert.
 """
 
 import dataclasses
-import hashlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,12 +25,13 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from trainer.contract.adapter import AdapterConfig
 from trainer.contract.run import ExpertsConfig, TrainConfig
-from trainer.layers.kernels.dispatch import can_import, kernels_run
-from trainer.layers.lora.adapter import Adapter
-from trainer.layers.lora.float8_base import pack
+from trainer.layers.float8_base import pack
+from trainer.layers.kernel_support import can_import, kernels_run
+from trainer.layers.lora import Adapter, initial_a
 from trainer.layers.measures import Reports
 from trainer.layers.module_set import ACTIVATIONS
 from trainer.layers.segments import RoutedTokens, SelectedRows
+from trainer.layers.sharded_parameters import mark_sharded
 from trainer.libraries.torch_private import parameters_of
 from trainer.parallel.meta_parameters import copy_into
 from trainer.parts.experts.dispatch import (
@@ -259,13 +258,10 @@ class ExpertsAdapter(Adapter):
 
     @torch.no_grad()
     def initialise(self, names: Sequence[str], seed: int) -> None:
-        """Set A as PEFT does: uniform within 1 / sqrt(in); B is zero already."""
+        """Set A as PEFT does; B is zero already."""
         (name,), group = names, self.groups.ep
-        # The values depend only on the seed and the name of the HF tensor, not on the layout.
-        key = hashlib.sha256(f"{seed} {name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(key[:8]))
-        whole = torch.empty(len(self.a) * group.size(), *self.a.shape[1:]).uniform_(-1, 1, generator=generator)
-        copy_into(self.a, (whole / math.sqrt(whole.size(2))).chunk(group.size())[group.rank()])
+        whole = initial_a(name, seed, len(self.a) * group.size(), *self.a.shape[1:])
+        copy_into(self.a, whole.chunk(group.size())[group.rank()])
 
     def forward(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """Return what the adapters add to the products of rows (R, in): (R, out)."""
@@ -306,5 +302,4 @@ def mark_of_experts(weight: torch.nn.Parameter) -> None:
     """Mark a parameter whose first axis expert-parallel ranks divide."""
     # megatron-core then sums its gradient over the ranks that hold the same experts.
     weight.allreduce = False
-    # With these marks it counts in norms on every rank that holds a part.
-    weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, 0, 1
+    mark_sharded(weight, 0)

@@ -1,7 +1,7 @@
 """The gated delta net of Qwen3.5 between its projections, in torch; on Hopper in bf16, in Triton kernels.
 
 This file combines the operations, decides which of the two computes (`kernels_fit`), and checks the kernels on the GPU
-in use (`prove_kernels`).
+in use (`check_kernels`).
 
 T = tokens of a bin, HK = key heads, H = value heads, d = head dim.
 """
@@ -12,7 +12,7 @@ from functools import cache
 import torch
 
 from trainer.data.packed_chunks import PackedChunks
-from trainer.layers.kernels.dispatch import can_import, hopper_kernels_run
+from trainer.layers.kernel_support import can_import, hopper_kernels_run
 from trainer.layers.segments import Places
 from trainer.parts.delta.rule import plain
 
@@ -23,7 +23,7 @@ if can_import():
     from trainer.parts.delta.rule.gates import delta_gates, gated_norm
     from trainer.parts.delta.rule.kernels import gated_delta_rule
 
-TOLERANCE = 0.03  # of `prove_kernels`, relative to the norm; bf16 operands give errors of 0.003 to 0.004 here
+TOLERANCE = 0.03  # of `check_kernels`, relative to the norm; bf16 operands give errors of 0.003 to 0.004 here
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def kernels_fit(mixed: torch.Tensor, heads: DeltaHeads) -> bool:
 
 
 @cache
-def prove_kernels(device: int) -> dict[str, float]:
+def check_kernels(device: int) -> dict[str, float]:
     """Check the kernels against the plain rule on the GPU in use, once per process and device.
 
     Triton 3.4 to 3.7.0 silently compiled flash-linear-attention's gated backward pass to wrong gradients on Hopper

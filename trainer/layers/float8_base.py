@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup
 
-from trainer.layers.kernels.dispatch import can_import, kernels_run
+from trainer.layers.kernel_support import can_import, kernels_run
 from trainer.libraries.torch_private import innermost_hooks, parameters_of
 from trainer.model.rules import global_names
 
 if can_import():
-    from trainer.layers.kernels.float8 import unpack_rows
+    from trainer.layers.kernels import unpack_rows
 
 LARGEST = 448.0  # largest e4m3 number
 _SMALLEST_EXPONENT = -100  # of a row's factor; avoids subnormal values, which devices treat differently
