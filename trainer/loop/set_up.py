@@ -229,7 +229,9 @@ def build_chunks(
     if run.train.precision == "float8":
         check_float8(run)
         for chunk in chunks:
-            chunk.language.use_float8()
+            # E4M3 forward and E5M2 for gradients; each tensor is scaled by its largest value. Transformer Engine then
+            # casts each weight once per step.
+            chunk.language.config.fp8, chunk.language.config.fp8_recipe = "hybrid", "tensorwise"
     if parallel.pp > 1:
         log.info("language layers of the pipeline's pieces: %s", ", ".join(str(len(piece)) for piece in pieces))
     return [chunk.to(mesh.device) for chunk in chunks]

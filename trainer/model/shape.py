@@ -1,7 +1,7 @@
 """The sizes of a model, read once from its config.json, for memory, layouts, FLOPs and weights.
 
-A family's `shape.py` returns a `ModelShape`; nothing here loads torch. Layers of another kind have their own parts, see
-`trainer.model.layer`.
+A family's `read_shape` returns a `ModelShape`; nothing here loads torch. Layers of another kind have their own parts,
+see `trainer.model.layer`.
 """
 
 import dataclasses

@@ -128,13 +128,7 @@ class GatedSelfAttention(RotarySelfAttention):
         # other three.
         out, grads = segments.places or (None, (None,) * 4)
         segments.places = Places(None, grads[:3]) if segments.places else None
-        return _gated(super().attend(query, key, value, segments), gate, (out, grads[3]))
-
-
-def _gated(
-    attended: torch.Tensor, gate: torch.Tensor, places: tuple[torch.Tensor | None, torch.Tensor | None]
-) -> torch.Tensor:
-    """Return attended (T, 1, h * d) times the sigmoid of gate (T, h, d)."""
-    if kernels_run(gate.device):
-        return gated(attended, gate, places)
-    return attended * gate.sigmoid().flatten(1)[:, None]
+        attended = super().attend(query, key, value, segments)
+        if kernels_run(gate.device):
+            return gated(attended, gate, (out, grads[3]))
+        return attended * gate.sigmoid().flatten(1)[:, None]

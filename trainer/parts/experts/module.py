@@ -44,6 +44,7 @@ from trainer.parts.experts.dispatch import (
 )
 from trainer.parts.experts.part import Experts
 from trainer.parts.experts.routing import LoadPool, Routing, WithAuxiliaryLoss, route, tokens_of_experts
+from trainer.parts.mlp.module import mlp_submodules
 
 if can_import():
     from trainer.parts.experts.kernels import Matrices, mixed_experts
@@ -56,12 +57,8 @@ _LOSS = "trainer.parts.experts.part:mean_auxiliary_loss"
 
 def spec(part: Experts, modules: BackendSpecProvider) -> ModuleSpec:
     """Return the spec of a decoder layer's experts."""
-    shared = MLPSubmodules(
-        linear_fc1=modules.column_parallel_linear(),
-        linear_fc2=modules.row_parallel_linear(),
-        activation_func=modules.activation_func(),
-    )
-    return ModuleSpec(module=RoutedExperts, params={"part": part}, submodules=ExpertsSubmodules(shared))
+    shared = ExpertsSubmodules(mlp_submodules(modules))
+    return ModuleSpec(module=RoutedExperts, params={"part": part}, submodules=shared)
 
 
 @dataclass
