@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from trainer.layers.packed_layer import PackedLayer
-from trainer.layers.segments import PackedSegments, Places, Rotation, RoutedTokens, joined
+from trainer.layers.segments import PackedSegments, ResultBuffers, Rotation, RoutedTokens, joined
 from trainer.libraries.torch_private import parameters_of
 
 ALIGNED = 16  # numbers: for strides that are no multiples of 16, Triton compiles other code
@@ -289,11 +289,11 @@ def _attend(
     """Return the output of the attention between two sections, (T, 1, h * d)."""
     if source.is_captured:
         # Its kernels write into the tensors that the sections read.
-        segments.places = Places(None if target is None else target.inputs[1].detach(), source.grad_outputs[1:])
+        segments.buffers = ResultBuffers(None if target is None else target.inputs[1].detach(), source.grad_outputs[1:])
     try:
         return source.before.attend(*qkv, segments)
     finally:
-        segments.places = None  # they are for this attention alone
+        segments.buffers = None  # they were for this attention alone
 
 
 class _Replay(torch.autograd.Function):

@@ -117,10 +117,10 @@ class DeltaAttention(MegatronModule):
             heads, parameters = heads_of_rank(heads, ranks), self._of_heads(group.rank(), ranks)
             inputs = _split(to_heads(torch.cat(by_rank, 2), segments.cp_order, group), heads)
         is_recomputed = self.config.recompute_granularity == "selective"
-        # What is computed again in backward, or for other ranks, has no place of its own.
-        places = None if is_recomputed or ranks > 1 else segments.places
+        # What is computed again in backward, or for other ranks, takes new memory.
+        buffers = None if is_recomputed or ranks > 1 else segments.buffers
         compute = partial(recomputed, gated_delta_net) if is_recomputed else gated_delta_net
-        out = compute(*inputs, parameters, heads, segments.chunks, places)
+        out = compute(*inputs, parameters, heads, segments.chunks, buffers)
         if ranks > 1:
             out = to_sequence(out, segments.cp_order, group).flatten(1)
         return out[:, None]

@@ -13,7 +13,7 @@ import torch
 
 from trainer.data.packed_chunks import PackedChunks
 from trainer.layers.kernel_support import can_import, hopper_kernels_run
-from trainer.layers.segments import Places
+from trainer.layers.segments import ResultBuffers
 from trainer.parts.delta.rule import plain
 
 if can_import():
@@ -55,7 +55,7 @@ def gated_delta_net(
     parameters: DeltaParameters,
     heads: DeltaHeads,
     chunks: PackedChunks,
-    places: Places | None = None,
+    buffers: ResultBuffers | None = None,
 ) -> torch.Tensor:
     """Compute the input of the output projection; state and convolution restart at each segment.
 
@@ -64,7 +64,7 @@ def gated_delta_net(
         z: (T, H * d), the gate of the norm.
         b: (T, H), beta before its sigmoid.
         a: (T, H), the decay before dt_bias is added.
-        places: memory for the output and for the gradients of mixed, z, b and a, which the kernels then write into.
+        buffers: memory for the output and for the gradients of mixed, z, b and a, which the kernels then write into.
 
     Returns:
         (T, H * d).
@@ -72,7 +72,7 @@ def gated_delta_net(
     gate = z.unflatten(1, (heads.value, heads.dim))
     weight, a_log, dt_bias = parameters.conv_weight, parameters.a_log, parameters.dt_bias
     if kernels_fit(mixed, heads):
-        out, grads = places or (None, ())
+        out, grads = buffers or (None, ())
         of_mixed, of_gate, of_b, of_a = grads or (None,) * 4
         q, k, v = convolve_heads(mixed, weight, chunks, (heads.key, heads.value, heads.dim), of_mixed)
         decay, beta = delta_gates(a, b, a_log, dt_bias, chunks, (of_a, of_b) if grads else None)
