@@ -36,6 +36,7 @@ from trainer.layers.measures import PartClock, Reports
 from trainer.layers.module_set import check_float8
 from trainer.layers.modules.choice import choose_modules, host_of
 from trainer.layers.sharded_parameters import mark_tensor_parallel
+from trainer.loop.loss import Totals
 from trainer.loop.optim import build_optimizer
 from trainer.loop.step import Chunk, StepContext, finalize_gradients
 from trainer.model.adapters import adapted_layers, rules_to_save
@@ -43,7 +44,6 @@ from trainer.model.family import Family, freeze
 from trainer.model.registry import read_model
 from trainer.model.rules import Rule
 from trainer.model.shape import ModelShape
-from trainer.objectives.sft import Totals
 from trainer.parallel.fsdp import FullyShardedModel
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.meta_parameters import materialise_all, parameters_on_meta, return_freed_memory

@@ -16,7 +16,7 @@ The forward pass of a bin (`PackedModel.forward` in trainer/layers/packed_model.
    the image tokens (`add_feature`, called by trainer/layers/decoder.py).
 6. After the attention of the last layer only the tokens with loss go on (trainer/layers/segments.py): final norm,
    logits and cross entropy (trainer/layers/vocabulary.py).
-7. Their sum and number are the loss (trainer/objectives/sft.py).
+7. Their sum and number are the loss (trainer/loop/loss.py).
 
 The other families of vision-language models use this file too: they differ in the parts of their layers (step 5).
 
