@@ -99,15 +99,6 @@ class CommonState(TorchCommonLoadStrategy):
             raise CheckpointingException(f"{COMMON_STATE_FNAME} is missing") from error
 
 
-def check_metadata(checkpoint: Path) -> None:
-    """Check that `.metadata` can be read. torch itself would next look for one file per rank, and lose the reason.
-
-    Raises:
-        CheckpointNotTrusted: the file would call code.
-    """
-    MetadataReader(checkpoint).read_metadata()
-
-
 def load_plain(file: Path | io.BytesIO, name: str) -> Any:
     """Load the object that `torch.save` wrote, if it is plain data.
 

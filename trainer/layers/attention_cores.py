@@ -100,11 +100,12 @@ class FlashAttention(TorchVarlenAttention):
             from_the_end = 2  # causal mask aligned at the last key, as in the flash kernels
             return efficient_attention(
                 *(query[None], key[None], value[None], None, *bounds, *longest),
-                *(0.0, from_the_end if self.causal else 0, True),
+                *(0.0, from_the_end if self.causal else 0, True),  # dropout, mask, and the sums that backward needs
                 scale=self.scale,
             )[0][0]
         query, key, value = (x.contiguous() for x in qkv)
-        return flash_attention(query, key, value, *bounds, *longest, 0.0, self.causal, False, scale=self.scale)[0]
+        settings = (0.0, self.causal, False)  # dropout; causal, aligned at the last key; no mask for debugging
+        return flash_attention(query, key, value, *bounds, *longest, *settings, scale=self.scale)[0]
 
 
 def _token_indices(bounds: torch.Tensor, starts: torch.Tensor, count: int) -> torch.Tensor:

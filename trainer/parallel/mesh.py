@@ -132,8 +132,12 @@ def rank_mesh(parallel: ParallelConfig, seed: int, on_lost: Callable[[str], None
         vision_world = join(rank, world, parallel.vision, TIMEOUT, device)
         # All that is not tensor parallel is data parallel there.
         parallel = ParallelConfig(tp=parallel.vision.tp) if vision_world.is_vision else parallel
+    elif "MASTER_ADDR" in os.environ:
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=TIMEOUT)
     else:
-        _join(rank, world, "nccl" if cuda else "gloo")
+        # Started by hand, or in a test: there is no rendezvous.
+        backend, store = "nccl" if cuda else "gloo", dist.HashStore()
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
 
     def gather_addresses(own: RankAddress) -> list[RankAddress]:
         """Gather over the whole job: the process group has only the ranks of this rank's own world."""
@@ -148,10 +152,11 @@ def rank_mesh(parallel: ParallelConfig, seed: int, on_lost: Callable[[str], None
                 context_parallel_size=parallel.cp,
                 expert_model_parallel_size=parallel.ep,
                 expert_tensor_parallel_size=1,  # tensor-parallel ranks do not divide an expert
-                create_gloo_process_groups=True,
+                create_gloo_process_groups=True,  # `get_megatron_optimizer` takes those of the data-parallel ranks
             )
-            seed_rank(seed)  # megatron-core's generators need the groups
+            tensor_parallel.model_parallel_cuda_manual_seed(seed)  # its generators need the groups
             groups = ProcessGroupCollection.use_mpu_process_groups()
+            # Each rank makes only its own: without local synchronisation all ranks would have to make all of them.
             alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
             # On a CPU the world itself is a gloo group.
             hosts = dist.new_group(backend="gloo", timeout=TIMEOUT) if cuda and dist.get_world_size() > 1 else None
@@ -165,16 +170,3 @@ def rank_mesh(parallel: ParallelConfig, seed: int, on_lost: Callable[[str], None
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
-
-
-def seed_rank(seed: int) -> None:
-    """Seed the random numbers of this rank, which has joined its groups. Equal seeds give equal numbers."""
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
-
-
-def _join(rank: int, world: int, backend: str) -> None:
-    if "MASTER_ADDR" in os.environ:
-        dist.init_process_group(backend, timeout=TIMEOUT)
-    else:
-        # Started by hand, or in a test: there is no rendezvous.
-        dist.init_process_group(backend, store=dist.HashStore(), rank=rank, world_size=world, timeout=TIMEOUT)
