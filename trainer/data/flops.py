@@ -18,11 +18,10 @@ from trainer.data.balance import CostModel
 from trainer.data.micro_batch import MicroBatch
 from trainer.model.adapters import adapted_layers, rules_to_save
 from trainer.model.family import Family
-from trainer.model.rules import Rule
+from trainer.model.rules import Rule, index_of_layer
 from trainer.model.shape import ModelShape, Work
 
 FORWARD_AND_BACKWARD = 3
-_OF_LAYER = re.compile(r"language\.decoder\.layers\.(\d+)\.")
 _AFTER_ATTENTION = re.compile(r"linear_proj|\.mlp\.")
 _EMBEDDING, _HEAD = "language.embedding.weight", "language.output_layer.weight"
 
@@ -100,8 +99,8 @@ class _Count:
     def language(self, needs_grad: bool) -> None:
         decoder, layers, others = self.shape.language, defaultdict(list), {}
         for rule in self.rules:
-            if found := _OF_LAYER.match(rule.ours):
-                layers[int(found[1])].append(rule)
+            if (number := index_of_layer(rule.ours)) is not None:
+                layers[number].append(rule)
             elif rule.ours.startswith("language."):
                 others[rule.ours] = rule
         needs_grad = needs_grad or self._trains(others[_EMBEDDING])

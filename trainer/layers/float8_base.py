@@ -16,14 +16,13 @@ from torch.distributed import ProcessGroup
 
 from trainer.layers.kernel_support import can_import, kernels_run
 from trainer.libraries.torch_private import innermost_hooks, parameters_of
-from trainer.model.rules import global_names
+from trainer.model.rules import LAYERS, global_names
 
 if can_import():
     from trainer.layers.kernels import unpack_rows
 
 LARGEST = 448.0  # largest e4m3 number
 _SMALLEST_EXPONENT = -100  # of a row's factor; avoids subnormal values, which devices treat differently
-_LAYERS = "language.decoder.layers."
 
 
 def pack(weight: torch.Tensor, sharers: ProcessGroup | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -139,7 +138,7 @@ def base_packer(model: torch.nn.Module, device: torch.device, packed: Collection
     The function ignores weights outside the language layers and weights that are not in `packed`."""
     names = zip(global_names(model), model.named_parameters(), strict=True)
     places = {
-        ours: name.rpartition(".") for (ours, _), (name, _) in names if ours.startswith(_LAYERS) and ours in packed
+        ours: name.rpartition(".") for (ours, _), (name, _) in names if ours.startswith(LAYERS) and ours in packed
     }
 
     def pack_weight(ours: str) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from trainer.contract.run import TrainConfig
 from trainer.model.layer import Layer, Mixer, MultiTokenPrediction, Part
-from trainer.model.rules import Rule
+from trainer.model.rules import LAYERS, Rule
 
 # Number of loss tokens whose logits exist at a time; for the reason see trainer/layers/vocabulary.py.
 LOSS_CHUNK = 4096
@@ -120,7 +120,7 @@ class DecoderShape:
         """Yield the table of weights in Hugging Face's order; `hf` is the prefix of its names: "model."."""
         yield Rule("language.embedding.weight", (f"{hf}embed_tokens.weight",))
         for number, layer in enumerate(self.layers):
-            yield from layer.rules(f"language.decoder.layers.{number}.", f"{hf}layers.{number}.")
+            yield from layer.rules(f"{LAYERS}{number}.", f"{hf}layers.{number}.")
         yield Rule("language.decoder.final_layernorm.weight", (f"{hf}norm.weight",))
         if not self.tie_word_embeddings:
             yield Rule("language.output_layer.weight", ("lm_head.weight",))

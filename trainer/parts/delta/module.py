@@ -32,7 +32,6 @@ from trainer.parts.delta.rule.gated_delta_net import (
     kernels_fit,
 )
 
-TAPS = 4  # of the convolution
 # Each rank has the parameters of its own channels and heads; the norm's weight is whole on every rank.
 _DIVIDED = ("conv_weight", "decay.a_log", "decay.dt_bias")
 
@@ -94,7 +93,9 @@ class DeltaAttention(MegatronModule):
             tp_comm_buffer_name="proj",
             **shared,
         )
-        self.conv_weight = _weight((sum(self.heads.widths), 1, TAPS), config.params_dtype)  # HF's axes, of a Conv1d
+        self.conv_weight = _weight(
+            (sum(self.heads.widths), 1, DeltaNet.taps), config.params_dtype
+        )  # HF's axes, of a Conv1d
         self.decay = Decay(config, self.heads.value)
         self.norm_weight = _weight((heads.dim,), config.params_dtype)
         for name in _DIVIDED if ranks > 1 else ():
