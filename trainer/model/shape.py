@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from trainer.contract.run import TrainConfig
-from trainer.model.layer import Layer, Mixer, MultiTokenPrediction, Part
+from trainer.model.layer import Layer, LayerFlops, Mixer, MultiTokenPrediction, Part
 from trainer.model.rules import LAYERS, Rule
 
 # Number of loss tokens whose logits exist at a time; for the reason see trainer/layers/vocabulary.py.
@@ -103,9 +103,14 @@ class DecoderShape:
         return max(layer.largest_matrix for layer in dict.fromkeys(self.layers))
 
     @property
+    def layer_flops(self) -> list[LayerFlops]:
+        """Forward FLOPs of each layer, and after them of the multi-token prediction that is trained."""
+        return [layer.flops for layer in self.layers] + ([] if self.mtp is None else [self.mtp.flops])
+
+    @property
     def forward_flops(self) -> dict[str, int]:
         """FLOPs per unit of each kind of work, by the names of `trainer.data.balance.CostModel`."""
-        layers = [layer.flops for layer in self.layers] + ([] if self.mtp is None else [self.mtp.flops])
+        layers = self.layer_flops
         # The last layer computes only loss tokens after its mixing of tokens, as the logits do. It is the one of
         # multi-token prediction if that is trained.
         after = sum(layer.after for layer in layers[:-1])

@@ -93,9 +93,8 @@ class DeltaAttention(MegatronModule):
             tp_comm_buffer_name="proj",
             **shared,
         )
-        self.conv_weight = _weight(
-            (sum(self.heads.widths), 1, DeltaNet.taps), config.params_dtype
-        )  # HF's axes, of a Conv1d
+        # HF's axes, of a Conv1d: each channel has its own taps.
+        self.conv_weight = _weight((sum(self.heads.widths), 1, DeltaNet.taps), config.params_dtype)
         self.decay = Decay(config, self.heads.value)
         self.norm_weight = _weight((heads.dim,), config.params_dtype)
         for name in _DIVIDED if ranks > 1 else ():
