@@ -132,12 +132,8 @@ def rank_mesh(parallel: ParallelConfig, seed: int, on_lost: Callable[[str], None
         vision_world = join(rank, world, parallel.vision, TIMEOUT, device)
         # All that is not tensor parallel is data parallel there.
         parallel = ParallelConfig(tp=parallel.vision.tp) if vision_world.is_vision else parallel
-    elif "MASTER_ADDR" in os.environ:
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=TIMEOUT)
     else:
-        # Started by hand, or in a test: there is no rendezvous.
-        backend, store = "nccl" if cuda else "gloo", dist.HashStore()
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
+        _join(rank, world, "nccl" if cuda else "gloo")
 
     def gather_addresses(own: RankAddress) -> list[RankAddress]:
         """Gather over the whole job: the process group has only the ranks of this rank's own world."""
@@ -170,3 +166,11 @@ def rank_mesh(parallel: ParallelConfig, seed: int, on_lost: Callable[[str], None
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+def _join(rank: int, world: int, backend: str) -> None:
+    if "MASTER_ADDR" in os.environ:
+        dist.init_process_group(backend, timeout=TIMEOUT)
+    else:
+        # Started by hand, or in a test: there is no rendezvous.
+        dist.init_process_group(backend, store=dist.HashStore(), rank=rank, world_size=world, timeout=TIMEOUT)

@@ -128,7 +128,13 @@ class GatedSelfAttention(RotarySelfAttention):
         # other three.
         out, grads = segments.buffers or (None, (None,) * 4)
         segments.buffers = ResultBuffers(None, grads[:3]) if segments.buffers else None
-        attended = super().attend(query, key, value, segments)
-        if kernels_run(gate.device):
-            return gated(attended, gate, (out, grads[3]))
-        return attended * gate.sigmoid().flatten(1)[:, None]
+        return _gated(super().attend(query, key, value, segments), gate, (out, grads[3]))
+
+
+def _gated(
+    attended: torch.Tensor, gate: torch.Tensor, buffers: tuple[torch.Tensor | None, torch.Tensor | None]
+) -> torch.Tensor:
+    """Return attended (T, 1, h * d) times the sigmoid of gate (T, h, d)."""
+    if kernels_run(gate.device):
+        return gated(attended, gate, buffers)
+    return attended * gate.sigmoid().flatten(1)[:, None]
