@@ -259,11 +259,8 @@ def differentiate_logits(
 # Per value one byte is read and two or four are written. torch takes two passes, which move 7 bytes per bfloat16 value.
 # The kernel decodes the bits itself, because Triton supports the type only on Hopper and Ada.
 
-_UNPACK_ROWS, _UNPACK_COLUMNS, _UNPACK_WARPS = (
-    16,
-    256,
-    8,
-)  # rows and columns per program; narrow rows would waste a wide program
+# Rows and columns per program, and warps; narrow rows would waste a wide program.
+_UNPACK_ROWS, _UNPACK_COLUMNS, _UNPACK_WARPS = 16, 256, 8
 
 
 @triton.jit
