@@ -126,11 +126,16 @@ def pack_layer(linear: Any, device: torch.device) -> None:
     whole = linear.weight
     divides_input = getattr(whole, "tensor_model_parallel", False) and whole.partition_dim == 1
     codes, scale = pack(whole.detach().to(device), linear.tp_group if divides_input else None)
-    param = torch.nn.Parameter(codes, requires_grad=False)
-    param.__dict__.update(whole.__dict__)  # marks such as tensor_model_parallel
-    parameters_of(linear)["weight"] = param
-    linear.register_buffer("row_scale", scale, persistent=False)
+    hold_codes(linear, "weight", codes, "row_scale", scale)
     linear.__class__ = _with_float8(type(linear))
+
+
+def hold_codes(module: torch.nn.Module, name: str, codes: torch.Tensor, buffer: str, scale: torch.Tensor) -> None:
+    """Replace a module's parameter by its codes, and add their factors as a `buffer` that no checkpoint has."""
+    param = torch.nn.Parameter(codes, requires_grad=False)
+    param.__dict__.update(module.get_parameter(name).__dict__)  # marks such as tensor_model_parallel
+    parameters_of(module)[name] = param
+    module.register_buffer(buffer, scale, persistent=False)
 
 
 def base_packer(model: torch.nn.Module, device: torch.device, packed: Collection[str]) -> Callable[[str], None]:

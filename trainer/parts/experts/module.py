@@ -25,14 +25,13 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from trainer.contract.adapter import AdapterConfig
 from trainer.contract.run import ExpertsConfig, TrainConfig
-from trainer.layers.float8_base import pack
+from trainer.layers.float8_base import hold_codes, pack
 from trainer.layers.kernel_support import can_import, kernels_run
 from trainer.layers.lora import Adapter, initial_a
 from trainer.layers.measures import Reports
 from trainer.layers.module_set import ACTIVATIONS
 from trainer.layers.segments import RoutedTokens, SelectedRows
 from trainer.layers.sharded_parameters import mark_sharded
-from trainer.libraries.torch_private import parameters_of
 from trainer.parallel.meta_parameters import copy_into
 from trainer.parts.experts.dispatch import (
     ROW_MULTIPLE,
@@ -110,10 +109,7 @@ class RoutedExperts(MegatronModule):
         """Hold a parameter of the experts as float8 on a device from now on; see `float8_base.pack_layer`."""
         whole = self.get_parameter(name)
         codes, scale = pack(whole.detach().to(device).flatten(0, 1))
-        param = torch.nn.Parameter(codes.view(whole.shape), requires_grad=False)
-        param.__dict__.update(whole.__dict__)  # the marks of `mark_of_experts`
-        parameters_of(self)[name] = param
-        self.register_buffer(f"{name}_scale", scale, persistent=False)
+        hold_codes(self, name, codes.view(whole.shape), f"{name}_scale", scale)
 
     def forward(self, hidden: torch.Tensor, rows: SelectedRows | None, tokens: RoutedTokens) -> torch.Tensor:
         """Map (s, 1, D) to (s, 1, D), or only to the chosen rows (m, 1, D)."""
