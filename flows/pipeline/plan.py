@@ -34,7 +34,7 @@ from stages.shared.inputs.model_directory import (
     resolve_hf_dir,
 )
 from stages.shared.inputs.raw_source import open_raw
-from trainer.contract.machine.modules import check_precision, describe
+from trainer.contract.modules import check_precision, describe
 from trainer.contract.peft import check_start
 from trainer.model.adapters import adapted_layers, check_adapter
 from trainer.model.family import Family

@@ -7,7 +7,7 @@ import subprocess
 from functools import cache
 
 from dataset_builders.known_version import installed_version
-from trainer.contract.machine.modules import Host
+from trainer.contract.modules import Host
 
 _NONE = ("", "-1")  # values of CUDA_VISIBLE_DEVICES that hide every GPU
 

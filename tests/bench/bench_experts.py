@@ -22,7 +22,7 @@ from tests.bench.bench_delta_rule import both, median_us
 from tests.bench.host import Host
 from tests.helpers.single_rank import single_rank
 from trainer.contract.adapter import AdapterConfig
-from trainer.layers.kernels.dispatch import allow_kernels
+from trainer.layers.kernel_support import allow_kernels
 from trainer.parallel.mesh import Mesh
 from trainer.parts.experts import dispatch
 from trainer.parts.experts.dispatch import Order

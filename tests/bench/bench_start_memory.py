@@ -23,9 +23,9 @@ from tests.helpers.run_dir import changed, make_bins, write_job
 from tests.helpers.tiny_text_model import text_config
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import RunConfig
+from trainer.libraries.megatron_private import prepare_runtime
 from trainer.loop import set_up
 from trainer.parallel.mesh import place_in_world, rank_mesh
-from trainer.parallel.runtime import prepare_runtime
 
 RANKS = 2
 SIZES = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8}

@@ -29,7 +29,7 @@ from trainer.contract.parallel import ParallelConfig
 from trainer.contract.peft import ADAPTER_WEIGHTS
 from trainer.contract.result import read_heldout
 from trainer.contract.run import RunConfig
-from trainer.layers.lora.float8_base import pack, unpack
+from trainer.layers.float8_base import pack, unpack
 from trainer.model.registry import read_model
 from trainer.model.rules import stored_rules
 

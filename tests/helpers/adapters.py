@@ -11,7 +11,7 @@ from tests.helpers.run_dir import write_job
 from tests.helpers.single_rank import build_tiny
 from trainer.contract.adapter import AdapterConfig
 from trainer.contract.run import RunConfig
-from trainer.layers.lora.convert import trained_parameters
+from trainer.layers.lora import trained_parameters
 from trainer.layers.packed_model import PackedModel
 from trainer.loop.set_up import set_up_adapters
 from trainer.model.registry import read_model

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from tests.helpers.world import World, train_rank, world_of
 from trainer.contract.run import RunConfig
+from trainer.libraries.megatron_private import prepare_runtime
 from trainer.parallel import mesh as distributed
-from trainer.parallel.runtime import prepare_runtime
 
 
 def run_worlds(root: Path, jobs: dict[str, tuple[RunConfig, int]], *, save: bool = False) -> dict[str, World | str]:

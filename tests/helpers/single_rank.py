@@ -15,10 +15,9 @@ from trainer.layers.decoder import decoder_config
 from trainer.layers.module_set import TorchModules
 from trainer.layers.modules.choice import choose_modules
 from trainer.layers.packed_model import PackedModel
-from trainer.libraries.megatron_private import patch_cuda
+from trainer.libraries.megatron_private import CpuMode, patch_cuda
 from trainer.model.registry import read_model
 from trainer.parallel.mesh import Mesh, rank_mesh
-from trainer.parallel.runtime import CpuMode
 
 
 @contextlib.contextmanager

@@ -37,12 +37,11 @@ from trainer.contract.names import HF_EXPORT
 from trainer.contract.result import MetricsRow, read_metrics
 from trainer.contract.run import RunConfig
 from trainer.data.reader import BinReader
-from trainer.libraries.megatron_private import OneFile
+from trainer.libraries.megatron_private import OneFile, prepare_runtime
 from trainer.loop import train as loop
 from trainer.loop.export import export, write_weights
 from trainer.loop.set_up import set_up_vision_rank
 from trainer.parallel.mesh import Mesh, rank_mesh
-from trainer.parallel.runtime import prepare_runtime
 from trainer.parallel.vision.exchange import VisionWorker
 
 

@@ -17,11 +17,11 @@ from trainer.contract.run import OptimConfig, PartConfig, TrainConfig
 from trainer.data.reader import prefetch
 from trainer.families.qwen3_vl.family import FAMILY
 from trainer.layers.vocabulary import _OutputLoss
+from trainer.loop.loss import Totals, loss_of
 from trainer.loop.optim import build_optimizer, clip_and_update, set_learning_rate
 from trainer.loop.set_up import Trainer, set_up
 from trainer.loop.step import run_micro_batches
 from trainer.model.family import freeze
-from trainer.objectives.sft import Totals, loss_of
 from trainer.parts.delta.module import Decay
 
 pytestmark = pytest.mark.promise(

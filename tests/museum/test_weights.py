@@ -18,7 +18,7 @@ from tests.helpers.single_rank import single_rank
 from tests.museum.fault import fault_seen
 from trainer.checkpoint.hf_weights import HFTensors, save_hf_weights
 from trainer.data.micro_batch import geometry_of, make_micro_batch
-from trainer.layers.lora.convert import trained_parameters
+from trainer.layers.lora import trained_parameters
 from trainer.loop.export import write_weights
 from trainer.loop.set_up import set_up
 from trainer.loop.train import heldout_loss

@@ -27,7 +27,7 @@ def draw(*shape: int, scale: float = 1.0) -> torch.Tensor:
 @pytest.mark.parametrize(("rows", "words"), SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernels_equal_float64(rows, words, dtype):
-    from trainer.layers.kernels.loss import differentiate, summarize
+    from trainer.layers.kernels import differentiate_logits, summarize_logits
 
     logits = draw(rows, words, scale=5).to(dtype)
     places = torch.randint(-words, 2 * words, (rows,), device="cuda")  # a third of the labels is this rank's
@@ -36,7 +36,7 @@ def test_kernels_equal_float64(rows, words, dtype):
     here = (places >= 0) & (places < words)
     safe = places.clamp(0, words - 1)
     out = torch.empty(3, rows, device="cuda")
-    summarize(logits, places, out)
+    summarize_logits(logits, places, out)
     largest = exact.amax(1)
     total = (exact - largest[:, None]).exp().sum(1)
     assert torch.equal(out[0].double(), largest)
@@ -46,7 +46,7 @@ def test_kernels_equal_float64(rows, words, dtype):
     grad = (exact - largest[:, None]).exp() / total[:, None]
     grad[torch.arange(rows, device="cuda"), safe] -= here.double()
     grad *= upstream.double()[:, None]
-    differentiate(logits, places, out[0], out[1], upstream)
+    differentiate_logits(logits, places, out[0], out[1], upstream)
     # bfloat16 rounds by 2e-3 of a value on average
     assert (logits.double() - grad).norm() <= (4e-3 if dtype is torch.bfloat16 else 1e-5) * grad.norm()
 

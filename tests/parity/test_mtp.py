@@ -26,8 +26,8 @@ from tests.helpers.tiny_hybrid_model import ATTENTION
 from trainer.checkpoint.hf_weights import HFTensors, save_hf_weights
 from trainer.contract.run import TrainConfig
 from trainer.data.micro_batch import geometry_of, make_micro_batch
+from trainer.loop.loss import loss_of
 from trainer.model.registry import read_model
-from trainer.objectives.sft import loss_of
 
 pytestmark = pytest.mark.promise(
     "Qwen3-VL, Qwen3.5, Qwen3 without images and models with experts give transformers' logits, and multi-token "

@@ -16,7 +16,7 @@ from trainer.checkpoint.hf_weights import hf_tensors
 from trainer.contract.adapter import ROLES, AdapterConfig
 from trainer.contract.names import ADAPTER_EXPORT
 from trainer.contract.peft import ADAPTER_WEIGHTS
-from trainer.layers.lora.convert import trained_rules
+from trainer.layers.lora import trained_rules
 from trainer.loop.set_up import set_up_adapters
 from trainer.model.adapters import adapted_layers
 from trainer.model.registry import read_model

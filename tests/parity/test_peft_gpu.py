@@ -16,7 +16,7 @@ from trainer.checkpoint.adapter_files import write_peft_directory
 from trainer.checkpoint.hf_weights import hf_tensors
 from trainer.contract.adapter import AdapterConfig
 from trainer.data.micro_batch import geometry_of, make_micro_batch
-from trainer.layers.lora.convert import trained_rules
+from trainer.layers.lora import trained_rules
 from trainer.loop.set_up import set_up_adapters
 from trainer.model.adapters import adapted_layers
 from trainer.model.registry import read_model

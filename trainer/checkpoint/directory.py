@@ -8,18 +8,16 @@ damaged-step-000500/       a checkpoint that was found damaged at a start; kept 
 """
 
 import math
-import re
 import shutil
 from pathlib import Path
 
 from dataset_builders.contracts.fingerprint import describe_drift
 from dataset_builders.errors import InputError
-from trainer.contract.checkpoint import CHECKPOINT_RECORD, read_checkpoint_record
+from trainer.contract.checkpoint import CHECKPOINT_RECORD, STEP_NAME, read_checkpoint_record
 from trainer.contract.names import CHECKPOINTS
 from trainer.contract.run import CheckpointConfig, RunConfig
 
 FORMAT_VERSION = 2  # 2: with RNG states
-_NAME = re.compile(r"step-(\d{6,})")
 
 
 def checkpoint_name(step: int) -> str:
@@ -28,16 +26,19 @@ def checkpoint_name(step: int) -> str:
 
 def list_checkpoints(directory: Path) -> list[Path]:
     """Return the whole checkpoints, oldest first."""
-    # By number and not by name: step-1000000 comes after step-999999.
-    steps = [(int(m[1]), p) for p in directory.glob("step-*") if (m := _NAME.fullmatch(p.name))]
     # The record is written last: a directory without it is not whole.
-    return [path for _, path in sorted(steps) if (path / CHECKPOINT_RECORD).is_file()]
+    return [path for _, path in _by_step(directory) if (path / CHECKPOINT_RECORD).is_file()]
 
 
 def newest_path(directory: Path) -> Path | None:
     """Return the newest checkpoint, whole or not; None if there is none."""
-    steps = [(int(m[1]), path) for path in directory.glob("step-*") if (m := _NAME.fullmatch(path.name))]
-    return max(steps)[1] if steps else None
+    return max(_by_step(directory), default=(0, None))[1]
+
+
+def _by_step(directory: Path) -> list[tuple[int, Path]]:
+    """Return the checkpoints, whole or not, with their steps, oldest first."""
+    # By number and not by name: step-1000000 comes after step-999999.
+    return sorted((int(m[1]), path) for path in directory.glob("step-*") if (m := STEP_NAME.fullmatch(path.name)))
 
 
 def rename_damaged(checkpoint: Path) -> Path:
@@ -70,8 +71,10 @@ def read_step(checkpoint: Path, run: RunConfig) -> int:
 
 def checkpoints_to_delete(directory: Path, config: CheckpointConfig) -> list[Path]:
     """Return the checkpoints that are neither among the newest nor at a step that is kept for good."""
-    steps = {path: int(_NAME.fullmatch(path.name)[1]) for path in list_checkpoints(directory)[: -config.keep_last]}
-    return [path for path, step in steps.items() if config.keep_every is None or step % config.keep_every]
+    older = [
+        (int(STEP_NAME.fullmatch(path.name)[1]), path) for path in list_checkpoints(directory)[: -config.keep_last]
+    ]
+    return [path for step, path in older if config.keep_every is None or step % config.keep_every]
 
 
 def lacks_space_for_run(run: RunConfig, size: int, step: int) -> str | None:

@@ -267,13 +267,9 @@ def _held(chunks: Sequence[MegatronModule], mesh: Mesh) -> Iterator[tuple[str, t
 def _owners(params: dict[str, torch.nn.Parameter], mesh: Mesh) -> dict[str, list[_Slice]]:
     """Return the ranks that hold the slices of every parameter, in the order of the slices."""
     mine = {n: _Slice(mesh.rank, tuple(p.shape), p.dtype, parallel_axis(p)) for n, p in params.items()}
-    everybody: list[dict[str, _Slice]] = [mine]
-    if mesh.world_size > 1:
-        everybody = [{} for _ in range(mesh.world_size)]
-        dist.all_gather_object(everybody, mine)
     owners: dict[str, list[_Slice]] = {}
     # By rank, which is the order of a parameter's slices.
-    for name, part in itertools.chain.from_iterable(held.items() for held in everybody):
+    for name, part in itertools.chain.from_iterable(held.items() for held in mesh.gather(mine)):
         owners.setdefault(name, []).append(part)
     return owners
 

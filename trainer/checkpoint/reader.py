@@ -99,15 +99,6 @@ class CommonState(TorchCommonLoadStrategy):
             raise CheckpointingException(f"{COMMON_STATE_FNAME} is missing") from error
 
 
-def check_metadata(checkpoint: Path) -> None:
-    """Check that `.metadata` can be read. torch itself would next look for one file per rank, and lose the reason.
-
-    Raises:
-        CheckpointNotTrusted: the file would call code.
-    """
-    MetadataReader(checkpoint).read_metadata()
-
-
 def load_plain(file: Path | io.BytesIO, name: str) -> Any:
     """Load the object that `torch.save` wrote, if it is plain data.
 
@@ -148,7 +139,9 @@ def _read_metadata(path: Path) -> Metadata:
     if not isinstance(metadata, Metadata):
         raise CheckpointNotTrusted(f"{path.name} holds a {type(metadata).__name__}")
     metadata.storage_meta = metadata.storage_meta or StorageMeta()
-    _check_places(metadata)
+    for place in metadata.storage_data.values():
+        if Path(place.relative_path).name != place.relative_path:
+            raise CheckpointNotTrusted(f".metadata names the file {place.relative_path!r}, which is elsewhere")
     return metadata
 
 
@@ -157,13 +150,6 @@ def _read_digests(path: Path) -> dict[str, str]:
         return dict(json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointingException(f"{path.name} cannot be read: {error}") from error
-
-
-def _check_places(metadata: Metadata) -> None:
-    """Refuse metadata that names a file outside the checkpoint's directory."""
-    for place in metadata.storage_data.values():
-        if Path(place.relative_path).name != place.relative_path:
-            raise CheckpointNotTrusted(f".metadata names the file {place.relative_path!r}, which is elsewhere")
 
 
 def _unsupported(error: pickle.UnpicklingError) -> str:

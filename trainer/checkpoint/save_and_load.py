@@ -20,9 +20,9 @@ from torch.distributed.checkpoint import CheckpointException
 from dataset_builders.errors import DamagedFile, InputError
 from trainer.checkpoint import optimizer_state
 from trainer.checkpoint.directory import newest_path, rename_damaged
-from trainer.checkpoint.reader import CheckpointNotTrusted, CommonState, check_metadata
+from trainer.checkpoint.reader import CheckpointNotTrusted, CommonState, MetadataReader
 from trainer.contract.checkpoint import KEPT_ASIDE, check_state_file, read_checkpoint_record, state_files
-from trainer.layers.lora.convert import trained_parameters
+from trainer.layers.lora import trained_parameters
 from trainer.libraries.megatron_private import set_device_rng_state
 from trainer.parallel.fsdp import FullyShardedModel
 from trainer.parallel.mesh import Mesh
@@ -150,7 +150,8 @@ def _set_updates(state: dict[Any, Any], step: int) -> None:
 
 def _load(state: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
     try:
-        check_metadata(checkpoint)
+        # torch would read it too. If it cannot be read, torch looks for one file per rank and loses the reason.
+        MetadataReader(checkpoint).read_metadata()
         return dist_checkpointing.load(state, str(checkpoint), common_strategy=CommonState())
     except (CheckpointException, CheckpointingException) as error:
         if any(isinstance(failure, CheckpointNotTrusted) for failure in [error, *_failures(error).values()]):

@@ -20,7 +20,7 @@ CHECKPOINT_RECORD = "athanor.json"
 STATE_FILE, STATE_DIGESTS = ".distcp", ".xxh3"  # suffixes of file names
 KEPT_ASIDE = "is kept aside as"  # in the trainer's line about a damaged checkpoint, which a person should see
 _FILES, _OWN = "digests", "digest"  # keys of the record
-_STEP_NAME = re.compile(r"step-(\d{6,})")
+STEP_NAME = re.compile(r"step-(\d{6,})")
 _PIECE = 16 << 20  # bytes
 
 
@@ -49,7 +49,7 @@ def read_checkpoint_record(checkpoint: Path) -> dict[str, Any]:
         for name, digest in record[_FILES].items():
             if digest_of((checkpoint / name).read_bytes()) != digest:
                 raise ValueError(f"{name} is not what was written")
-        if (named := _STEP_NAME.fullmatch(checkpoint.name)) and record.get("step", int(named[1])) != int(named[1]):
+        if (named := STEP_NAME.fullmatch(checkpoint.name)) and record.get("step", int(named[1])) != int(named[1]):
             raise ValueError(f"it is the checkpoint of step {record['step']}")
     except (OSError, ValueError, AttributeError, LookupError, TypeError, RecursionError) as error:
         raise damaged(checkpoint, f"is damaged ({error})") from error

@@ -19,7 +19,7 @@ from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.errors import InputError
 from dataset_builders.storage.store import Location
 from trainer.contract.adapter import AdapterConfig
-from trainer.contract.machine.modules import Wanted
+from trainer.contract.modules import Wanted
 from trainer.contract.parallel import ParallelConfig
 
 # bfloat16 rounds to 2^-9 of a number, and an update moves a moment by (1 - decay) of its error. Above this decay, a

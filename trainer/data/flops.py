@@ -18,11 +18,10 @@ from trainer.data.balance import CostModel
 from trainer.data.micro_batch import MicroBatch
 from trainer.model.adapters import adapted_layers, rules_to_save
 from trainer.model.family import Family
-from trainer.model.rules import Rule
+from trainer.model.rules import Rule, index_of_layer
 from trainer.model.shape import ModelShape, Work
 
 FORWARD_AND_BACKWARD = 3
-_OF_LAYER = re.compile(r"language\.decoder\.layers\.(\d+)\.")
 _AFTER_ATTENTION = re.compile(r"linear_proj|\.mlp\.")
 _EMBEDDING, _HEAD = "language.embedding.weight", "language.output_layer.weight"
 
@@ -65,8 +64,11 @@ class _Count:
         self.shape, self.family, self.frozen = shape, family, train.frozen
         self.rules: Sequence[Rule] = family.weight_rules(shape)
         self.adapter: AdapterConfig | None = train.adapter
-        self.chosen = {} if train.adapter is None else _chosen(self.rules, train.adapter)
-        self.whole = None if train.adapter is None else {rule.ours for rule in rules_to_save(self.rules, train.adapter)}
+        self.chosen: dict[str, tuple[bool, ...]] = {}  # our name of each adapted layer -> which of its modules are
+        self.whole: set[str] | None = None  # our names of the weights trained whole beside adapters; None: no adapters
+        if train.adapter is not None:
+            self.chosen = {layer.rule.ours: layer.chosen for layer in adapted_layers(self.rules, train.adapter)}
+            self.whole = {rule.ours for rule in rules_to_save(self.rules, train.adapter)}
         self.flops: defaultdict[str, float] = defaultdict(float)
 
     def vision(self) -> bool:
@@ -97,8 +99,8 @@ class _Count:
     def language(self, needs_grad: bool) -> None:
         decoder, layers, others = self.shape.language, defaultdict(list), {}
         for rule in self.rules:
-            if found := _OF_LAYER.match(rule.ours):
-                layers[int(found[1])].append(rule)
+            if (number := index_of_layer(rule.ours)) is not None:
+                layers[number].append(rule)
             elif rule.ours.startswith("language."):
                 others[rule.ours] = rule
         needs_grad = needs_grad or self._trains(others[_EMBEDDING])
@@ -153,10 +155,6 @@ class _Count:
 
     def _changes(self, rule: Rule) -> bool:
         return self._trains(rule) or any(self._adapted(rule))
-
-
-def _chosen(rules: Sequence[Rule], config: AdapterConfig) -> dict[str, tuple[bool, ...]]:
-    return {layer.rule.ours: layer.chosen for layer in adapted_layers(rules, config)}
 
 
 def _size(rule: Rule) -> int:

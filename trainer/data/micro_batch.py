@@ -189,6 +189,7 @@ def make_micro_batch(
         chunks=PackedChunks.of(bounds) if geometry.in_chunks else None,
         is_token=torch.from_numpy(whole.is_token[places if geometry.marks_padding else places[:0]]),
         loss_index=torch.from_numpy(loss_index),
+        # A loss token is never the last of its sample, so its label is at the next place of the bin.
         labels=torch.from_numpy(whole.ids[places[loss_index] + 1]),
         loss_lengths=tuple(np.diff(loss_bounds).tolist()),
         **_vision_fields(samples, grids, whole, (places, whole.next[held]), geometry, part, features),

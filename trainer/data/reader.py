@@ -16,7 +16,7 @@ from dataset_builders.contracts.tokenized import TokenizedSample, read_pixel_sto
 from dataset_builders.errors import DamagedFile, InputError
 from dataset_builders.pictures.pixel_codecs import PIXEL_FIELDS, decode_sample
 from dataset_builders.storage.store import StorePath
-from trainer.data.micro_batch import Geometry, MicroBatch, make_micro_batch
+from trainer.data.micro_batch import Features, Geometry, MicroBatch, make_micro_batch
 from trainer.data.slices import RankSlice
 
 PREFETCH_DEPTH = 4  # micro batches read ahead
@@ -112,24 +112,13 @@ class FeatureReader:
             )
         self.dtype = getattr(torch, self._shards.store.dtype)
 
-    def of_bin(self, refs: Bin) -> "BinFeatures":
-        """Return the features of a bin's images, without reading them yet."""
-        places = [self._shards.places(ref.shard, ref.offset, ref.num_images) for ref in refs]
-        return BinFeatures(self, [place for of_sample in places for place in of_sample])
+    def of_bin(self, refs: Bin) -> Features:
+        """Return a function that reads the features of a bin's images, given their indices in the bin."""
+        places = [place for ref in refs for place in self._shards.places(ref.shard, ref.offset, ref.num_images)]
+        return lambda images: self.read([places[image] for image in images])
 
     def read(self, places: Sequence[FeaturePlace]) -> torch.Tensor:
         """Return the concatenated features of these images, (tokens, width)."""
         data = bytearray().join(self._shards.read(place) for place in places)
         empty = torch.empty(0, dtype=self.dtype)
         return (torch.frombuffer(data, dtype=self.dtype) if data else empty).view(-1, self._shards.store.width)
-
-
-class BinFeatures:
-    """The features of the images of one bin."""
-
-    def __init__(self, reader: FeatureReader, places: Sequence[FeaturePlace]) -> None:
-        self._reader, self._places = reader, places
-
-    def __call__(self, images: Sequence[int]) -> torch.Tensor:
-        """Return the features, (tokens, width), of the images with these indices in the bin."""
-        return self._reader.read([self._places[image] for image in images])

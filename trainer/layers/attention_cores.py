@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.enums import AttnMaskType
 
 from trainer.layers.gather import gather_sequence
-from trainer.layers.segments import PackedSegments, Places
+from trainer.layers.segments import PackedSegments, ResultBuffers
 from trainer.libraries.torch_private import efficient_attention, flash_attention
 
 # The largest head dim for which cuDNN's gradients are right: tests/bench/results/attention.md.
@@ -75,7 +75,7 @@ class FlashAttention(TorchVarlenAttention):
         bounds, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
         if self.cp_group is None:
             pairs = (bounds, bounds), (longest, longest)
-            return self._attend((query, key, value), *pairs, packed_seq_params.places).flatten(1)
+            return self._attend((query, key, value), *pairs, packed_seq_params.buffers).flatten(1)
         ranks, rank = self.cp_group.size(), self.cp_group.rank()
         key, value = (gather_sequence(x, packed_seq_params.cp_order, self.cp_group) for x in (key, value))
         out = torch.empty_like(query)
@@ -90,7 +90,7 @@ class FlashAttention(TorchVarlenAttention):
             out = out.index_copy(0, places, mine)
         return out.flatten(1)
 
-    def _attend(self, qkv, bounds, longest: tuple[int, int], places: Places | None = None) -> torch.Tensor:
+    def _attend(self, qkv, bounds, longest: tuple[int, int], buffers: ResultBuffers | None = None) -> torch.Tensor:
         """Return (queries, h, d), given the cumulative numbers of the segments' queries and of their keys, and these
         numbers of the longest segment."""
         query, key, value = qkv
@@ -100,11 +100,12 @@ class FlashAttention(TorchVarlenAttention):
             from_the_end = 2  # causal mask aligned at the last key, as in the flash kernels
             return efficient_attention(
                 *(query[None], key[None], value[None], None, *bounds, *longest),
-                *(0.0, from_the_end if self.causal else 0, True),
+                *(0.0, from_the_end if self.causal else 0, True),  # dropout, mask, and the sums that backward needs
                 scale=self.scale,
             )[0][0]
         query, key, value = (x.contiguous() for x in qkv)
-        return flash_attention(query, key, value, *bounds, *longest, 0.0, self.causal, False, scale=self.scale)[0]
+        settings = (0.0, self.causal, False)  # dropout; causal, aligned at the last key; no mask for debugging
+        return flash_attention(query, key, value, *bounds, *longest, *settings, scale=self.scale)[0]
 
 
 def _token_indices(bounds: torch.Tensor, starts: torch.Tensor, count: int) -> torch.Tensor:

@@ -5,17 +5,17 @@ every bin. Launching these kernels one by one can take the host longer than the 
 slow hosts and with tensor parallelism. Attention itself, whose shapes depend on the samples of the bin, stays outside
 the graphs.
 
-    piece 0           norm, projection, rotation of layer 0
-    piece 1, 2, ...   the rest of a layer and the beginning of the next, or only one of them if the caller intervenes
+    section 0           norm, projection, rotation of layer 0
+    section 1, 2, ...   the rest of a layer and the beginning of the next, or only one of them if the caller intervenes
 
 After the last attention only tokens with loss are computed. Their number differs between bins, so that part has no
 graph.
 
-Each piece is one graph for forward and one for backward. The graphs work on tensors at fixed addresses: the outputs of
-a piece are the inputs of the next, and all share one memory pool, which holds the activations of one micro batch from
-its forward to its backward pass. A pipeline has several micro batches between these passes, and captures a slot for
-each of them: a set of graphs with a pool of its own. There is no recomputation. The gradients of the weights are summed
-into `main_grad` inside the graphs; torch's autograd sees none of them.
+Each section is one graph for forward and one for backward. The graphs work on tensors at fixed addresses: the outputs
+of a section are the inputs of the next, and all share one memory pool, which holds the activations of one micro batch
+from its forward to its backward pass. A pipeline has several micro batches between these passes, and captures a slot
+for each of them: a set of graphs with a pool of its own. There is no recomputation. The gradients of the weights are
+summed into `main_grad` inside the graphs; torch's autograd sees none of them.
 
 A layer that routes tokens to experts fits into a graph if its ranks do not divide the experts: its kernels read the
 numbers of rows on the device.
@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from trainer.layers.packed_layer import PackedLayer
-from trainer.layers.segments import PackedSegments, Places, Rotation, RoutedTokens, joined
+from trainer.layers.segments import PackedSegments, ResultBuffers, Rotation, RoutedTokens, joined
 from trainer.libraries.torch_private import parameters_of
 
 ALIGNED = 16  # numbers: for strides that are no multiples of 16, Triton compiles other code
@@ -47,7 +47,7 @@ class GraphSection:
 
     Args:
         after: the layer whose attention comes before; None at the beginning of a chain.
-        before: the layer whose attention comes next; None if the caller intervenes after this piece.
+        before: the layer whose attention comes next; None if the caller intervenes after this section.
         rotation: the rotation of the whole bin, in the tensors that `run` reads.
         routed: the tokens of the bin, in the tensors that `run` reads; None if no layer routes tokens.
     """
@@ -133,18 +133,18 @@ class GraphSection:
         return list(grads[: len(self.inputs)])
 
 
-def divide_into_pieces(
+def divide_into_sections(
     layers: Sequence[PackedLayer], num_interrupted: int, rotation: Rotation, routed: RoutedTokens | None = None
 ) -> list[GraphSection]:
-    """Divide the layers into pieces, up to the last attention. The caller intervenes after each of the first
+    """Divide the layers into sections, up to the last attention. The caller intervenes after each of the first
     `num_interrupted` layers, never after the last."""
-    pieces = [GraphSection(None, layers[0], rotation, routed)]
+    sections = [GraphSection(None, layers[0], rotation, routed)]
     for number, (layer, following) in enumerate(itertools.pairwise(layers)):
         if number < num_interrupted:
-            pieces += [GraphSection(layer, None, rotation, routed), GraphSection(None, following, rotation, routed)]
+            sections += [GraphSection(layer, None, rotation, routed), GraphSection(None, following, rotation, routed)]
         else:
-            pieces.append(GraphSection(layer, following, rotation, routed))
-    return pieces
+            sections.append(GraphSection(layer, following, rotation, routed))
+    return sections
 
 
 class Slot:
@@ -161,7 +161,7 @@ class Slot:
         # The slot has tensors of its own at fixed addresses; `put` sets them.
         self.rotation = Rotation(*(torch.zeros_like(angles) for angles in rotation))
         self.routed = routed and dataclasses.replace(routed, is_token=torch.ones_like(routed.is_token))
-        self.pieces = divide_into_pieces(layers, num_interrupted, self.rotation, self.routed)
+        self.sections = divide_into_sections(layers, num_interrupted, self.rotation, self.routed)
         rows = num_tokens // config.tensor_model_parallel_size if config.sequence_parallel else num_tokens
         self._hidden = rotation.cos.new_zeros(rows, 1, config.hidden_size, dtype=config.params_dtype)
 
@@ -172,47 +172,47 @@ class Slot:
         if self.routed is not None:
             self.routed.is_token.copy_(routed.is_token)
 
-    def capture(self) -> None:
-        self._warm_up()
-        self._capture()
-
     def release(self) -> None:
-        for piece in self.pieces:
-            piece.release()
+        for section in self.sections:
+            section.release()
 
-    def _attended_of(self, piece: GraphSection) -> list[torch.Tensor]:
-        """Return zeros for the output of the attention before a piece, (T, 1, h * d), or an empty list."""
-        width = piece.after.attended_width if piece.after else 0
-        return [self._hidden.new_zeros(len(self.rotation.cos), 1, width)] if piece.after else []
+    def _attended_of(self, section: GraphSection) -> list[torch.Tensor]:
+        """Return zeros for the output of the attention before a section, (T, 1, h * d), or an empty list."""
+        if section.after is None:
+            return []
+        return [self._hidden.new_zeros(len(self.rotation.cos), 1, section.after.attended_width)]
 
-    def _warm_up(self) -> None:
-        stream = torch.cuda.Stream()
+    def capture(self) -> None:
+        """Warm up, and capture every section."""
+        stream = torch.cuda.Stream()  # torch wants the calls before a capture on a side stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for piece in self.pieces:
-                piece.warm_up(self._hidden, *self._attended_of(piece))
+            for section in self.sections:
+                section.warm_up(self._hidden, *self._attended_of(section))
         torch.cuda.synchronize()
+        self._capture()
 
     def _capture(self) -> None:
+        # In the order of the replays: graphs that share a memory pool need it.
         pool = torch.cuda.graph_pool_handle()
         hidden = self._hidden
-        for piece in self.pieces:
+        for section in self.sections:
             # If the caller intervenes, its result is copied to a separate tensor.
-            hidden = hidden if piece.after else torch.zeros_like(hidden)
-            piece.capture_forward(pool, hidden, *self._attended_of(piece))
-            hidden = piece.outputs[0]
+            hidden = hidden if section.after else torch.zeros_like(hidden)
+            section.capture_forward(pool, hidden, *self._attended_of(section))
+            hidden = section.outputs[0]
         following: GraphSection | None = None
-        # Gradients of q, k and v are used before the next piece writes its own: layers of one kind share tensors.
+        # Gradients of q, k and v are used before the next section writes its own: layers of one kind share tensors.
         shared: dict[tuple[torch.Size, ...], list[torch.Tensor]] = {}
-        for piece in reversed(self.pieces):
-            qkv = piece.outputs[1:]
+        for section in reversed(self.sections):
+            qkv = section.outputs[1:]
             kind = tuple(x.shape for x in qkv)
             if kind not in shared:
                 shared[kind] = _memory_like(qkv)
             chained = following is not None and following.after is not None
-            grad = following.grad_inputs[0] if chained else torch.empty_like(piece.outputs[0])
-            piece.capture_backward(pool, [grad, *shared[kind]])
-            following = piece
+            grad = following.grad_inputs[0] if chained else torch.empty_like(section.outputs[0])
+            section.capture_backward(pool, [grad, *shared[kind]])
+            following = section
 
 
 class LayerGraphs:
@@ -239,7 +239,7 @@ class LayerGraphs:
         self.slots: list[Slot] = []
 
     def capture(self) -> None:
-        """Capture every piece of every slot. This is a collective if the layers communicate."""
+        """Capture every section of every slot. This is a collective if the layers communicate."""
         try:
             with _substitute_parameters(self._layers):
                 for _ in range(self._num_slots):
@@ -268,43 +268,43 @@ class LayerGraphs:
         """
         slot, self._next = self.slots[self._next], (self._next + 1) % len(self.slots)
         slot.put(rotation, segments.routed)
-        if not hidden.requires_grad and any(piece.trained for piece in slot.pieces):
+        if not hidden.requires_grad and any(section.trained for section in slot.sections):
             # Autograd sees only a replay's inputs: if none needed a gradient, the weights would get none.
             hidden = hidden.detach().requires_grad_()
         qkv: Sequence[torch.Tensor] = ()
-        last: GraphSection | None = None  # the last piece that gave queries, keys and values
-        for piece in slot.pieces:
-            attended = [_attend(last, piece, *qkv, segments=segments)] if piece.after else []
-            hidden, *qkv = _Replay.apply(piece, hidden, *attended)
-            if piece.before is None:
-                hidden = between(piece.after, hidden)
+        last: GraphSection | None = None  # the last section that gave queries, keys and values
+        for section in slot.sections:
+            attended = [_attend(last, section, *qkv, segments=segments)] if section.after else []
+            hidden, *qkv = _Replay.apply(section, hidden, *attended)
+            if section.before is None:
+                hidden = between(section.after, hidden)
             else:
-                last = piece
+                last = section
         return hidden, _attend(last, None, *qkv, segments=segments)
 
 
 def _attend(
-    given: GraphSection, taker: GraphSection | None, *qkv: torch.Tensor, segments: PackedSegments
+    source: GraphSection, target: GraphSection | None, *qkv: torch.Tensor, segments: PackedSegments
 ) -> torch.Tensor:
-    """Return the output of the attention between two pieces, (T, 1, h * d)."""
-    if given.is_captured:
-        # Its kernels write into the tensors that the pieces read.
-        segments.places = Places(None if taker is None else taker.inputs[1].detach(), given.grad_outputs[1:])
+    """Return the output of the attention between two sections, (T, 1, h * d)."""
+    if source.is_captured:
+        # Its kernels write into the tensors that the sections read.
+        segments.buffers = ResultBuffers(None if target is None else target.inputs[1].detach(), source.grad_outputs[1:])
     try:
-        return given.before.attend(*qkv, segments)
+        return source.before.attend(*qkv, segments)
     finally:
-        segments.places = None
+        segments.buffers = None  # they were for this attention alone
 
 
 class _Replay(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, piece, *inputs):
-        ctx.piece = piece
-        return tuple(piece.replay_forward(inputs))
+    def forward(ctx, section, *inputs):
+        ctx.section = section
+        return tuple(section.replay_forward(inputs))
 
     @staticmethod
     def backward(ctx, *grads):
-        return None, *ctx.piece.replay_backward(grads)
+        return None, *ctx.section.replay_backward(grads)
 
 
 @contextlib.contextmanager

@@ -217,11 +217,6 @@ class LanguageModel(MegatronModule):
                 tp_group=groups.tp,
             )
 
-    def use_float8(self) -> None:
-        """Compute the matrix products of the layers in float8: E4M3 forward, E5M2 for gradients."""
-        # Each tensor is scaled by its largest value. Transformer Engine then casts each weight once per step.
-        self.config.fp8, self.config.fp8_recipe = "hybrid", "tensorwise"
-
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Embed token ids: (1, t) -> (s, 1, D)."""
         embedded = self.embedding(input_ids)

@@ -9,11 +9,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
@@ -21,15 +16,11 @@ from dataset_builders.errors import InputError
 from trainer.contract.run import RunConfig
 from trainer.layers.attention_cores import TorchVarlenAttention
 from trainer.layers.packed_layer import PackedLayer
-from trainer.layers.vocabulary import OutputLayer
 
 # The keys are transformers' names.
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
 
 FLOAT8_ROWS = 16  # cuBLAS needs both dimensions of a float8 product to be multiples of this
-
-# The axis of the weight that tensor-parallel ranks divide; a row-parallel bias is whole on every rank.
-_PARALLEL_AXES = {ColumnParallelLinear: 0, OutputLayer: 0, RowParallelLinear: 1, VocabParallelEmbedding: 0}
 
 
 class TorchNorm(torch.nn.Module):
@@ -121,22 +112,6 @@ def check_float8(run: RunConfig) -> None:
             f"seq_len={run.seq_len} over {slices} slices is not a multiple of {FLOAT8_ROWS} tokens, which "
             f"train.precision=float8 needs; take a multiple of {FLOAT8_ROWS * slices} or {way_out}"
         )
-
-
-def mark_tensor_parallel(model: torch.nn.Module) -> None:
-    """Mark every parameter that tensor-parallel ranks divide, with the axis along which they divide it.
-
-    megatron-core's modules set these marks only when they also initialise the weight, which we do not; gradient norms
-    and the reading of weights depend on them. Transformer Engine's modules set them always.
-    """
-    for module in model.modules():
-        axis = next((axis for kind, axis in _PARALLEL_AXES.items() if isinstance(module, kind)), None)
-        if axis is None or module.tp_group.size() == 1:
-            continue
-        parts = [module.weight] if axis == 1 else [module.weight, getattr(module, "bias", None)]
-        for param in parts:
-            if param is not None:
-                param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, axis, 1
 
 
 def layer_around(mixer: ModuleSpec, feed_forward: ModuleSpec, modules: BackendSpecProvider) -> ModuleSpec:

@@ -25,9 +25,10 @@ from trainer.contract.run import TrainConfig
 from trainer.data.micro_batch import MicroBatch
 from trainer.layers.decoder import Embedded, LanguageModel, MultiTokenPredictor
 from trainer.layers.measures import PartClock, Reports
-from trainer.layers.module_set import layer_around, mark_tensor_parallel
+from trainer.layers.module_set import layer_around
 from trainer.layers.packed_layer import PackedLayer
 from trainer.layers.segments import PackedSegments, Rotation, RoutedTokens, SelectedRows
+from trainer.layers.sharded_parameters import mark_tensor_parallel
 from trainer.model.layer import Layer
 from trainer.model.shape import ModelShape
 from trainer.parallel.mesh import Mesh
@@ -81,7 +82,7 @@ class PackedModel(MegatronModule):
         first = get_transformer_layer_offset(config, vp_stage, pp.rank())
         numbers = range(first, first + get_num_layers_to_build(config, vp_stage, pp.rank()))
         # Specs of all layers, because those of other chunks decide with the own whether a checkpoint stacks layers.
-        kinds = [self.layer_spec(modules, layer) for layer in shape.language.layers]
+        kinds = [layer_spec(layer, modules) for layer in shape.language.layers]
         self.language = LanguageModel(
             config,
             shape.language,
@@ -95,7 +96,7 @@ class PackedModel(MegatronModule):
         # Layers that take chunks have parameters of several runs of rows, which `in_runs` does not stack.
         self.language.decoder.is_uniform = all(kind == kinds[0] for kind in kinds) and not shape.language.in_chunks
         if shape.language.mtp is not None:
-            spec, number = self.layer_spec(modules, shape.language.mtp.layer), shape.language.num_layers + 1
+            spec, number = layer_spec(shape.language.mtp.layer, modules), shape.language.num_layers + 1
             self.language.mtp = MultiTokenPredictor(
                 config, spec, modules, mesh.groups, number=number, recompute=is_recomputed
             )
@@ -106,51 +107,6 @@ class PackedModel(MegatronModule):
             # marks.
             tied.shared_embedding = True
             tied.shared = not self.pre_process  # the copy that the gradient norm does not count
-
-    def build_parts(self, dtype: torch.dtype, modules: BackendSpecProvider) -> None:
-        """Build the parts of this chunk that come before the language model."""
-
-    def layer_spec(self, modules: BackendSpecProvider, layer: Layer) -> ModuleSpec:
-        """Return the spec of a layer: a `PackedLayer`, or a module with its methods."""
-        mixer, feed_forward = layer.halves
-        specs = (resolve_name(half.spec)(half, modules) for half in (mixer, feed_forward))
-        return layer_around(*specs, modules)
-
-    @property
-    def predicts_second(self) -> bool:
-        """Whether the token after the next is predicted too: in training, not in an evaluation."""
-        return self.language.mtp is not None and self.training
-
-    def rotation(self, batch: MicroBatch) -> Rotation:
-        """Return the rotation of queries and keys by the positions of the t tokens."""
-        raise NotImplementedError
-
-    def embed(self, batch: MicroBatch) -> Embedded:
-        """Embed the tokens of a batch, on the first chunk."""
-        self.clock.switch("language")
-        following = self.language.embed(batch.next_ids) if self.predicts_second else None
-        return Embedded(self.language.embed(batch.input_ids), following=following)
-
-    def prepare_training(self, train: TrainConfig) -> None:
-        """Set the factor of the second loss. Tell the layers that route tokens how they are trained, and where they
-        report."""
-        layers = list(self.language.decoder.layers)
-        if self.language.mtp is not None:
-            self.mtp_loss_scaling_factor = train.mtp_loss_scaling_factor
-            layers.append(self.language.mtp.layer)
-        for layer in layers:
-            if layer.routes_tokens:
-                # megatron-core counts layers from 1.
-                layer.mlp.prepare_training(train, layer.layer_number - 1, self.reports)
-
-    def prepare_pixels(self, patch_format: PatchFormat) -> None:
-        """Set how the patches of the data are converted to pixel values."""
-
-    def partial_gradients(self) -> list[torch.nn.Parameter]:
-        """Return the parameters whose gradients must be summed over the tensor-parallel ranks: every rank holds such a
-        parameter whole, but only a part of its gradient."""
-        layers = [module for module in self.modules() if isinstance(module, PackedLayer)]
-        return [param for layer in layers for param in layer.self_attention.partial_gradients()]
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         """Return losses (N,) float32 of this rank's loss tokens on the last chunk, else hidden states (s, 1, D). In a
@@ -174,12 +130,55 @@ class PackedModel(MegatronModule):
         hidden, between, _ = self.embed(batch) if self.pre_process else (None, None, None)
         return self.language.decoder(hidden, self.rotation(batch), self._segments(batch), between, rows)
 
+    @property
+    def predicts_second(self) -> bool:
+        """Whether the token after the next is predicted too: in training, not in an evaluation."""
+        return self.language.mtp is not None and self.training
+
     def _segments(self, batch: MicroBatch) -> PackedSegments:
         routed = None
         if self.shape.language.routes_tokens:
             routed = RoutedTokens.of(batch, self.groups.cp, self.groups.tp if self.config.sequence_parallel else None)
         cp = self.parallel.cp
         return PackedSegments.of(batch.cu_seqlens, batch.max_seqlen, cp, batch.cp_order, batch.chunks, routed)
+
+    # What a family defines or extends.
+
+    def rotation(self, batch: MicroBatch) -> Rotation:
+        """Return the rotation of queries and keys by the positions of the t tokens."""
+        raise NotImplementedError
+
+    def embed(self, batch: MicroBatch) -> Embedded:
+        """Embed the tokens of a batch, on the first chunk."""
+        self.clock.switch("language")
+        following = self.language.embed(batch.next_ids) if self.predicts_second else None
+        return Embedded(self.language.embed(batch.input_ids), following=following)
+
+    def build_parts(self, dtype: torch.dtype, modules: BackendSpecProvider) -> None:
+        """Build the parts of this chunk that come before the language model."""
+
+    def prepare_pixels(self, patch_format: PatchFormat) -> None:
+        """Set how the patches of the data are converted to pixel values."""
+
+    def partial_gradients(self) -> list[torch.nn.Parameter]:
+        """Return the parameters whose gradients must be summed over the tensor-parallel ranks: every rank holds such a
+        parameter whole, but only a part of its gradient."""
+        layers = [module for module in self.modules() if isinstance(module, PackedLayer)]
+        return [param for layer in layers for param in layer.self_attention.partial_gradients()]
+
+    # What the set-up of a training calls.
+
+    def prepare_training(self, train: TrainConfig) -> None:
+        """Set the factor of the second loss. Tell the layers that route tokens how they are trained, and where they
+        report."""
+        layers = list(self.language.decoder.layers)
+        if self.language.mtp is not None:
+            self.mtp_loss_scaling_factor = train.mtp_loss_scaling_factor
+            layers.append(self.language.mtp.layer)
+        for layer in layers:
+            if layer.routes_tokens:
+                # megatron-core counts layers from 1.
+                layer.mlp.prepare_training(train, layer.layer_number - 1, self.reports)
 
     def capture_graphs(self, num_micro_batches: int) -> None:
         """Replay the language model's layers as CUDA graphs in training from now on.
@@ -197,8 +196,10 @@ class PackedModel(MegatronModule):
         """Launch the layers' kernels one by one again, and free the graphs and their memory."""
         self.language.decoder.release()
 
+    # What megatron-core calls: its pipeline schedule, the sum of a tied embedding's gradients, and its checkpoints.
+
     def set_input_tensor(self, input_tensor: list[torch.Tensor] | torch.Tensor) -> None:
-        """Set the hidden states that the previous pipeline rank has sent; the pipeline schedule calls this method."""
+        """Set the hidden states that the previous pipeline rank has sent."""
         tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
         self.language.decoder.set_input_tensor(tensor)
 
@@ -216,3 +217,8 @@ class PackedModel(MegatronModule):
         if isinstance(tied, ShardedTensor | ShardedObject) and not self.pre_process:
             tied.replica_id = (1, 0, self.groups.dp_cp.rank())
         return state
+
+
+def layer_spec(layer: Layer, modules: BackendSpecProvider) -> ModuleSpec:
+    mixer, feed_forward = (resolve_name(half.spec)(half, modules) for half in layer.halves)
+    return layer_around(mixer, feed_forward, modules)

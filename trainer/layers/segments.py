@@ -151,8 +151,9 @@ class RoutedTokens:
         return x
 
 
-class Places(NamedTuple):
-    """Memory for the results of an attention, or of what replaces it. What cannot use it takes new memory."""
+class ResultBuffers(NamedTuple):
+    """Memory for the results of an attention, or of what replaces it: the tensors that CUDA graphs read. A core that
+    cannot write into them takes new memory, and the graphs copy."""
 
     out: torch.Tensor | None  # (T, 1, h * d) for its output; None for new memory
     grads: Sequence[torch.Tensor] = ()  # for the gradients of its inputs; empty for new memory
@@ -167,7 +168,7 @@ class PackedSegments(PackedSeqParams):
     cp_order: torch.Tensor | None = None
     chunks: PackedChunks | None = None  # the segments cut into chunks, for layers that need them
     routed: RoutedTokens | None = None  # the tokens of the bin, for layers that route them
-    places: Places | None = None  # where the next attention may leave its results
+    buffers: ResultBuffers | None = None  # where the next attention may leave its results
 
     @classmethod
     def of(

@@ -18,11 +18,11 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmb
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from trainer.layers.kernels.dispatch import can_import, kernels_run
+from trainer.layers.kernel_support import can_import, kernels_run
 from trainer.model.shape import LOSS_CHUNK
 
 if can_import():
-    from trainer.layers.kernels.loss import differentiate, summarize
+    from trainer.layers.kernels import differentiate_logits, summarize_logits
 
 # Loss tokens per chunk: 1.24 GB of bf16 logits at 151,936 words. About 30% of a bin of 8,192 tokens have loss, which is
 # one chunk. Smaller chunks cost time, as each chunk reads and writes the whole float32 gradient of the weight. This
@@ -182,9 +182,9 @@ def add_product(buffer: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) 
 
 
 def _summarize(logits: torch.Tensor, places: torch.Tensor, out: torch.Tensor) -> None:
-    """See `kernels.loss.summarize`; where the kernel does not run, compute the same in torch."""
+    """See `kernels.summarize_logits`; where the kernel does not run, compute the same in torch."""
     if kernels_run(logits.device):
-        summarize(logits, places, out)
+        summarize_logits(logits, places, out)
         return
     logits = logits.float()
     largest = torch.amax(logits, dim=1, out=out[0])
@@ -196,9 +196,9 @@ def _summarize(logits: torch.Tensor, places: torch.Tensor, out: torch.Tensor) ->
 def _differentiate(
     logits: torch.Tensor, places: torch.Tensor, largest: torch.Tensor, total: torch.Tensor, upstream: torch.Tensor
 ) -> None:
-    """See `kernels.loss.differentiate`; where the kernel does not run, compute the same in torch."""
+    """See `kernels.differentiate_logits`; where the kernel does not run, compute the same in torch."""
     if kernels_run(logits.device):
-        differentiate(logits, places, largest, total, upstream)
+        differentiate_logits(logits, places, largest, total, upstream)
         return
     grad = (logits.float() - largest[:, None]).exp_().mul_((upstream / total)[:, None])
     here = (places >= 0) & (places < logits.size(1))

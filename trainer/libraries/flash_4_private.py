@@ -29,9 +29,9 @@ _WIDTH = 32
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, head_dim, call, places):
-        out, grads = (None, ()) if places is None or padded(head_dim) > head_dim else places
-        ctx.places = dict(zip(("dq", "dk", "dv"), grads))
+    def forward(ctx, query, key, value, head_dim, call, buffers):
+        out, grads = (None, ()) if buffers is None or padded(head_dim) > head_dim else buffers
+        ctx.buffers = dict(zip(("dq", "dk", "dv"), grads))
         out = None if out is None else out.view(query.shape)
         out, lse, *_ = _flash_attn_fwd(*_padded(query, key, value), **call, return_lse=True, out=out)
         out = out[..., :head_dim].contiguous()
@@ -43,7 +43,7 @@ class _Attend(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         query, key, value, out, lse = ctx.saved_tensors
-        grads = _flash_attn_bwd(*_padded(query, key, value, out, grad), lse, **ctx.call, **ctx.places)
+        grads = _flash_attn_bwd(*_padded(query, key, value, out, grad), lse, **ctx.call, **ctx.buffers)
         return *(x[..., : query.size(-1)] for x in grads), *(None,) * 3
 
 
@@ -64,7 +64,7 @@ def attend_in_segments(
     head_dim: int,
     causal: bool,
     scale: float | None,
-    places: tuple[torch.Tensor | None, Sequence[torch.Tensor]] | None = None,
+    buffers: tuple[torch.Tensor | None, Sequence[torch.Tensor]] | None = None,
 ) -> torch.Tensor:
     """Return softmax(scale q k^T) v of each segment: (queries, h, d) bfloat16.
 
@@ -73,7 +73,7 @@ def attend_in_segments(
         bounds: (segments + 1,) int32 cumulative numbers of queries, and of keys.
         longest: queries of the longest segment, and keys.
         causal: whether the last query of a segment sees all its keys, the query before it one key fewer, and so on.
-        places: memory for the output and for the gradients of queries, keys and values; used unless heads are padded.
+        buffers: memory for the output and for the gradients of queries, keys and values; used unless heads are padded.
     """
     call = {
         "cu_seqlens_q": bounds[0],
@@ -83,4 +83,4 @@ def attend_in_segments(
         "softmax_scale": head_dim**-0.5 if scale is None else scale,
         "causal": causal,
     }
-    return _Attend.apply(*qkv, head_dim, call, places)
+    return _Attend.apply(*qkv, head_dim, call, buffers)

@@ -1,6 +1,6 @@
 """The private parts of megatron-core that the trainer calls or replaces, as they are in megatron-core 0.16.1.
 
-    on a CPU            functions of torch.cuda that megatron-core calls, and those of its RNG tracker
+    on a CPU            functions of torch.cuda that megatron-core calls, and those of its RNG tracker; `CpuMode`
     the optimizer       state_dict and the states of a parameter, for torch's Adam; the states in a checkpoint; the
                         copies of gradients and parameters
     checkpoints         the reader, the planner and the writer of files, and a step of saving
@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import random as tensor_parallel_random
+from torch.overrides import TorchFunctionMode
 
 from dataset_builders.known_version import check_version
 from trainer.libraries.torch_private import foreach_copy
@@ -29,6 +30,51 @@ KNOWN = "==0.16.1"
 check_version("megatron-core", KNOWN, __name__, "gradients and checkpoints may be wrong", refuses=True)
 
 DataParallelBase = _BaseDataParallel
+
+
+def prepare_runtime() -> None:
+    """Prepare this process for megatron-core, until it ends. Call it once, before the process group is made.
+
+    megatron-core names the CUDA device at some thirty points (buffers of DDP, of pipeline transfers, of sequence
+    parallelism, the type test of its optimizers, checkpoint finalisation). Without CUDA two mechanisms make all of them
+    work: `CpuMode` answers the tensor calls, by a public torch mechanism, and `patch_cuda` replaces the few functions
+    that are plain Python.
+    """
+    if torch.cuda.is_available():
+        return
+    patch_cuda()
+    patch_torch_adam()
+    CpuMode().__enter__()  # subnormals are not flushed: 10% faster for delta layers, and other bits in every training
+
+
+_CUDA_TYPE_NAMES = {
+    "torch.FloatTensor": "torch.cuda.FloatTensor",
+    "torch.BFloat16Tensor": "torch.cuda.BFloat16Tensor",
+    "torch.HalfTensor": "torch.cuda.HalfTensor",
+}
+
+
+def _is_cuda(device: object) -> bool:
+    return (isinstance(device, str) and device.startswith("cuda")) or (
+        isinstance(device, torch.device) and device.type == "cuda"
+    )
+
+
+class CpuMode(TorchFunctionMode):
+    """A torch mode in which tensors requested on CUDA are made on the CPU, and report the CUDA name of their type."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            name = func(*args)
+            return _CUDA_TYPE_NAMES.get(name, name)
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        if func is torch.Tensor.to:
+            args = tuple("cpu" if _is_cuda(arg) else arg for arg in args)
+        return func(*args, **kwargs)
 
 
 def patch_cuda() -> None:

@@ -12,7 +12,7 @@ from trainer.checkpoint.hf_weights import HFTensors, hf_tensors, save_hf_weights
 from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT
 from trainer.contract.result import TrainResult
 from trainer.contract.run import RunConfig
-from trainer.layers.lora.convert import trained_rules
+from trainer.layers.lora import trained_rules
 from trainer.loop.set_up import DTYPES, build_chunks, log, set_up_adapters, weights_dtype
 from trainer.model.adapters import adapted_layers, modules_to_save
 from trainer.model.registry import read_model

@@ -24,13 +24,13 @@ if not torch.cuda.is_available():
     # of a cluster. Their kernels need a GPU. An entry of None makes the import fail.
     sys.modules |= dict.fromkeys(("transformer_engine", "apex", "amp_C"))
 
-from trainer.image_features.encode import encode  # noqa: E402
+from trainer.libraries.megatron_private import prepare_runtime  # noqa: E402
+from trainer.loop.encode_images import encode  # noqa: E402
 from trainer.loop.export import export  # noqa: E402
 from trainer.loop.set_up import set_up_vision_rank  # noqa: E402
 from trainer.loop.train import NotFinite, train  # noqa: E402
 from trainer.model.registry import read_model  # noqa: E402
 from trainer.parallel.mesh import place_in_world, rank_mesh, set_threads  # noqa: E402
-from trainer.parallel.runtime import prepare_runtime  # noqa: E402
 
 log = logging.getLogger("athanor.trainer")
 

@@ -21,7 +21,7 @@ from trainer.checkpoint import save_and_load as checkpoint
 from trainer.checkpoint.adapter_files import load_peft_directory
 from trainer.checkpoint.directory import read_step
 from trainer.checkpoint.hf_weights import HFTensors, load_hf_weights, read_part
-from trainer.contract.machine.modules import check_precision
+from trainer.contract.modules import check_precision
 from trainer.contract.names import CHECKPOINTS
 from trainer.contract.run import RunConfig
 from trainer.data.balance import CostModel
@@ -30,11 +30,13 @@ from trainer.data.micro_batch import geometry_of
 from trainer.data.order import TrainingOrder
 from trainer.data.reader import BinReader, FeatureReader
 from trainer.layers.decoder import decoder_config
-from trainer.layers.lora.convert import add_adapters, begin_adapters, train_whole, trained_rules
-from trainer.layers.lora.float8_base import base_packer
+from trainer.layers.float8_base import base_packer
+from trainer.layers.lora import add_adapters, initialise_sharded_adapters, train_whole, trained_rules
 from trainer.layers.measures import PartClock, Reports
-from trainer.layers.module_set import check_float8, mark_tensor_parallel
+from trainer.layers.module_set import check_float8
 from trainer.layers.modules.choice import choose_modules, host_of
+from trainer.layers.sharded_parameters import mark_tensor_parallel
+from trainer.loop.loss import Totals
 from trainer.loop.optim import build_optimizer
 from trainer.loop.step import Chunk, StepContext, finalize_gradients
 from trainer.model.adapters import adapted_layers, rules_to_save
@@ -42,7 +44,6 @@ from trainer.model.family import Family, freeze
 from trainer.model.registry import read_model
 from trainer.model.rules import Rule
 from trainer.model.shape import ModelShape
-from trainer.objectives.sft import Totals
 from trainer.parallel.fsdp import FullyShardedModel
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.meta_parameters import materialise_all, parameters_on_meta, return_freed_memory
@@ -228,7 +229,9 @@ def build_chunks(
     if run.train.precision == "float8":
         check_float8(run)
         for chunk in chunks:
-            chunk.language.use_float8()
+            # E4M3 forward and E5M2 for gradients; each tensor is scaled by its largest value. Transformer Engine then
+            # casts each weight once per step.
+            chunk.language.config.fp8, chunk.language.config.fp8_recipe = "hybrid", "tensorwise"
     if parallel.pp > 1:
         log.info("language layers of the pipeline's pieces: %s", ", ".join(str(len(piece)) for piece in pieces))
     return [chunk.to(mesh.device) for chunk in chunks]
@@ -302,7 +305,7 @@ def _fill_divided(model: MegatronModule, run: RunConfig, family: Family) -> None
         return
     # DoRA's magnitudes are measured on whole weights. A rank now holds only some rows of each, so it reads them again.
     read = partial(read_part, HFTensors(run.hf_dir), model=model)
-    begin_adapters(model, adapted_layers(rules, config), config, run.train.seed, read)
+    initialise_sharded_adapters(model, adapted_layers(rules, config), config, run.train.seed, read)
     if run.adapter_dir is not None:
         load_peft_directory([model], run.adapter_dir, trained_rules(rules, config))
 

@@ -16,8 +16,8 @@ from trainer.data.flops import model_flops
 from trainer.data.micro_batch import MicroBatch
 from trainer.layers.measures import PartClock, Reports
 from trainer.libraries.torch_private import flatten_together, views_of_flat
+from trainer.loop.loss import Totals, loss_of
 from trainer.loop.optim import clip_and_update
-from trainer.objectives.sft import Totals, loss_of
 from trainer.parallel.fsdp import FullyShardedModel
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.vision.exchange import PipelineWorker, VisionOwner

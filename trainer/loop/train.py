@@ -23,12 +23,12 @@ from trainer.data.micro_batch import MicroBatch
 from trainer.data.order import heldout_bins
 from trainer.data.reader import PREFETCH_DEPTH, prefetch
 from trainer.layers.measures import AsyncNumbers, Span
+from trainer.loop.loss import Totals
 from trainer.loop.metrics import MetricsWriter, peak_flops, peak_memory_gb
 from trainer.loop.optim import ParamNorm, set_learning_rate, trained_parts
 from trainer.loop.set_up import Trainer, set_up
 from trainer.loop.step import run_micro_batches, train_step
 from trainer.loop.step_trace import StepTrace
-from trainer.objectives.sft import Totals
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.vision.exchange import Message
 

@@ -15,11 +15,10 @@ from dataset_builders.errors import InputError, shown
 from trainer.contract.adapter import ROLES, AdapterConfig
 from trainer.contract.run import TrainConfig
 from trainer.model.family import Family
-from trainer.model.rules import Rule
+from trainer.model.rules import Rule, index_of_layer
 from trainer.model.shape import ModelShape
 
 _WEIGHT = ".weight"
-_LANGUAGE_LAYER = re.compile(r"language\.decoder\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,15 +304,15 @@ def adapter_sizes(train: TrainConfig, family: Family, shape: ModelShape) -> Adap
         # Adapters of frozen parts keep their initial values and are not counted.
         is_trained = rule.ours in chosen and part not in train.frozen
         sizes = _layer_sizes(rule, chosen[rule.ours] if is_trained else (), train.adapter)
-        if layer := _LANGUAGE_LAYER.match(rule.ours):
-            language[int(layer[1])] = language[int(layer[1])].plus(sizes)
+        if (number := index_of_layer(rule.ours)) is not None:
+            language[number] = language[number].plus(sizes)
         else:
             vision[part] = vision[part].plus(sizes)
     return AdapterSizes(language=tuple(language), vision=vision, has_float8_base=train.has_float8_base)
 
 
 def _layer_sizes(rule: Rule, chosen: Sequence[bool], config: AdapterConfig) -> LayerAdapterSizes:
-    """Return the sizes of a layer of ours whose chosen modules have adapters; see trainer/layers/lora/adapter.py."""
+    """Return the sizes of a layer of ours whose chosen modules have adapters; see trainer/layers/lora.py."""
     if rule.matrices:
         if not any(chosen):
             return LayerAdapterSizes(experts_base=rule.numbers)

@@ -135,18 +135,6 @@ class Layer:
         return self.mixer.parameters + self.feed_forward.parameters + 2 * self.width
 
     @property
-    def expert_parameters(self) -> int:
-        return self.feed_forward.expert_parameters
-
-    @property
-    def expert_parallel_activations(self) -> int:
-        return self.feed_forward.expert_parallel_activations
-
-    @property
-    def transient_activations(self) -> int:
-        return self.feed_forward.transient_activations
-
-    @property
     def flops(self) -> LayerFlops:
         """Forward FLOPs of both halves."""
         before, after, squared = self.mixer.flops

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 Tensor = Any  # torch's
+LAYERS = "language.decoder.layers."  # begins our name of a parameter of a language layer; the layer's index follows
 
 
 def _cat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
@@ -218,12 +219,16 @@ def stored_rules(rules: Iterable[Rule], names: Collection[str]) -> list[Rule]:
     return [rule.one_by_one if is_one_by_one(rule) else rule for rule in rules]
 
 
+def index_of_layer(ours: str) -> int | None:
+    """Return the index, over the whole model, of the language layer that has a parameter of ours; None if none has."""
+    return int(ours.removeprefix(LAYERS).partition(".")[0]) if ours.startswith(LAYERS) else None
+
+
 def global_names(model: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter with its name in the table: layers counted over all pipeline ranks."""
-    decoder = "language.decoder.layers."
     for name, param in model.named_parameters():
-        if name.startswith(decoder):
+        if name.startswith(LAYERS):
             # A chunk counts its layers from 0; `layer_number` counts over the whole model, from 1.
-            local, rest = name.removeprefix(decoder).split(".", 1)
-            name = f"{decoder}{model.language.decoder.layers[int(local)].layer_number - 1}.{rest}"
+            local, rest = name.removeprefix(LAYERS).split(".", 1)
+            name = f"{LAYERS}{model.language.decoder.layers[int(local)].layer_number - 1}.{rest}"
         yield name, param

@@ -1,7 +1,7 @@
 """The sizes of a model, read once from its config.json, for memory, layouts, FLOPs and weights.
 
-A family's `shape.py` returns a `ModelShape`; nothing here loads torch. Layers of another kind have their own parts, see
-`trainer.model.layer`.
+A family's `read_shape` returns a `ModelShape`; nothing here loads torch. Layers of another kind have their own parts,
+see `trainer.model.layer`.
 """
 
 import dataclasses
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from trainer.contract.run import TrainConfig
-from trainer.model.layer import Layer, Mixer, MultiTokenPrediction, Part
-from trainer.model.rules import Rule
+from trainer.model.layer import Layer, LayerFlops, Mixer, MultiTokenPrediction, Part
+from trainer.model.rules import LAYERS, Rule
 
 # Number of loss tokens whose logits exist at a time; for the reason see trainer/layers/vocabulary.py.
 LOSS_CHUNK = 4096
@@ -103,9 +103,14 @@ class DecoderShape:
         return max(layer.largest_matrix for layer in dict.fromkeys(self.layers))
 
     @property
+    def layer_flops(self) -> list[LayerFlops]:
+        """Forward FLOPs of each layer, and after them of the multi-token prediction that is trained."""
+        return [layer.flops for layer in self.layers] + ([] if self.mtp is None else [self.mtp.flops])
+
+    @property
     def forward_flops(self) -> dict[str, int]:
         """FLOPs per unit of each kind of work, by the names of `trainer.data.balance.CostModel`."""
-        layers = [layer.flops for layer in self.layers] + ([] if self.mtp is None else [self.mtp.flops])
+        layers = self.layer_flops
         # The last layer computes only loss tokens after its mixing of tokens, as the logits do. It is the one of
         # multi-token prediction if that is trained.
         after = sum(layer.after for layer in layers[:-1])
@@ -120,7 +125,7 @@ class DecoderShape:
         """Yield the table of weights in Hugging Face's order; `hf` is the prefix of its names: "model."."""
         yield Rule("language.embedding.weight", (f"{hf}embed_tokens.weight",))
         for number, layer in enumerate(self.layers):
-            yield from layer.rules(f"language.decoder.layers.{number}.", f"{hf}layers.{number}.")
+            yield from layer.rules(f"{LAYERS}{number}.", f"{hf}layers.{number}.")
         yield Rule("language.decoder.final_layernorm.weight", (f"{hf}norm.weight",))
         if not self.tie_word_embeddings:
             yield Rule("language.output_layer.weight", ("lm_head.weight",))

@@ -148,10 +148,11 @@ def rank_mesh(parallel: ParallelConfig, seed: int, on_lost: Callable[[str], None
                 context_parallel_size=parallel.cp,
                 expert_model_parallel_size=parallel.ep,
                 expert_tensor_parallel_size=1,  # tensor-parallel ranks do not divide an expert
-                create_gloo_process_groups=True,
+                create_gloo_process_groups=True,  # `get_megatron_optimizer` takes those of the data-parallel ranks
             )
-            seed_rank(seed)  # megatron-core's generators need the groups
+            tensor_parallel.model_parallel_cuda_manual_seed(seed)  # its generators need the groups
             groups = ProcessGroupCollection.use_mpu_process_groups()
+            # Each rank makes only its own: without local synchronisation all ranks would have to make all of them.
             alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
             # On a CPU the world itself is a gloo group.
             hosts = dist.new_group(backend="gloo", timeout=TIMEOUT) if cuda and dist.get_world_size() > 1 else None
@@ -165,11 +166,6 @@ def rank_mesh(parallel: ParallelConfig, seed: int, on_lost: Callable[[str], None
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
-
-
-def seed_rank(seed: int) -> None:
-    """Seed the random numbers of this rank, which has joined its groups. Equal seeds give equal numbers."""
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
 def _join(rank: int, world: int, backend: str) -> None:

@@ -212,7 +212,7 @@ def _accept(server: socket.socket, token: bytes, world: int) -> dict[int, socket
     deadline = time.monotonic() + JOIN_SECONDS
     while len(ranks) < world - 1 and (seconds := deadline - time.monotonic()) > 0:
         server.settimeout(seconds)
-        with contextlib.suppress(OSError):  # a silent stranger, or the deadline
+        with contextlib.suppress(OSError):  # a connection that sends nothing, or the deadline
             connection = server.accept()[0]
             connection.settimeout(CONNECT_SECONDS)
             greeting = connection.recv(_TOKEN_BYTES + 4, socket.MSG_WAITALL)

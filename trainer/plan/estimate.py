@@ -300,8 +300,8 @@ class _Process:
     def _of_experts(self, rank: int) -> int:
         """Return the number of parameters of all experts of a pipeline rank's layers."""
         layers = (self.shape.language.layers[number] for number in self._layers(rank))
-        of_mtp = 0 if self.shape.language.mtp is None else self.shape.language.mtp.layer.expert_parameters
-        return sum(layer.expert_parameters for layer in layers) + of_mtp
+        of_mtp = 0 if self.shape.language.mtp is None else self.shape.language.mtp.layer.feed_forward.expert_parameters
+        return sum(layer.feed_forward.expert_parameters for layer in layers) + of_mtp
 
     def _activations(self, rank: int) -> float:
         decoder, p = self.shape.language, self.parallel
@@ -316,7 +316,10 @@ class _Process:
             layers.append(decoder.mtp.layer)
             kept.append(decoder.mtp.saved_activations(selective=is_selective))
         if p.ep > 1:
-            kept = [numbers + layer.expert_parallel_activations for numbers, layer in zip(kept, layers, strict=True)]
+            kept = [
+                numbers + layer.feed_forward.expert_parallel_activations
+                for numbers, layer in zip(kept, layers, strict=True)
+            ]
         in_flight = min(chunk_passes / p.vpp, self.num_micro_batches)
         is_full = p.recompute == "full"
         total = tokens * _layer_bytes(decoder.hidden_size, kept, self.size, in_flight, p.tp, is_cut, is_full)
@@ -333,12 +336,12 @@ class _Process:
         tokens."""
         decoder, p = self.shape.language, self.parallel
         layers = [decoder.layers[number] for number in self._layers(rank)]
-        of_layer = tokens * max((layer.transient_activations for layer in layers), default=0)
+        of_layer = tokens * max((layer.feed_forward.transient_activations for layer in layers), default=0)
         if self.adapters is not None and self.adapters.has_float8_base:
             of_layer += decoder.largest_matrix / p.tp  # unpacked
         elif self.adapters is None and "language" not in self.frozen:
             # The gradient of one layer's experts exists twice, before it is added to the others'.
-            of_layer += max((layer.expert_parameters for layer in layers), default=0) / p.ep
+            of_layer += max((layer.feed_forward.expert_parameters for layer in layers), default=0) / p.ep
         # Multi-token prediction has logits of its own (not measured).
         losses = (rank == p.pp - 1) * (1 if decoder.mtp is None else 2)
         logits = losses * min(tokens, LOSS_CHUNK) * decoder.vocab_size / p.tp

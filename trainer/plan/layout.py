@@ -8,12 +8,12 @@ their values and the nearest value that works.
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from dataset_builders.errors import InputError
 from trainer.contract.parallel import ParallelConfig
-from trainer.model.shape import ModelShape, VisionShape
+from trainer.model.shape import ModelShape
 from trainer.plan.pieces import pipeline_room
 
 
@@ -80,13 +80,22 @@ def _check_experts(parallel: ParallelConfig, shape: ModelShape | None, world_siz
     """Check that the ranks of a pipeline rank, and the experts of each layer, divide evenly by ep."""
     ranks = (world_size - parallel.vision_ranks) // parallel.pp
     sizes = {"dp x cp x tp": ranks} | ({} if shape is None else shape.language.expert_divided_widths())
-    wrong = next((name for name in sizes if sizes[name] % parallel.ep), None)
-    if wrong is not None:
-        common = math.gcd(*sizes.values())
-        nearest = _nearest(parallel.ep, [d for d in range(1, common + 1) if common % d == 0])
+    if wrong := _undivided(sizes, parallel.ep):
         raise InputError(
-            f"{names.parallel}ep={parallel.ep} does not divide {wrong}={sizes[wrong]}; try {names.parallel}ep={nearest}"
+            f"{names.parallel}ep={parallel.ep} does not divide {wrong}={sizes[wrong]}; try "
+            f"{names.parallel}ep={_nearest_divisor(sizes, parallel.ep)}"
         )
+
+
+def _undivided(sizes: Mapping[str, int], ranks: int) -> str | None:
+    """Return the name of the first size that is no multiple of a number of ranks; None if all are."""
+    return next((name for name, size in sizes.items() if size % ranks), None)
+
+
+def _nearest_divisor(sizes: Mapping[str, int], ranks: int) -> int:
+    """Return the number of ranks nearest to `ranks` that divides all sizes."""
+    common = math.gcd(*sizes.values())
+    return _nearest(ranks, [d for d in range(1, common + 1) if common % d == 0])
 
 
 def _nearest(value: float, candidates: Iterable[int]) -> int | None:
@@ -99,25 +108,19 @@ def _nearest_multiple(value: int, of: int) -> int:
 
 
 def _check_vision(parallel: ParallelConfig, shape: ModelShape, names: FieldNames) -> None:
-    """Check that a layout with ranks for images has a model that takes images."""
-    if parallel.vision_ranks and shape.vision is not None:
-        _check_vision_tensor_parallel(parallel.vision.tp, shape.vision, names)
-    elif parallel.vision_ranks:
+    """Check, of a layout with ranks for images, that the model takes images and that vision.tp divides its widths."""
+    if not parallel.vision_ranks:
+        return
+    if shape.vision is None:
         raise InputError(
             f"{names.parallel}vision.ranks={parallel.vision_ranks} encode images, and the model takes text alone; try "
             f"{names.parallel}vision=first_rank"
         )
-
-
-def _check_vision_tensor_parallel(tp: int, shape: VisionShape, names: FieldNames) -> None:
-    sizes = shape.divided_widths()
-    wrong = next((name for name in sizes if sizes[name] % tp), None)
-    if wrong is not None:
-        common = math.gcd(*sizes.values())
-        nearest = _nearest(tp, [d for d in range(1, common + 1) if common % d == 0])
+    tp, sizes = parallel.vision.tp, shape.vision.divided_widths()
+    if wrong := _undivided(sizes, tp):
         raise InputError(
             f"{names.parallel}vision.tp={tp} does not divide the model's {wrong}={sizes[wrong]}; "
-            f"try {names.parallel}vision.tp={nearest}"
+            f"try {names.parallel}vision.tp={_nearest_divisor(sizes, tp)}"
         )
 
 
@@ -128,12 +131,10 @@ def _check_tensor_parallel(parallel: ParallelConfig, shape: ModelShape, names: F
     # Fewer key-value heads than ranks are an error too: megatron-core would give several ranks the same head, which our
     # tests do not cover.
     sizes = shape.language.divided_widths() | vision
-    wrong = next((name for name in sizes if sizes[name] % parallel.tp), None)
+    wrong = _undivided(sizes, parallel.tp)
     if wrong is None:
         return
-    common = math.gcd(*sizes.values())
-    divisors = [d for d in range(1, common + 1) if common % d == 0]
-    fixes = [f"{names.parallel}tp={_nearest(parallel.tp, divisors)}"]
+    fixes = [f"{names.parallel}tp={_nearest_divisor(sizes, parallel.tp)}"]
     split = ""
     if wrong in vision:
         split = f" (vision_split={parallel.vision_split})"
@@ -216,16 +217,13 @@ def _check_global_batch(parallel: ParallelConfig, world_size: int, global_batch_
         # schedules.py: micro batches go through a piece of the model in groups, and no group may be smaller than pp.
         unit, formula = dp * parallel.pp, f"dp={dp} x pp={parallel.pp} = {dp * parallel.pp} (vpp={parallel.vpp})"
     if global_batch_size % unit:
+        language, alone = f"{names.processes}={world_size}", parallel.vision_ranks
+        language = f"({language} - vision.ranks={alone})" if alone else language
         raise InputError(
             f"train.global_batch_size={global_batch_size} bins is not a multiple of {formula}, where dp is "
-            f"{_language_processes(parallel, world_size, names)} / (tp x pp x cp = {parallel.model_size}); "
+            f"{language} / (tp x pp x cp = {parallel.model_size}); "
             f"try train.global_batch_size={_nearest_multiple(global_batch_size, unit)}"
         )
-
-
-def _language_processes(parallel: ParallelConfig, world_size: int, names: FieldNames) -> str:
-    alone = parallel.vision_ranks
-    return f"({names.processes}={world_size} - vision.ranks={alone})" if alone else f"{names.processes}={world_size}"
 
 
 def _check_bins(parallel: ParallelConfig, seq_len: int, pad_multiple: int) -> None:

@@ -120,7 +120,7 @@ def _costs(shape: ModelShape, parallel: ParallelConfig, work: Work, frozen: Coll
     decoder = shape.language
     # Forward, backward for inputs and for weights, and forward again if recomputed.
     passes = 3 - ("language" in frozen) + (parallel.recompute == "full")
-    flops = [layer.flops for layer in decoder.layers] + ([] if decoder.mtp is None else [decoder.mtp.flops])
+    flops = decoder.layer_flops
     layers = []
     for number, (before, after, squared) in enumerate(flops):
         rows = work.loss_tokens if number == len(flops) - 1 else work.tokens
@@ -147,10 +147,10 @@ def _even(room: PipelineRoom) -> tuple[int, ...]:
 def _moved(counts: tuple[int, ...], room: PipelineRoom) -> Iterator[tuple[int, ...]]:
     """Yield every split in which one layer has moved to another piece of its group."""
     for group, _ in room.groups:
-        for giver in group:
-            for taker in group if counts[giver] > room.least[giver] else ():
-                if taker != giver:
+        for source in group:
+            for target in group if counts[source] > room.least[source] else ():
+                if target != source:
                     moved = list(counts)
-                    moved[giver] -= 1
-                    moved[taker] += 1
+                    moved[source] -= 1
+                    moved[target] += 1
                     yield tuple(moved)

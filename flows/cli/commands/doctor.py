@@ -21,7 +21,7 @@ from dataset_builders.known_version import installed_version
 from dataset_builders.storage.store import side_dir
 from flows.cli.text_table import print_table
 from flows.resources.host import ask_driver
-from trainer.contract.machine.modules import FLASH_GAIN, KERNEL_CAPABILITY, Host
+from trainer.contract.modules import FLASH_GAIN, KERNEL_CAPABILITY, Host
 
 HUB = "https://huggingface.co"
 MIN_MEMORY_GB = 3.0

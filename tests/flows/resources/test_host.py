@@ -11,7 +11,7 @@ from flows.cli.main import main
 from flows.pipeline.plan import check_model, modules_line
 from flows.pipeline.recipe import load_recipe
 from flows.resources import host
-from trainer.contract.machine.modules import Host
+from trainer.contract.modules import Host
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from trainer.checkpoint.save_and_load import state_of
 from trainer.contract.adapter import AdapterConfig
 from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT
 from trainer.contract.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_start
-from trainer.layers.lora.convert import trained_parameters
+from trainer.layers.lora import trained_parameters
 from trainer.loop.export import write_weights
 from trainer.loop.set_up import apply_data_parallel
 from trainer.model.adapters import adapted_layers, check_adapter

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from dataset_builders.errors import InputError
-from trainer.contract.machine.modules import Host, check_precision, describe, modules_of
+from trainer.contract.modules import Host, check_precision, describe, modules_of
 
 CPU = Host()
 H200, A100, ADA = Host("NVIDIA H200", (9, 0)), Host("NVIDIA A100", (8, 0)), Host("NVIDIA L40S", (8, 9))

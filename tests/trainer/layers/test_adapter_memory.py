@@ -11,7 +11,7 @@ from tests.helpers.tiny_hybrid_model import hybrid_hf_dir
 from tests.helpers.tiny_model import tiny_hf_dir
 from tests.trainer.layers.test_delta_memory import kept_bytes
 from tests.trainer.model.test_targets import ALL, training
-from trainer.layers.lora.convert import add_adapters
+from trainer.layers.lora import add_adapters
 from trainer.model.adapters import adapted_layers, adapter_sizes
 from trainer.model.registry import read_model
 

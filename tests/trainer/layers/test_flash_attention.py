@@ -15,7 +15,7 @@ from trainer.layers.segments import PackedSegments
 HEADS, GROUPS, DIM = 4, 2, 8
 
 
-def attend(self, qkv, bounds, longest, places=None) -> torch.Tensor:
+def attend(self, qkv, bounds, longest, buffers=None) -> torch.Tensor:
     """Segment by segment; the mask of causal attention begins at the last query and the last key."""
     (query, key, value), outs = qkv, []
     for (q0, q1), (k0, k1) in zip(*(itertools.pairwise(x.tolist()) for x in bounds), strict=True):

@@ -20,9 +20,9 @@ from trainer.contract.adapter import AdapterConfig
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import OptimConfig, TrainConfig
 from trainer.data.micro_batch import geometry_of, make_micro_batch
-from trainer.layers.lora import float8_base
-from trainer.layers.lora.convert import add_adapters
-from trainer.layers.lora.float8_base import base_packer, pack, pack_layer, unpack
+from trainer.layers import float8_base
+from trainer.layers.float8_base import base_packer, pack, pack_layer, unpack
+from trainer.layers.lora import add_adapters
 from trainer.layers.segments import recomputed
 from trainer.loop.set_up import build_chunks
 from trainer.model.adapters import adapted_layers

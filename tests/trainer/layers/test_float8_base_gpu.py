@@ -11,9 +11,9 @@ from tests.helpers.run_dir import model_dir
 from tests.helpers.single_rank import build_tiny, single_rank
 from trainer.contract.adapter import AdapterConfig
 from trainer.data.micro_batch import geometry_of, make_micro_batch
-from trainer.layers.lora import float8_base
-from trainer.layers.lora.convert import add_adapters
-from trainer.layers.lora.float8_base import base_packer, pack, unpack
+from trainer.layers import float8_base
+from trainer.layers.float8_base import base_packer, pack, unpack
+from trainer.layers.lora import add_adapters
 from trainer.model.adapters import adapted_layers
 from trainer.model.registry import read_model
 from trainer.parallel.meta_parameters import materialised, parameters_on_meta

@@ -20,8 +20,8 @@ from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import ExpertsConfig
 from trainer.layers import cuda_graphs as layer_graphs
 from trainer.layers.attention_cores import TorchVarlenAttention
-from trainer.layers.cuda_graphs import GraphSection, Slot, divide_into_pieces
-from trainer.layers.segments import Places, Rotation, joined
+from trainer.layers.cuda_graphs import GraphSection, Slot, divide_into_sections
+from trainer.layers.segments import ResultBuffers, Rotation, joined
 from trainer.loop import train as loop
 from trainer.parts.attention import module as attention
 from trainer.parts.delta import module as delta
@@ -59,17 +59,17 @@ def test_pieces_lie_between_attentions():
     layers = [MagicMock(layer_number=number) for number in (1, 2, 3, 4)]
     rotation = Rotation(*torch.zeros(2, 1, 1))
     joined = [(None, 1), (1, 2), (2, 3), (3, 4)]
-    assert numbers(divide_into_pieces(layers, 0, rotation)) == joined
+    assert numbers(divide_into_sections(layers, 0, rotation)) == joined
     cut = [(None, 1), (1, None), (None, 2), (2, 3), (3, 4)]
-    assert numbers(divide_into_pieces(layers, 1, rotation)) == cut
-    assert numbers(divide_into_pieces(layers[:1], 0, rotation)) == [(None, 1)]
+    assert numbers(divide_into_sections(layers, 1, rotation)) == cut
+    assert numbers(divide_into_sections(layers[:1], 0, rotation)) == [(None, 1)]
 
 
 def test_every_parameter_before_the_last_attention_belongs_to_one_piece(pair):
     layers = list(pair.ours.language.decoder.layers)
     last = layers[-1]
     after = {id(p) for m in (last.self_attention.linear_proj, last.pre_mlp_layernorm, last.mlp) for p in m.parameters()}
-    pieces = divide_into_pieces(layers, 1, Rotation(*torch.zeros(2, 1, 1)))
+    pieces = divide_into_sections(layers, 1, Rotation(*torch.zeros(2, 1, 1)))
     found = [id(param) for piece in pieces for param in piece.trained]
     after |= {id(param) for layer in layers for param in used_in_attention(layer)}
     assert sorted(found) == sorted({id(param) for layer in layers for param in layer.parameters()} - after)
@@ -128,7 +128,7 @@ def test_micro_batches_between_their_passes_have_slots_in_turn(pair, monkeypatch
         model(other)
         found = torch.autograd.grad(first.sum(), list(model.parameters()))
         model(other)
-    pieces = [slot.pieces for slot in graphs.slots]
+    pieces = [slot.sections for slot in graphs.slots]
     assert used == [*pieces[0], *pieces[1], *pieces[0]]
     for (name, _), a, b in zip(model.named_parameters(), found, wanted, strict=True):
         assert torch.equal(a, b), name
@@ -182,27 +182,27 @@ def capture_here(slot: Slot) -> None:
         piece._graphs.append(Mock())
         return contextlib.nullcontext()
 
-    for piece in slot.pieces:
+    for piece in slot.sections:
         for param in piece.trained:
             param.main_grad = torch.zeros_like(param)
     with patch.object(GraphSection, "_capturing", capturing), patch.object(torch.cuda, "graph_pool_handle"):
         slot._capture()
 
 
-class InPlaces(torch.autograd.Function):
+class InBuffers(torch.autograd.Function):
     """A computation that writes its results where it may, as kernels do."""
 
     used = 0
 
     @staticmethod
-    def forward(ctx, places, attend, *qkv):
+    def forward(ctx, buffers, attend, *qkv):
         with torch.enable_grad():
             ctx.qkv = [x.detach().requires_grad_() for x in qkv]
-            ctx.out, ctx.places = attend(*ctx.qkv), places
+            ctx.out, ctx.buffers = attend(*ctx.qkv), buffers
         out = ctx.out.detach()
-        if places is not None and places.out is not None:
-            out = places.out.copy_(out.view(places.out.shape)).view(out.shape)
-            InPlaces.used += 1
+        if buffers is not None and buffers.out is not None:
+            out = buffers.out.copy_(out.view(buffers.out.shape)).view(out.shape)
+            InBuffers.used += 1
         ctx.save_for_backward(out)
         return out
 
@@ -212,8 +212,8 @@ class InPlaces(torch.autograd.Function):
         assert torch.equal(out, ctx.out)
         torch.autograd.backward(ctx.out, grad)  # for parameters too
         grads = [x.grad for x in ctx.qkv]
-        if ctx.places is not None:
-            pairs = zip(ctx.places.grads, grads, strict=True)
+        if ctx.buffers is not None:
+            pairs = zip(ctx.buffers.grads, grads, strict=True)
             grads = [x if place is None else place.copy_(x) for place, x in pairs]
         return None, None, *grads
 
@@ -225,14 +225,16 @@ def test_an_attention_may_write_into_the_memory_of_the_pieces(pair, monkeypatch)
     def forward(self, *qkv, packed_seq_params, **rest):
         qkv = qkv[:3]
         call = lambda *qkv: core(self, *qkv, packed_seq_params=packed_seq_params)  # noqa: E731
-        return InPlaces.apply(packed_seq_params.places, call, *qkv)
+        return InBuffers.apply(packed_seq_params.buffers, call, *qkv)
 
     def net(mixed, z, b, a, *rest):
-        *settings, places = rest
-        return InPlaces.apply(places, lambda *inputs: rule(*inputs, *settings), mixed, z, b, a)
+        *settings, buffers = rest
+        return InBuffers.apply(buffers, lambda *inputs: rule(*inputs, *settings), mixed, z, b, a)
 
-    def gated(attended, gate, places):
-        return InPlaces.apply(Places(places[0], (None, places[1])), lambda x, g: gate_heads(x, g, ()), attended, gate)
+    def gated(attended, gate, buffers):
+        return InBuffers.apply(
+            ResultBuffers(buffers[0], (None, buffers[1])), lambda x, g: gate_heads(x, g, ()), attended, gate
+        )
 
     monkeypatch.setattr(layer_graphs, "_Replay", InFixedMemory)
     model = pair.ours
@@ -240,14 +242,14 @@ def test_an_attention_may_write_into_the_memory_of_the_pieces(pair, monkeypatch)
     monkeypatch.setattr(TorchVarlenAttention, "forward", forward)
     monkeypatch.setattr(delta, "gated_delta_net", net)
     monkeypatch.setattr(attention, "_gated", gated)
-    monkeypatch.setattr(InPlaces, "used", 0)
+    monkeypatch.setattr(InBuffers, "used", 0)
     layers = model.language.decoder.layers
     with in_pieces(model) as graphs:
         capture_here(graphs.slots[0])
         for _ in range(2):
             model.zero_grad()
             model(pair.batch).sum().backward()
-    assert InPlaces.used == 2 * len(layers[:-1])
+    assert InBuffers.used == 2 * len(layers[:-1])
     for (name, param), grad in zip(model.named_parameters(), wanted, strict=True):
         assert torch.equal(param.grad, grad), name
     model.zero_grad()

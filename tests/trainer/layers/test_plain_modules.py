@@ -13,11 +13,11 @@ from tests.helpers.reference import random_hf_dir
 from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiny_hybrid_model import hybrid_hf_dir
 from tests.parity.test_qwen3_5_vl import SEQ_LEN
-from trainer.contract.machine.modules import Host
+from trainer.contract.modules import Host
 from trainer.data.micro_batch import geometry_of, make_micro_batch
+from trainer.layers import kernel_support
 from trainer.layers.attention_cores import FlashAttention, TorchVarlenAttention
-from trainer.layers.kernels import dispatch
-from trainer.layers.kernels.dispatch import allow_kernels, hopper_kernels_run, kernels_run
+from trainer.layers.kernel_support import allow_kernels, hopper_kernels_run, kernels_run
 from trainer.layers.modules import choice
 from trainer.layers.modules.plain import PlainModules
 from trainer.parallel.vision.main_grads import add_to_main_grad
@@ -106,8 +106,8 @@ def test_a_product_that_returns_no_gradient_has_added_it_by_itself():
                                        ((10, 0), True, False)],
 )  # fmt: skip
 def test_our_kernels_run_from_their_capability_on(capability, ours, hopper, monkeypatch):
-    monkeypatch.setattr(dispatch, "_capability", lambda device: capability)
-    monkeypatch.setattr(dispatch, "_allowed", True)
+    monkeypatch.setattr(kernel_support, "_capability", lambda device: capability)
+    monkeypatch.setattr(kernel_support, "_allowed", True)
     assert (kernels_run(GPU), hopper_kernels_run(GPU)) == (ours, hopper)
     assert not kernels_run(torch.device("cpu"))
     allow_kernels(False)
@@ -152,8 +152,8 @@ def test_flash_attention_4_keeps_kernels_where_it_can(trouble, tmp_path, monkeyp
 
 
 def test_the_choice_lets_kernels_run_or_not_and_says_so(monkeypatch, caplog):
-    monkeypatch.setattr(dispatch, "_allowed", True)
-    monkeypatch.setattr(dispatch, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(kernel_support, "_allowed", True)
+    monkeypatch.setattr(kernel_support, "_capability", lambda device: (9, 0))
     caplog.set_level("INFO")
     for wanted, host, runs in (
         ("portable", Host("NVIDIA H200", (9, 0)), False),

@@ -16,7 +16,7 @@ from tests.helpers.tiny_model import tiny_hf_dir
 from tests.helpers.tiny_text_model import text_hf_dir
 from trainer.contract.adapter import AdapterConfig
 from trainer.contract.run import PartConfig, TrainConfig
-from trainer.layers.lora.convert import add_adapters
+from trainer.layers.lora import add_adapters
 from trainer.model.adapters import adapted_layers, adapter_sizes, check_adapter, list_matches
 from trainer.model.registry import read_model
 

@@ -31,10 +31,9 @@ from tests.helpers.layout_parts import (
 from trainer.contract.parallel import ParallelConfig
 from trainer.data.micro_batch import make_micro_batch
 from trainer.data.slices import RankSlice
-from trainer.libraries.megatron_private import patch_cuda
+from trainer.libraries.megatron_private import CpuMode, patch_cuda
 from trainer.parallel import mesh as distributed
 from trainer.parallel.mesh import Mesh, rank_mesh
-from trainer.parallel.runtime import CpuMode
 
 PAGE = (Path(__file__).parents[3] / "docs/layouts.md").read_text(encoding="utf-8")
 FOURFOLD = ParallelConfig(tp=2, pp=2, cp=2, sequence_parallel=True)

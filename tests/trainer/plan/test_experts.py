@@ -88,7 +88,7 @@ def test_a_dense_model_has_nothing_to_divide():
 
 def test_the_estimate_divides_experts_by_ep_and_not_by_tp():
     shape = read_shape(experts_config("listed"))
-    experts = sum(layer.expert_parameters for layer in shape.language.layers)
+    experts = sum(layer.feed_forward.expert_parameters for layer in shape.language.layers)
     assert experts == 3 * 8 * 3 * 64 * 48
     pieces = (range(shape.language.num_layers),)
     sizes = {"pieces": pieces, "dp": 2, "seq_len": 128, "max_patches": 64}

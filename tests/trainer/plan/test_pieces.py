@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import random
+from types import SimpleNamespace
 
 import pytest
 
@@ -28,7 +29,8 @@ class Priced:
     """A layer that costs this much for a bin of one token."""
 
     price: int
-    parameters, expert_parameters, expert_parallel_activations, transient_activations = 11, 0, 0, 0
+    parameters = 11
+    feed_forward = SimpleNamespace(expert_parameters=0, expert_parallel_activations=0, transient_activations=0)
 
     @property
     def flops(self) -> LayerFlops:

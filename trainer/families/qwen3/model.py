@@ -8,7 +8,7 @@ The forward pass of a bin (`PackedModel.forward` in trainer/layers/packed_model.
    keys (trainer/parts/attention/module.py), a norm, a gated MLP (trainer/parts/mlp/module.py).
 4. After the attention of the last layer only the tokens with loss go on (trainer/layers/segments.py): final norm,
    logits and cross entropy (trainer/layers/vocabulary.py).
-5. Their sum and number are the loss (trainer/objectives/sft.py).
+5. Their sum and number are the loss (trainer/loop/loss.py).
 """
 
 from trainer.data.micro_batch import MicroBatch

@@ -27,11 +27,22 @@ def embedded_configs(settings: Mapping[str, Any], ids: Mapping[str, int]) -> dic
     return configs
 
 
-_LARGE = VISION_400M | PUBLISHED_DECODER | {"num_kv_heads": 2, "tie_word_embeddings": False}
-
-
-def _experts(count: int, top_k: int, width: int) -> dict[str, int]:
-    return {"count": count, "top_k": top_k, "width": width, "shared_width": width}
+def _large(width: int, layers: int, heads: int, value_heads: int, experts: tuple[int, int, int]) -> dict[str, Any]:
+    """Return the sizes of a published model, or of one like it: hidden size, layers, query heads of the attention
+    layers, value heads of the delta nets, and (number, experts of a token, width) of the experts."""
+    count, top_k, inner = experts
+    return {
+        **VISION_400M,
+        **PUBLISHED_DECODER,
+        "num_kv_heads": 2,
+        "tie_word_embeddings": False,
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_layers": layers,
+        "num_heads": heads,
+        "delta": published_delta(value_heads),
+        "experts": {"count": count, "top_k": top_k, "width": inner, "shared_width": inner},
+    }
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -51,40 +62,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "delta": {"key_heads": 2, "value_heads": 4, "head_dim": 16, "attention_interval": 3},
         "experts": {"count": 8, "top_k": 2, "width": 64, "shared_width": 64},
     },
-    "qwen3_5_moe_proxy": {
-        **_LARGE,
-        "hidden_size": 4096,
-        "intermediate_size": 1024,
-        "num_layers": 4,
-        "num_heads": 32,
-        "delta": published_delta(64),
-        "experts": _experts(16, 2, 1024),
-    },
-    "qwen3_5_35b_a3b": {
-        **_LARGE,
-        "hidden_size": 2048,
-        "intermediate_size": 512,
-        "num_layers": 40,
-        "num_heads": 16,
-        "delta": published_delta(32),
-        "experts": _experts(256, 8, 512),
-    },
-    "qwen3_5_122b_a10b": {
-        **_LARGE,
-        "hidden_size": 3072,
-        "intermediate_size": 1024,
-        "num_layers": 48,
-        "num_heads": 32,
-        "delta": published_delta(64),
-        "experts": _experts(256, 8, 1024),
-    },
-    "qwen3_5_397b_a17b": {
-        **_LARGE,
-        "hidden_size": 4096,
-        "intermediate_size": 1024,
-        "num_layers": 60,
-        "num_heads": 32,
-        "delta": published_delta(64),
-        "experts": _experts(512, 10, 1024),
-    },
+    "qwen3_5_moe_proxy": _large(4096, 4, 32, 64, (16, 2, 1024)),
+    "qwen3_5_35b_a3b": _large(2048, 40, 16, 32, (256, 8, 512)),
+    "qwen3_5_122b_a10b": _large(3072, 48, 32, 64, (256, 8, 1024)),
+    "qwen3_5_397b_a17b": _large(4096, 60, 32, 64, (512, 10, 1024)),
 }

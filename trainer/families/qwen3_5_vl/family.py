@@ -54,7 +54,7 @@ class HybridKeys(qwen3_vl.MropeKeys):
     full_attention_interval: PositiveInt = 4
     attn_output_gate: Literal[True] = True
     output_gate_type: Literal["swish"] = "swish"
-    linear_conv_kernel_dim: Literal[4] = 4
+    linear_conv_kernel_dim: Literal[4] = 4  # `DeltaNet.taps`
     linear_key_head_dim: PositiveInt = 128
     linear_value_head_dim: PositiveInt = 128
     linear_num_key_heads: PositiveInt = 16
@@ -145,7 +145,6 @@ def _delta_net(keys: HybridKeys, path: Path | str) -> DeltaNet:
         key_heads=key_heads,
         value_heads=value_heads,
         head_dim=keys.linear_key_head_dim,
-        taps=keys.linear_conv_kernel_dim,
     )
 
 

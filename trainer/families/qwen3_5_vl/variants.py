@@ -57,6 +57,24 @@ def published_delta(value_heads: int) -> dict[str, int]:
     return {"key_heads": 16, "value_heads": value_heads, "head_dim": 128, "attention_interval": 4}
 
 
+def _published(
+    vision: Mapping[str, Any], width: int, mlp: int, layers: int, heads: int, kv: int, value_heads: int, *, tied: bool
+) -> dict[str, Any]:
+    """Return the sizes of a published model: hidden size, width of the MLPs, layers, query and key-value heads of the
+    attention layers, value heads of the delta nets, and whether the embeddings are tied."""
+    return {
+        **PUBLISHED_DECODER,
+        **vision,
+        "hidden_size": width,
+        "intermediate_size": mlp,
+        "num_layers": layers,
+        "num_heads": heads,
+        "num_kv_heads": kv,
+        "tie_word_embeddings": tied,
+        "delta": published_delta(value_heads),
+    }
+
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3_5_tiny": {
         **VISION_DIGITS,
@@ -73,59 +91,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "rotary_fraction": 0.5,
         "delta": {"key_heads": 2, "value_heads": 4, "head_dim": 16, "attention_interval": 4},
     },
-    "qwen3_5_0_8b": {
-        **PUBLISHED_DECODER,
-        **_SMALL_VISION,
-        "hidden_size": 1024,
-        "intermediate_size": 3584,
-        "num_layers": 24,
-        "num_heads": 8,
-        "num_kv_heads": 2,
-        "tie_word_embeddings": True,
-        "delta": published_delta(16),
-    },
-    "qwen3_5_2b": {
-        **PUBLISHED_DECODER,
-        **VISION_300M,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_layers": 24,
-        "num_heads": 8,
-        "num_kv_heads": 2,
-        "tie_word_embeddings": True,
-        "delta": published_delta(16),
-    },
-    "qwen3_5_4b": {
-        **PUBLISHED_DECODER,
-        **VISION_300M,
-        "hidden_size": 2560,
-        "intermediate_size": 9216,
-        "num_layers": 32,
-        "num_heads": 16,
-        "num_kv_heads": 4,
-        "tie_word_embeddings": True,
-        "delta": published_delta(32),
-    },
-    "qwen3_5_9b": {
-        **PUBLISHED_DECODER,
-        **VISION_400M,
-        "hidden_size": 4096,
-        "intermediate_size": 12_288,
-        "num_layers": 32,
-        "num_heads": 16,
-        "num_kv_heads": 4,
-        "tie_word_embeddings": False,
-        "delta": published_delta(32),
-    },
-    "qwen3_5_27b": {
-        **PUBLISHED_DECODER,
-        **VISION_400M,
-        "hidden_size": 5120,
-        "intermediate_size": 17_408,
-        "num_layers": 64,
-        "num_heads": 24,
-        "num_kv_heads": 4,
-        "tie_word_embeddings": False,
-        "delta": published_delta(48),
-    },
+    "qwen3_5_0_8b": _published(_SMALL_VISION, 1024, 3584, 24, 8, 2, 16, tied=True),
+    "qwen3_5_2b": _published(VISION_300M, 2048, 6144, 24, 8, 2, 16, tied=True),
+    "qwen3_5_4b": _published(VISION_300M, 2560, 9216, 32, 16, 4, 32, tied=True),
+    "qwen3_5_9b": _published(VISION_400M, 4096, 12_288, 32, 16, 4, 32, tied=False),
+    "qwen3_5_27b": _published(VISION_400M, 5120, 17_408, 64, 24, 4, 48, tied=False),
 }

@@ -16,7 +16,7 @@ The forward pass of a bin (`PackedModel.forward` in trainer/layers/packed_model.
    the image tokens (`add_feature`, called by trainer/layers/decoder.py).
 6. After the attention of the last layer only the tokens with loss go on (trainer/layers/segments.py): final norm,
    logits and cross entropy (trainer/layers/vocabulary.py).
-7. Their sum and number are the loss (trainer/objectives/sft.py).
+7. Their sum and number are the loss (trainer/loop/loss.py).
 
 The other families of vision-language models use this file too: they differ in the parts of their layers (step 5).
 
@@ -41,7 +41,6 @@ from trainer.layers.segments import Rotation, mrope_angles
 from trainer.model.shape import VisionShape
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.vision.exchange import PipelineWorker, RemoteOwner, VisionOwner, Window, pipeline_links
-from trainer.parallel.vision.world import VisionWorld
 from trainer.parts.vision.module import VisionEncoder, vision_config
 
 
@@ -80,25 +79,19 @@ class Qwen3VLModel(PackedModel):
         encoder = build_encoder(self.shape.vision, self.parallel, dtype, modules, self.mesh)
         if self.pre_process:
             self.vision = encoder
-        if is_dealt:
-            self.exchange = self._dealt(encoder, self.groups.pp)
-        elif self.parallel.vision_ranks:
-            self.exchange = self._remote(encoder, self.mesh.vision_world)
-
-    def _dealt(self, encoder: VisionEncoder, pp: ProcessGroup) -> VisionOwner | PipelineWorker:
-        """Return the exchange for images that all ranks of the pipeline encode together."""
-        vpp, encode, links = self.parallel.vpp, partial(self.encode, encoder), pipeline_links(pp)
-        window, messages = Window.of(pp.size(), vpp), Window.of_messages(pp.size(), vpp, pp.rank())
-        if self.pre_process:
-            return VisionOwner(encoder, encode, links, range(1, pp.size()), window, self.shape.feature_width)
-        return PipelineWorker(encoder, encode, links, [0], window, messages)
-
-    def _remote(self, encoder: VisionEncoder, vision_world: VisionWorld) -> RemoteOwner:
-        """Return the exchange for images that dedicated vision ranks encode."""
-        dp, places = self.mesh.dp, self.groups.tp_cp
-        workers, copies = vision_world.workers_of(self.mesh.dp_rank, places.rank(), places.size(), dp)
-        window = Window(0, sum(Window.of(self.parallel.pp, self.parallel.vpp)))
-        return RemoteOwner(encoder, vision_world.links, workers, copies, window, self.shape.feature_width)
+        pp, vpp, width = self.groups.pp, self.parallel.vpp, self.shape.feature_width
+        if is_dealt:  # all ranks of the pipeline encode images
+            encode, links, window = partial(self.encode, encoder), pipeline_links(pp), Window.of(pp.size(), vpp)
+            if self.pre_process:
+                self.exchange = VisionOwner(encoder, encode, links, range(1, pp.size()), window, width)
+            else:
+                messages = Window.of_messages(pp.size(), vpp, pp.rank())
+                self.exchange = PipelineWorker(encoder, encode, links, [0], window, messages)
+        elif self.parallel.vision_ranks:  # ranks that do nothing else encode images
+            world, places = self.mesh.vision_world, self.groups.tp_cp
+            workers, copies = world.workers_of(self.mesh.dp_rank, places.rank(), places.size(), self.mesh.dp)
+            window = Window(0, sum(Window.of(pp.size(), vpp)))
+            self.exchange = RemoteOwner(encoder, world.links, workers, copies, window, width)
 
     def rotation(self, batch: MicroBatch) -> Rotation:
         return Rotation.of(mrope_angles(batch.position_ids, self.shape.language))

@@ -101,8 +101,29 @@ VISION_DIGITS: dict[str, Any] = {
     "dtype": "float32",
 }
 
-_LARGE = {"vocab_size": 151_936, "num_kv_heads": 8, "head_dim": 128, "rope_theta": 5e6}
-_EARLY, _LATE = {"deepstack_indexes": (5, 11, 17)}, {"deepstack_indexes": (8, 16, 24)}
+_EARLY, _LATE = (5, 11, 17), (8, 16, 24)  # layers of the vision encoder with deepstack features
+
+
+def _published(
+    vision: Mapping[str, Any], levels: tuple[int, ...], width: int, mlp: int, layers: int, heads: int, *, tied: bool
+) -> dict[str, Any]:
+    """Return the sizes of a published model: hidden size, width of the MLPs, layers, query heads, and whether the
+    embeddings are tied."""
+    return {
+        "vocab_size": 151_936,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+        "rope_theta": 5e6,
+        **vision,
+        "deepstack_indexes": levels,
+        "hidden_size": width,
+        "intermediate_size": mlp,
+        "num_layers": layers,
+        "num_heads": heads,
+        "tie_word_embeddings": tied,
+    }
+
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3_vl_tiny": {
         **VISION_DIGITS,
@@ -139,44 +160,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "initializer_range": 0.02,
         "dtype": "float32",
     },
-    "qwen3_vl_2b": {
-        **_LARGE,
-        **VISION_300M,
-        **_EARLY,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_layers": 28,
-        "num_heads": 16,
-        "tie_word_embeddings": True,
-    },
-    "qwen3_vl_4b": {
-        **_LARGE,
-        **VISION_300M,
-        **_EARLY,
-        "hidden_size": 2560,
-        "intermediate_size": 9728,
-        "num_layers": 36,
-        "num_heads": 32,
-        "tie_word_embeddings": True,
-    },
-    "qwen3_vl_8b": {
-        **_LARGE,
-        **VISION_400M,
-        **_LATE,
-        "hidden_size": 4096,
-        "intermediate_size": 12_288,
-        "num_layers": 36,
-        "num_heads": 32,
-        "tie_word_embeddings": False,
-    },
-    "qwen3_vl_32b": {
-        **_LARGE,
-        **VISION_400M,
-        **_LATE,
-        "hidden_size": 5120,
-        "intermediate_size": 25_600,
-        "num_layers": 64,
-        "num_heads": 64,
-        "tie_word_embeddings": False,
-    },
+    "qwen3_vl_2b": _published(VISION_300M, _EARLY, 2048, 6144, 28, 16, tied=True),
+    "qwen3_vl_4b": _published(VISION_300M, _EARLY, 2560, 9728, 36, 32, tied=True),
+    "qwen3_vl_8b": _published(VISION_400M, _LATE, 4096, 12_288, 36, 32, tied=False),
+    "qwen3_vl_32b": _published(VISION_400M, _LATE, 5120, 25_600, 64, 64, tied=False),
 }

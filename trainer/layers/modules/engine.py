@@ -6,7 +6,7 @@ Private parts, as they are in Transformer Engine 2.11.0:
 - `_attention_backends`, in which the attention module notes its choice
 - `swiglu` and `dswiglu` of the C++ extension
 - `general_gemm`, with a GELU as its epilogue
-- attributes of its modules, among them `gemm_bias_unfused_add`; `trainer/layers/lora/` uses `te_return_bias`
+- attributes of its modules, among them `gemm_bias_unfused_add`; `trainer/layers/lora.py` uses `te_return_bias`
 
 `tests/trainer/layers/test_engine_private_gpu.py` compares them with the installed Transformer Engine.
 """
@@ -28,7 +28,8 @@ from transformer_engine.pytorch.cpp_extensions.gemm import general_gemm
 
 from dataset_builders.known_version import check_version
 from trainer.layers.attention_cores import CUDNN_HEAD_DIM, FlashAttention
-from trainer.layers.modules.plain import OnePassNorm
+from trainer.layers.module_set import TorchSwiglu
+from trainer.layers.modules.plain import BiasInProduct, OnePassNorm
 from trainer.layers.segments import PackedSegments
 
 KNOWN = "==2.11.0"
@@ -38,19 +39,15 @@ _MASKS = {AttnMaskType.causal: "padding_causal", AttnMaskType.no_mask: "padding"
 _CUDNN = FusedAttnBackend["F16_arbitrary_seqlen"]
 
 
-class ColumnLinear(TEColumnParallelLinear):
-    """A column-parallel linear layer, with the bias added in the matrix product: `skip_bias_add` would cost one more
-    pass over memory forward and one backward."""
-
-    def __init__(self, *args: object, skip_bias_add: bool = False, **kwargs: object) -> None:
-        super().__init__(*args, skip_bias_add=False, **kwargs)
+class ColumnLinear(BiasInProduct, TEColumnParallelLinear):
+    """A column-parallel linear layer, with the bias added in the matrix product."""
 
 
-class RowLinear(TERowParallelLinear):
+class RowLinear(BiasInProduct, TERowParallelLinear):
     """A row-parallel linear layer that adds its bias in the matrix product on a single rank."""
 
-    def __init__(self, *args: object, skip_bias_add: bool = False, **kwargs: object) -> None:
-        super().__init__(*args, skip_bias_add=False, **kwargs)
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)
         # Transformer Engine adds the bias after the sum over ranks, even on one rank, where there is no sum.
         if self.tp_size == 1:
             self.gemm_bias_unfused_add = False
@@ -121,12 +118,8 @@ class _Swiglu(torch.autograd.Function):
         return tex.dswiglu(grad.contiguous(), gate_up, None)
 
 
-class Swiglu:
-    """silu(first half) * second half, where each value is read and written once. It is no torch module, as it has no
-    state to save."""
-
-    def __init__(self, *, config: object) -> None:
-        pass
+class Swiglu(TorchSwiglu):
+    """silu(first half) * second half, where each value is read and written once."""
 
     def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
         return _Swiglu.apply(gate_up)

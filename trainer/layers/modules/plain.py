@@ -9,13 +9,13 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from torch.autograd.function import once_differentiable
 
 from trainer.layers.attention_cores import FlashAttention
-from trainer.layers.kernels.dispatch import can_import, kernels_run
+from trainer.layers.kernel_support import can_import, kernels_run
 from trainer.layers.module_set import TorchModules, TorchNorm, TorchSwiglu
 from trainer.layers.vocabulary import add_product
 from trainer.libraries.megatron_private import OneRankProduct
 
 if can_import():
-    from trainer.layers.kernels.rms_norm import rms_norm, sum_and_norm
+    from trainer.layers.kernels import rms_norm, sum_and_norm, swiglu
 
 
 class OnePassNorm(TorchNorm):
@@ -36,10 +36,6 @@ class OnePassNorm(TorchNorm):
         if self.bias is None and kernels_run(x.device):
             return sum_and_norm(x, delta, self.weight, self.eps, zero_centred=self.zero_centred)
         return super().sum_and_norm(x, delta)
-
-
-if can_import():
-    from trainer.layers.kernels.swiglu import swiglu
 
 
 class PlainSwiglu(TorchSwiglu):
@@ -74,7 +70,15 @@ class _Product(torch.autograd.Function):
         return grad_x, grad_weight, rows.sum(0) if ctx.needs_input_grad[2] else None, None
 
 
-class _OurProduct(OneRankProduct):
+class BiasInProduct:
+    """A mixin for linear layers that add their bias in the matrix product: with `skip_bias_add` the layer around them
+    would add it, by one more pass over memory forward and one backward."""
+
+    def __init__(self, *args: object, skip_bias_add: bool = False, **kwargs: object) -> None:
+        super().__init__(*args, skip_bias_add=False, **kwargs)
+
+
+class _OurProduct(BiasInProduct, OneRankProduct):
     """A mixin for both linear layers, with our product on a single tensor-parallel rank."""
 
     # True if the weight has `main_grad`, a float32 buffer of its gradient; the gradient is then added to it directly.
@@ -85,18 +89,11 @@ class _OurProduct(OneRankProduct):
 
 
 class PlainColumnLinear(_OurProduct, ColumnParallelLinear):
-    """megatron-core's column-parallel layer, with the bias added in the matrix product: `skip_bias_add` would cost one
-    more pass over memory forward and one backward."""
-
-    def __init__(self, *args: object, skip_bias_add: bool = False, **kwargs: object) -> None:
-        super().__init__(*args, skip_bias_add=False, **kwargs)
+    """megatron-core's column-parallel layer, with the bias added in the matrix product."""
 
 
 class PlainRowLinear(_OurProduct, RowParallelLinear):
     """megatron-core's row-parallel layer, with the bias added in the matrix product on a single rank."""
-
-    def __init__(self, *args: object, skip_bias_add: bool = False, **kwargs: object) -> None:
-        super().__init__(*args, skip_bias_add=False, **kwargs)
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Map (N, 1, D) to (N, 1, O), and None, as no bias remains to be added."""

@@ -46,15 +46,15 @@ def split_gated_heads(
 
 
 def gated(
-    x: torch.Tensor, gate: torch.Tensor, places: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    x: torch.Tensor, gate: torch.Tensor, buffers: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
 ) -> torch.Tensor:
     """Return x * sigmoid(gate) in x's dtype and shape, computed in float32.
 
     Args:
         gate: as many numbers as `x`, in the same order.
-        places: memory for the output and for the gate's gradient, in the shapes of `x` and `gate`; None for new memory.
+        buffers: memory for the output and for the gate's gradient, shaped as `x` and `gate`; None for new memory.
     """
-    return _Gated.apply(x, gate, places)
+    return _Gated.apply(x, gate, buffers)
 
 
 class _SplitNormRotate(torch.autograd.Function):
@@ -93,10 +93,10 @@ class _SplitNormRotate(torch.autograd.Function):
 
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, gate, places):
+    def forward(ctx, x, gate, buffers):
         x, gate = x.contiguous(), gate.contiguous()
         ctx.save_for_backward(x, gate)
-        out, ctx.d_gate = places
+        out, ctx.d_gate = buffers
         out = torch.empty_like(x) if out is None else out
         _open_forward[(triton.cdiv(x.numel(), _BLOCK),)](x, gate, out, x.numel(), BLOCK=_BLOCK)
         return out

@@ -15,8 +15,8 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from trainer.layers.kernels.dispatch import can_import, kernels_run
-from trainer.layers.segments import PackedSegments, Places, Rotation, recomputed
+from trainer.layers.kernel_support import can_import, kernels_run
+from trainer.layers.segments import PackedSegments, ResultBuffers, Rotation, recomputed
 from trainer.parts.attention.part import Attention
 
 if can_import():
@@ -124,17 +124,17 @@ class GatedSelfAttention(RotarySelfAttention):
 
     def attend(self, query, key, value, gate, segments: PackedSegments) -> torch.Tensor:
         """Attend, given the results of `prepare` and the segments; return (T, 1, h * d)."""
-        # The place of the output is for the gated one, and the last of the gradients' for the gate; the core gets the
+        # The buffer of the output is for the gated one, and the last of the gradients' for the gate; the core gets the
         # other three.
-        out, grads = segments.places or (None, (None,) * 4)
-        segments.places = Places(None, grads[:3]) if segments.places else None
+        out, grads = segments.buffers or (None, (None,) * 4)
+        segments.buffers = ResultBuffers(None, grads[:3]) if segments.buffers else None
         return _gated(super().attend(query, key, value, segments), gate, (out, grads[3]))
 
 
 def _gated(
-    attended: torch.Tensor, gate: torch.Tensor, places: tuple[torch.Tensor | None, torch.Tensor | None]
+    attended: torch.Tensor, gate: torch.Tensor, buffers: tuple[torch.Tensor | None, torch.Tensor | None]
 ) -> torch.Tensor:
     """Return attended (T, 1, h * d) times the sigmoid of gate (T, h, d)."""
     if kernels_run(gate.device):
-        return gated(attended, gate, places)
+        return gated(attended, gate, buffers)
     return attended * gate.sigmoid().flatten(1)[:, None]

@@ -22,17 +22,16 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, mak
 
 from trainer.layers.gather import to_heads, to_sequence
 from trainer.layers.segments import PackedSegments, Rotation, joined, recomputed
-from trainer.layers.sharded_runs import in_runs
+from trainer.layers.sharded_parameters import in_runs, mark_sharded
 from trainer.parts.delta.part import DeltaNet
 from trainer.parts.delta.rule.gated_delta_net import (
     DeltaHeads,
     DeltaParameters,
+    check_kernels,
     gated_delta_net,
     kernels_fit,
-    prove_kernels,
 )
 
-TAPS = 4  # of the convolution
 # Each rank has the parameters of its own channels and heads; the norm's weight is whole on every rank.
 _DIVIDED = ("conv_weight", "decay.a_log", "decay.dt_bias")
 
@@ -46,7 +45,7 @@ def spec(part: DeltaNet, modules: BackendSpecProvider) -> ModuleSpec:
 def check_device(part: DeltaNet, dtype: torch.dtype, device: torch.device) -> None:
     """Raise RuntimeError if the delta rule's kernels would be used and the compiler gets them wrong."""
     if kernels_fit(torch.empty(0, dtype=dtype, device=device), _heads(part)):
-        prove_kernels(device.index)
+        check_kernels(device.index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +93,12 @@ class DeltaAttention(MegatronModule):
             tp_comm_buffer_name="proj",
             **shared,
         )
-        self.conv_weight = _weight((sum(self.heads.widths), 1, TAPS), config.params_dtype)  # HF's axes, of a Conv1d
+        # HF's axes, of a Conv1d: each channel has its own taps.
+        self.conv_weight = _weight((sum(self.heads.widths), 1, DeltaNet.taps), config.params_dtype)
         self.decay = Decay(config, self.heads.value)
         self.norm_weight = _weight((heads.dim,), config.params_dtype)
         for name in _DIVIDED if ranks > 1 else ():
-            param = self.get_parameter(name)
-            param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, 0, 1
+            mark_sharded(self.get_parameter(name), 0)
 
     def prepare(self, hidden_states: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, ...]:
         """Map (s, 1, D) to (T, [q | k | v]), z (T, H * d), b and a (T, H). Nothing is rotated, because the state
@@ -118,10 +117,10 @@ class DeltaAttention(MegatronModule):
             heads, parameters = heads_of_rank(heads, ranks), self._of_heads(group.rank(), ranks)
             inputs = _split(to_heads(torch.cat(by_rank, 2), segments.cp_order, group), heads)
         is_recomputed = self.config.recompute_granularity == "selective"
-        # What is computed again in backward, or for other ranks, has no place of its own.
-        places = None if is_recomputed or ranks > 1 else segments.places
+        # What is computed again in backward, or for other ranks, takes new memory.
+        buffers = None if is_recomputed or ranks > 1 else segments.buffers
         compute = partial(recomputed, gated_delta_net) if is_recomputed else gated_delta_net
-        out = compute(*inputs, parameters, heads, segments.chunks, places)
+        out = compute(*inputs, parameters, heads, segments.chunks, buffers)
         if ranks > 1:
             out = to_sequence(out, segments.cp_order, group).flatten(1)
         return out[:, None]

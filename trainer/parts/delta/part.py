@@ -19,13 +19,13 @@ class DeltaNet(Mixer):
     role = "delta"
     in_chunks = True
     check_device = "trainer.parts.delta.module:check_device"
+    taps = 4  # width of the convolution, in tokens: the families refuse another, for which the kernels are not written
 
     hidden_size: int
     # numbers of heads; each key head serves the same number of value heads
     key_heads: int
     value_heads: int
     head_dim: int  # width of a head's query, key and value
-    taps: int  # width of the convolution, in tokens
 
     @property
     def channels(self) -> tuple[int, int, int]:

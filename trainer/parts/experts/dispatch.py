@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from trainer.layers.lora.float8_base import unpack
+from trainer.layers.float8_base import unpack
 
 ROW_MULTIPLE = 8  # bf16 numbers: for torch's grouped product on a GPU, rows begin at multiples of 16 bytes
 

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from trainer.layers.kernels.float8 import unpack_rows
+from trainer.layers.kernels import unpack_rows
 from trainer.parts.experts.dispatch import Order
 
 # Warps of every kernel here, and columns of a token that one program copies or sums.

@@ -9,8 +9,6 @@ size, E = experts, k = experts per token, I = width of an expert.
 """
 
 import dataclasses
-import hashlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,13 +25,13 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from trainer.contract.adapter import AdapterConfig
 from trainer.contract.run import ExpertsConfig, TrainConfig
-from trainer.layers.kernels.dispatch import can_import, kernels_run
-from trainer.layers.lora.adapter import Adapter
-from trainer.layers.lora.float8_base import pack
+from trainer.layers.float8_base import hold_codes, pack
+from trainer.layers.kernel_support import can_import, kernels_run
+from trainer.layers.lora import Adapter, initial_a
 from trainer.layers.measures import Reports
 from trainer.layers.module_set import ACTIVATIONS
 from trainer.layers.segments import RoutedTokens, SelectedRows
-from trainer.libraries.torch_private import parameters_of
+from trainer.layers.sharded_parameters import mark_sharded
 from trainer.parallel.meta_parameters import copy_into
 from trainer.parts.experts.dispatch import (
     ROW_MULTIPLE,
@@ -45,6 +43,7 @@ from trainer.parts.experts.dispatch import (
 )
 from trainer.parts.experts.part import Experts
 from trainer.parts.experts.routing import LoadPool, Routing, WithAuxiliaryLoss, route, tokens_of_experts
+from trainer.parts.mlp.module import mlp_submodules
 
 if can_import():
     from trainer.parts.experts.kernels import Matrices, mixed_experts
@@ -57,12 +56,8 @@ _LOSS = "trainer.parts.experts.part:mean_auxiliary_loss"
 
 def spec(part: Experts, modules: BackendSpecProvider) -> ModuleSpec:
     """Return the spec of a decoder layer's experts."""
-    shared = MLPSubmodules(
-        linear_fc1=modules.column_parallel_linear(),
-        linear_fc2=modules.row_parallel_linear(),
-        activation_func=modules.activation_func(),
-    )
-    return ModuleSpec(module=RoutedExperts, params={"part": part}, submodules=ExpertsSubmodules(shared))
+    shared = ExpertsSubmodules(mlp_submodules(modules))
+    return ModuleSpec(module=RoutedExperts, params={"part": part}, submodules=shared)
 
 
 @dataclass
@@ -114,10 +109,7 @@ class RoutedExperts(MegatronModule):
         """Hold a parameter of the experts as float8 on a device from now on; see `float8_base.pack_layer`."""
         whole = self.get_parameter(name)
         codes, scale = pack(whole.detach().to(device).flatten(0, 1))
-        param = torch.nn.Parameter(codes.view(whole.shape), requires_grad=False)
-        param.__dict__.update(whole.__dict__)  # the marks of `mark_of_experts`
-        parameters_of(self)[name] = param
-        self.register_buffer(f"{name}_scale", scale, persistent=False)
+        hold_codes(self, name, codes.view(whole.shape), f"{name}_scale", scale)
 
     def forward(self, hidden: torch.Tensor, rows: SelectedRows | None, tokens: RoutedTokens) -> torch.Tensor:
         """Map (s, 1, D) to (s, 1, D), or only to the chosen rows (m, 1, D)."""
@@ -259,13 +251,10 @@ class ExpertsAdapter(Adapter):
 
     @torch.no_grad()
     def initialise(self, names: Sequence[str], seed: int) -> None:
-        """Set A as PEFT does: uniform within 1 / sqrt(in); B is zero already."""
+        """Set A as PEFT does; B is zero already."""
         (name,), group = names, self.groups.ep
-        # The values depend only on the seed and the name of the HF tensor, not on the layout.
-        key = hashlib.sha256(f"{seed} {name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(key[:8]))
-        whole = torch.empty(len(self.a) * group.size(), *self.a.shape[1:]).uniform_(-1, 1, generator=generator)
-        copy_into(self.a, (whole / math.sqrt(whole.size(2))).chunk(group.size())[group.rank()])
+        whole = initial_a(name, seed, len(self.a) * group.size(), *self.a.shape[1:])
+        copy_into(self.a, whole.chunk(group.size())[group.rank()])
 
     def forward(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """Return what the adapters add to the products of rows (R, in): (R, out)."""
@@ -306,5 +295,4 @@ def mark_of_experts(weight: torch.nn.Parameter) -> None:
     """Mark a parameter whose first axis expert-parallel ranks divide."""
     # megatron-core then sums its gradient over the ranks that hold the same experts.
     weight.allreduce = False
-    # With these marks it counts in norms on every rank that holds a part.
-    weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, 0, 1
+    mark_sharded(weight, 0)

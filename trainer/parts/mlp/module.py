@@ -29,11 +29,12 @@ def spec(part: GatedMLP, modules: BackendSpecProvider) -> ModuleSpec:
 
 
 def mlp_spec(modules: BackendSpecProvider) -> ModuleSpec:
-    return ModuleSpec(
-        module=PackedMLP,
-        submodules=MLPSubmodules(
-            linear_fc1=modules.column_parallel_linear(),
-            linear_fc2=modules.row_parallel_linear(),
-            activation_func=modules.activation_func(),  # used if the config's `use_te_activation_func` is true
-        ),
+    return ModuleSpec(module=PackedMLP, submodules=mlp_submodules(modules))
+
+
+def mlp_submodules(modules: BackendSpecProvider) -> MLPSubmodules:
+    return MLPSubmodules(
+        linear_fc1=modules.column_parallel_linear(),
+        linear_fc2=modules.row_parallel_linear(),
+        activation_func=modules.activation_func(),  # used if the config's `use_te_activation_func` is true
     )

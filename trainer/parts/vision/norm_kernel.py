@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from trainer.layers.kernels.rms_norm import row_blocks
+from trainer.layers.kernels import row_blocks
 
 _PROGRAMS = 132 * 4  # programs of the backward pass; each sums the gradients of the vectors over its rows
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from torch.autograd.function import once_differentiable
 
-from trainer.layers.kernels.dispatch import can_import, kernels_run
+from trainer.layers.kernel_support import can_import, kernels_run
 from trainer.layers.packed_layer import PackedLayer
 from trainer.layers.segments import PackedSegments, Rotation
 

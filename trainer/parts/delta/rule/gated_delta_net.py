@@ -1,7 +1,7 @@
 """The gated delta net of Qwen3.5 between its projections, in torch; on Hopper in bf16, in Triton kernels.
 
 This file combines the operations, decides which of the two computes (`kernels_fit`), and checks the kernels on the GPU
-in use (`prove_kernels`).
+in use (`check_kernels`).
 
 T = tokens of a bin, HK = key heads, H = value heads, d = head dim.
 """
@@ -12,8 +12,8 @@ from functools import cache
 import torch
 
 from trainer.data.packed_chunks import PackedChunks
-from trainer.layers.kernels.dispatch import can_import, hopper_kernels_run
-from trainer.layers.segments import Places
+from trainer.layers.kernel_support import can_import, hopper_kernels_run
+from trainer.layers.segments import ResultBuffers
 from trainer.parts.delta.rule import plain
 
 if can_import():
@@ -23,7 +23,7 @@ if can_import():
     from trainer.parts.delta.rule.gates import delta_gates, gated_norm
     from trainer.parts.delta.rule.kernels import gated_delta_rule
 
-TOLERANCE = 0.03  # of `prove_kernels`, relative to the norm; bf16 operands give errors of 0.003 to 0.004 here
+TOLERANCE = 0.03  # of `check_kernels`, relative to the norm; bf16 operands give errors of 0.003 to 0.004 here
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def gated_delta_net(
     parameters: DeltaParameters,
     heads: DeltaHeads,
     chunks: PackedChunks,
-    places: Places | None = None,
+    buffers: ResultBuffers | None = None,
 ) -> torch.Tensor:
     """Compute the input of the output projection; state and convolution restart at each segment.
 
@@ -64,7 +64,7 @@ def gated_delta_net(
         z: (T, H * d), the gate of the norm.
         b: (T, H), beta before its sigmoid.
         a: (T, H), the decay before dt_bias is added.
-        places: memory for the output and for the gradients of mixed, z, b and a, which the kernels then write into.
+        buffers: memory for the output and for the gradients of mixed, z, b and a, which the kernels then write into.
 
     Returns:
         (T, H * d).
@@ -72,7 +72,7 @@ def gated_delta_net(
     gate = z.unflatten(1, (heads.value, heads.dim))
     weight, a_log, dt_bias = parameters.conv_weight, parameters.a_log, parameters.dt_bias
     if kernels_fit(mixed, heads):
-        out, grads = places or (None, ())
+        out, grads = buffers or (None, ())
         of_mixed, of_gate, of_b, of_a = grads or (None,) * 4
         q, k, v = convolve_heads(mixed, weight, chunks, (heads.key, heads.value, heads.dim), of_mixed)
         decay, beta = delta_gates(a, b, a_log, dt_bias, chunks, (of_a, of_b) if grads else None)
@@ -93,7 +93,7 @@ def kernels_fit(mixed: torch.Tensor, heads: DeltaHeads) -> bool:
 
 
 @cache
-def prove_kernels(device: int) -> dict[str, float]:
+def check_kernels(device: int) -> dict[str, float]:
     """Check the kernels against the plain rule on the GPU in use, once per process and device.
 
     Triton 3.4 to 3.7.0 silently compiled flash-linear-attention's gated backward pass to wrong gradients on Hopper

@@ -27,7 +27,7 @@ def delta_gates(
     a_log: torch.Tensor,
     dt_bias: torch.Tensor,
     chunks: PackedChunks,
-    places: Sequence[torch.Tensor] | None = None,
+    buffers: Sequence[torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute decay and beta, in float32 from the read on.
 
@@ -36,12 +36,12 @@ def delta_gates(
         b: (T, H), laid out like a.
         a_log: (H,).
         dt_bias: (H,).
-        places: memory for the gradients of a and b, laid out like a; None for new memory.
+        buffers: memory for the gradients of a and b, laid out like a; None for new memory.
 
     Returns:
         Decay and beta (N, H, 64) float32; where a chunk has no token, the chunk's last decay and beta 0.
     """
-    return _Gates.apply(a, b, a_log, dt_bias, chunks, places)
+    return _Gates.apply(a, b, a_log, dt_bias, chunks, buffers)
 
 
 def gated_norm(
@@ -49,24 +49,24 @@ def gated_norm(
     z: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
-    places: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    buffers: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> torch.Tensor:
     """Normalise o and gate it with z: (T, H, D) twice and (D,) -> (T, H, D), in float32 from the read to the write.
 
     Rows of z may be slices of wider rows; heads of z must be contiguous.
 
     Args:
-        places: memory for the output (T, H * D) and for the gradient of z, laid out like z; None for new memory.
+        buffers: memory for the output (T, H * D) and for the gradient of z, laid out like z; None for new memory.
     """
-    return _GatedNorm.apply(o, z, weight, eps, places)
+    return _GatedNorm.apply(o, z, weight, eps, buffers)
 
 
 class _Gates(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, a, b, a_log, dt_bias, chunks: PackedChunks, places):
+    def forward(ctx, a, b, a_log, dt_bias, chunks: PackedChunks, buffers):
         heads, cells = a.shape[1], chunks.chunks
         ctx.meta = {"H": heads, "H_P2": triton.next_power_of_2(heads), "C": CHUNK}
-        ctx.chunks, ctx.places = chunks, places
+        ctx.chunks, ctx.buffers = chunks, buffers
         decay, beta = (a.new_empty(cells, heads, CHUNK, dtype=torch.float32) for _ in range(2))
         _gates_forward[(cells,)](
             *(a, b, a_log, dt_bias, chunks.starts, chunks.rows, decay, beta, a.stride(0), b.stride(0)), **ctx.meta
@@ -78,7 +78,7 @@ class _Gates(torch.autograd.Function):
     def backward(ctx, d_decay, d_beta):
         a, a_log, dt_bias, beta = ctx.saved_tensors
         chunks, heads = ctx.chunks, ctx.meta["H"]
-        da, db = ctx.places or (a.new_empty(len(a), heads) for _ in range(2))
+        da, db = ctx.buffers or (a.new_empty(len(a), heads) for _ in range(2))
         sums = a.new_empty(chunks.chunks, 2, heads, dtype=torch.float32)
         grads = (d_decay.contiguous(), d_beta.contiguous())
         _gates_backward[(chunks.chunks,)](
@@ -92,10 +92,10 @@ class _Gates(torch.autograd.Function):
 
 class _GatedNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, o, z, weight, eps, places):
+    def forward(ctx, o, z, weight, eps, buffers):
         o = o.contiguous()
         tokens, heads, dim = o.shape
-        out, ctx.d_z = (None if x is None else x.view(o.shape) for x in places)
+        out, ctx.d_z = (None if x is None else x.view(o.shape) for x in buffers)
         out = torch.empty_like(o) if out is None else out
         rows = tokens * heads
         _norm_forward[(triton.cdiv(rows, ROWS),)](o, z, weight, out, rows, z.stride(0), eps, heads, dim, ROWS)

@@ -1,10 +1,10 @@
-"""The decision whether our Triton kernels run, made only here. Their needs are listed in trainer/contract/machine."""
+"""The decision whether our Triton kernels run, made only here. trainer/contract/modules.py lists what they need."""
 
 from functools import cache
 
 import torch
 
-from trainer.contract.machine.modules import KERNEL_CAPABILITY
+from trainer.contract.modules import KERNEL_CAPABILITY
 
 _HOPPER = 9
 _allowed = True

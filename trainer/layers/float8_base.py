@@ -14,16 +14,15 @@ import torch.distributed as dist
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup
 
-from trainer.layers.kernels.dispatch import can_import, kernels_run
+from trainer.layers.kernel_support import can_import, kernels_run
 from trainer.libraries.torch_private import innermost_hooks, parameters_of
-from trainer.model.rules import global_names
+from trainer.model.rules import LAYERS, global_names
 
 if can_import():
-    from trainer.layers.kernels.float8 import unpack_rows
+    from trainer.layers.kernels import unpack_rows
 
 LARGEST = 448.0  # largest e4m3 number
 _SMALLEST_EXPONENT = -100  # of a row's factor; avoids subnormal values, which devices treat differently
-_LAYERS = "language.decoder.layers."
 
 
 def pack(weight: torch.Tensor, sharers: ProcessGroup | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,11 +126,16 @@ def pack_layer(linear: Any, device: torch.device) -> None:
     whole = linear.weight
     divides_input = getattr(whole, "tensor_model_parallel", False) and whole.partition_dim == 1
     codes, scale = pack(whole.detach().to(device), linear.tp_group if divides_input else None)
-    param = torch.nn.Parameter(codes, requires_grad=False)
-    param.__dict__.update(whole.__dict__)  # marks such as tensor_model_parallel
-    parameters_of(linear)["weight"] = param
-    linear.register_buffer("row_scale", scale, persistent=False)
+    hold_codes(linear, "weight", codes, "row_scale", scale)
     linear.__class__ = _with_float8(type(linear))
+
+
+def hold_codes(module: torch.nn.Module, name: str, codes: torch.Tensor, buffer: str, scale: torch.Tensor) -> None:
+    """Replace a module's parameter by its codes, and add their factors as a `buffer` that no checkpoint has."""
+    param = torch.nn.Parameter(codes, requires_grad=False)
+    param.__dict__.update(module.get_parameter(name).__dict__)  # marks such as tensor_model_parallel
+    parameters_of(module)[name] = param
+    module.register_buffer(buffer, scale, persistent=False)
 
 
 def base_packer(model: torch.nn.Module, device: torch.device, packed: Collection[str]) -> Callable[[str], None]:
@@ -139,7 +143,7 @@ def base_packer(model: torch.nn.Module, device: torch.device, packed: Collection
     The function ignores weights outside the language layers and weights that are not in `packed`."""
     names = zip(global_names(model), model.named_parameters(), strict=True)
     places = {
-        ours: name.rpartition(".") for (ours, _), (name, _) in names if ours.startswith(_LAYERS) and ours in packed
+        ours: name.rpartition(".") for (ours, _), (name, _) in names if ours.startswith(LAYERS) and ours in packed
     }
 
     def pack_weight(ours: str) -> None:
