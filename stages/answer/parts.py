@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from pydantic import Field
 
-from dataset_builders.contracts.sample_record import from_fields
+from dataset_builders.contracts.sample import from_fields
 from dataset_builders.contracts.shard_io import read_record
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.storage.files import read_sealed, write_sealed

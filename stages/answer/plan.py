@@ -17,8 +17,7 @@ from typing import NamedTuple
 import xxhash
 
 from dataset_builders.contracts.manifest import ShardEntry
-from dataset_builders.contracts.sample import IMAGE_SLOT, Sample, SkipSample, subset_of
-from dataset_builders.contracts.sample_record import from_fields
+from dataset_builders.contracts.sample import IMAGE_SLOT, Sample, SkipSample, from_fields, subset_of
 from dataset_builders.contracts.shard_io import iter_located, iter_records
 from dataset_builders.contracts.tokenized import PixelConfig
 from dataset_builders.pictures.images import image_size

@@ -8,8 +8,7 @@ import pyarrow as pa
 import xxhash
 
 from dataset_builders.contracts.manifest import ShardEntry
-from dataset_builders.contracts.sample import Sample, Split
-from dataset_builders.contracts.sample_record import to_fields
+from dataset_builders.contracts.sample import Sample, Split, to_fields
 from dataset_builders.contracts.shard_io import ShardWriter, finished_shard
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.errors import InputError

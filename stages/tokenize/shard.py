@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from dataset_builders.contracts import sample_record
 from dataset_builders.contracts.manifest import ShardEntry
-from dataset_builders.contracts.sample import Sample, SkipSample, turn_key, whole_key
+from dataset_builders.contracts.sample import Sample, SkipSample, from_fields, turn_key, whole_key
 from dataset_builders.contracts.shard_io import RecordRange, ShardWriter, finished_shard, iter_records
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.contracts.tokenized import PixelStore, TokenizedSample
@@ -162,7 +161,7 @@ def _read_ahead(task: ShardTask, chat: ChatEncoder) -> Iterator[tuple[Sample, li
     size = 0
     for key, fields in iter_records(task.samples / task.shard.name, task.shard):
         names = sorted((name for name in fields if name[:1].isdigit()), key=lambda name: int(name.partition(".")[0]))
-        sample = sample_record.from_fields(key, fields)
+        sample = from_fields(key, fields)
         batch.append((sample, names))
         size += sum(len(image) for image in sample.images)
         if len(batch) == _BATCH_SAMPLES or size >= _BATCH_BYTES:

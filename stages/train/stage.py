@@ -12,8 +12,7 @@ training whose newest checkpoint is damaged is rerun in the same way.
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from dataset_builders.contracts.fingerprint import fingerprint
-from dataset_builders.contracts.manifest import load_manifest
+from dataset_builders.contracts.manifest import fingerprint, load_manifest
 from dataset_builders.errors import InputError
 from dataset_builders.storage.store import absolute, local_dir
 from stages.shared.artifacts.artifact import Artifact, Input, Stage, StageOutput, stage_identity

@@ -16,7 +16,7 @@ import pytest
 import webdataset
 from PIL import Image
 
-from dataset_builders.contracts.sample_record import from_fields, to_fields
+from dataset_builders.contracts.sample import from_fields, to_fields
 from dataset_builders.contracts.shard_io import ShardWriter, iter_records, read_record
 from dataset_builders.contracts.tokenized import read_pixel_store
 from dataset_builders.pictures.pixel_codecs import decode_sample

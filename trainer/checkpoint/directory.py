@@ -12,7 +12,7 @@ import re
 import shutil
 from pathlib import Path
 
-from dataset_builders.contracts.fingerprint import describe_drift
+from dataset_builders.contracts.manifest import describe_drift
 from dataset_builders.errors import InputError
 from trainer.contract.checkpoint import CHECKPOINT_RECORD, read_checkpoint_record
 from trainer.contract.names import CHECKPOINTS

@@ -14,9 +14,8 @@ import pyarrow.parquet as pq
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from dataset_builders.contracts.feature_store import FeatureType
 from dataset_builders.contracts.features import FEATURE_INDEX, FIELD, images_name, index_name, shard_name, write_table
-from dataset_builders.contracts.manifest import load_manifest
+from dataset_builders.contracts.manifest import FeatureType, load_manifest
 from dataset_builders.contracts.shard_io import ShardWriter, finished_shard, read_record
 from dataset_builders.contracts.tokenized import TokenizedSample, read_pixel_store
 from dataset_builders.pictures.pixel_codecs import decode_sample

@@ -6,8 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dataset_builders.contracts.sample import Sample
-from dataset_builders.contracts.sample_record import from_fields, to_fields
+from dataset_builders.contracts.sample import Sample, from_fields, to_fields
 from dataset_builders.errors import InputError
 from dataset_builders.readers import json_lines
 from dataset_builders.sources.openai_messages import OpenAIOptions, list_parts, patterns
