@@ -17,8 +17,7 @@ from dataset_builders.contracts.shard_io import RecordRange, ShardWriter, finish
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.contracts.tokenized import PixelStore, TokenizedSample
 from dataset_builders.pictures.images import read_rgb
-from dataset_builders.pictures.pixel_codecs import decode_sample, encode_sample
-from dataset_builders.pictures.pixels import count_patches, encode_rgb, image_grid
+from dataset_builders.pictures.pixels import count_patches, decode_sample, encode_rgb, encode_sample, image_grid
 from dataset_builders.storage.files import read_sealed, write_sealed
 from dataset_builders.storage.store import StorePath, local_dir
 from stages.shared.artifacts.quarantine import LeftOut, count_reasons
