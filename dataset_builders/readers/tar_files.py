@@ -20,7 +20,7 @@ import xxhash
 
 from dataset_builders.contracts.sample import SkipSample
 from dataset_builders.errors import InputError, in_ascii, one_line
-from dataset_builders.readers.row_files import open_at
+from dataset_builders.readers.source_files import open_at
 from dataset_builders.storage.store import StorePath, is_local
 
 _PART_ROWS = 512

@@ -7,12 +7,9 @@ from typing import Any
 
 from dataset_builders.errors import InputError
 from dataset_builders.readers.conversation import unread_of
-from dataset_builders.readers.csv_files import CSV_SUFFIXES
-from dataset_builders.readers.file_patterns import SourceFile, list_files
-from dataset_builders.readers.heldout_names import NO_CLASSES, heldout_globs, words_of
-from dataset_builders.readers.json_lines import JSON_SUFFIXES
-from dataset_builders.readers.row_files import may_hold_rows, subset_files
-from dataset_builders.readers.unread import IMAGE_SUFFIXES
+from dataset_builders.readers.parts import NO_CLASSES, heldout_globs, words_of
+from dataset_builders.readers.source_files import IMAGE_SUFFIXES, SourceFile, list_files, may_hold_rows, subset_files
+from dataset_builders.readers.text_files import CSV_SUFFIXES, JSON_SUFFIXES
 from dataset_builders.recognise.columns import CLASSIFY, DESCRIBE, find_columns, split_names
 from dataset_builders.recognise.exports import is_turns, of_columns, of_rows
 from dataset_builders.recognise.members import tar_options

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from dataset_builders.readers.heldout_names import SPLIT_NAMES, splits_of
-from dataset_builders.readers.parts import natural_order
-from dataset_builders.readers.unread import IMAGE_NAMES, looks_like_image
+from dataset_builders.readers.conversation import IMAGE_NAMES, looks_like_image
+from dataset_builders.readers.parts import SPLIT_NAMES, natural_order, splits_of
 
 DESCRIBE = "Describe the image."
 CLASSIFY = "What is in the image?"

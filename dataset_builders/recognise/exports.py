@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dataset_builders.readers.csv_files import CSV_SUFFIXES
-from dataset_builders.readers.image_refs import IMAGE_SUFFIXES
+from dataset_builders.readers.source_files import IMAGE_SUFFIXES
+from dataset_builders.readers.text_files import CSV_SUFFIXES
 from dataset_builders.recognise.columns import Columns, find_columns
 from dataset_builders.recognise.rewrite import Rewrite, literal, new_rows
 

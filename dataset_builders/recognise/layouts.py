@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path, PurePosixPath
 
-from dataset_builders.readers.csv_files import CSV_SUFFIXES
-from dataset_builders.readers.file_patterns import SourceFile
-from dataset_builders.readers.json_lines import JSON_SUFFIXES
+from dataset_builders.readers.source_files import SourceFile
+from dataset_builders.readers.text_files import CSV_SUFFIXES, JSON_SUFFIXES
 from dataset_builders.recognise.candidates import Survey
 from dataset_builders.recognise.peek import TABLE_SUFFIXES
 from dataset_builders.recognise.recognise import Recognised

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dataset_builders.readers.unread import IMAGE_SUFFIXES
+from dataset_builders.readers.source_files import IMAGE_SUFFIXES
 from dataset_builders.recognise.columns import CLASSIFY, DESCRIBE, find_columns
 
 _TEXTS = ("txt", "caption", "text", "cls")

@@ -6,10 +6,7 @@ from typing import Any
 
 from dataset_builders.contracts.sample import SkipSample
 from dataset_builders.errors import InputError
-from dataset_builders.readers.csv_files import CSV_SUFFIXES, csv_file_parts, csv_header, iter_csv_rows
-from dataset_builders.readers.file_patterns import SourceFile
-from dataset_builders.readers.json_lines import JSON_SUFFIXES, MAX_ROW_BYTES, iter_json_rows, json_file_parts
-from dataset_builders.readers.parts import SkippedRow
+from dataset_builders.readers.source_files import SourceFile
 from dataset_builders.readers.table_files import (
     ARROW_SUFFIXES,
     class_names,
@@ -19,6 +16,16 @@ from dataset_builders.readers.table_files import (
     value_of,
 )
 from dataset_builders.readers.tar_files import Group, iter_groups, list_group_spans
+from dataset_builders.readers.text_files import (
+    CSV_SUFFIXES,
+    JSON_SUFFIXES,
+    MAX_ROW_BYTES,
+    csv_file_parts,
+    csv_header,
+    iter_csv_rows,
+    iter_json_rows,
+    json_file_parts,
+)
 
 TABLE_SUFFIXES = (".parquet", *ARROW_SUFFIXES)
 ROW_SUFFIXES = (*TABLE_SUFFIXES, *CSV_SUFFIXES, *JSON_SUFFIXES)
@@ -33,7 +40,7 @@ def peek_rows(file: SourceFile) -> list[Mapping[str, Any]]:
         parts = csv_file_parts(file, "", csv_header(file.path)) if is_csv else json_file_parts(file, "")
         read = iter_csv_rows if is_csv else iter_json_rows
         rows = [row for _, row in itertools.islice(read(parts[0]), _ROWS)] if parts else []
-        records = [row for row in rows if not isinstance(row, SkippedRow)]
+        records = [row for row in rows if not isinstance(row, SkipSample)]
         if rows and not records:
             raise InputError(f"{file.name}: its first rows cannot be read; row 0: {rows[0].reason}: {rows[0].detail}")
         return records

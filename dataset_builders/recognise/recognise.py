@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dataset_builders.pictures.images import ImageLimits
-from dataset_builders.readers.heldout_names import words_of
+from dataset_builders.readers.parts import words_of
 from dataset_builders.recognise.candidates import Survey, survey
 from dataset_builders.recognise.reading import Reading
 from dataset_builders.recognise.trial import Trial, try_image_roots, try_reading

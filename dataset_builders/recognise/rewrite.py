@@ -12,13 +12,10 @@ from os.path import dirname, relpath
 from pathlib import PurePosixPath
 from typing import Any
 
-from dataset_builders.readers.csv_files import CSV_SUFFIXES, csv_header
-from dataset_builders.readers.file_patterns import SourceFile
-from dataset_builders.readers.heldout_names import HELDOUT, TRAIN, split_of, words_of
-from dataset_builders.readers.image_refs import IMAGE_SUFFIXES
-from dataset_builders.readers.json_lines import JSON_SUFFIXES, MAX_ROW_BYTES
-from dataset_builders.readers.row_files import open_at
+from dataset_builders.readers.parts import HELDOUT, TRAIN, split_of, words_of
+from dataset_builders.readers.source_files import IMAGE_SUFFIXES, SourceFile, open_at
 from dataset_builders.readers.table_files import ARROW_SUFFIXES
+from dataset_builders.readers.text_files import CSV_SUFFIXES, JSON_SUFFIXES, MAX_ROW_BYTES, csv_header
 from dataset_builders.recognise.columns import Columns, find_columns
 from dataset_builders.storage.store import is_local
 

@@ -37,13 +37,10 @@ from pydantic import Field
 from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Sample, SkipSample, Split
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.errors import InputError
-from dataset_builders.readers.file_patterns import SourceFile, list_files
-from dataset_builders.readers.heldout_names import splits_of
 from dataset_builders.readers.image_refs import ImageReader
-from dataset_builders.readers.parts import Builder, Part, SkippedRow
-from dataset_builders.readers.row_files import NUMBERED, choose_subsets
+from dataset_builders.readers.parts import Builder, Part, SkippedRow, splits_of
+from dataset_builders.readers.source_files import IMAGE_SUFFIXES, NUMBERED, SourceFile, choose_subsets, list_files
 from dataset_builders.readers.table_files import stripped
-from dataset_builders.readers.unread import IMAGE_SUFFIXES
 from dataset_builders.storage.store import StorePath
 
 _PART_ROWS = 512

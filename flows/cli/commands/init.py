@@ -8,7 +8,7 @@ from pathlib import Path
 from dataset_builders.contracts.sample import Sample
 from dataset_builders.errors import InputError, shown
 from dataset_builders.pictures.images import PILLOW_PIXEL_LIMIT, ImageLimits, preview_png
-from dataset_builders.readers.heldout_names import heldout_globs
+from dataset_builders.readers.parts import heldout_globs
 from dataset_builders.recognise.layouts import nearest_layout
 from dataset_builders.recognise.peek import ROW_SUFFIXES, TAR_SUFFIX
 from dataset_builders.recognise.recognise import recognise

@@ -260,7 +260,7 @@ def damaged_jpegs(rng: np.random.Generator) -> Iterator[bytes]:
 def test_the_check_is_pillows_verdict_but_for_named_damage(monkeypatch):
     files = list(damaged_jpegs(np.random.default_rng(1)))
     ours, warnings = [verdict(data) for data in files], []
-    monkeypatch.setattr(images.jpeg, "jpeg_warning", lambda *given: warnings.append(given) or "unknown")
+    monkeypatch.setattr(images, "_jpeg_warning", lambda *given: warnings.append(given) or "unknown")
     pillows = [verdict(data) for data in files]
     stricter = Counter(our for our, pillow in zip(ours, pillows) if our != pillow)
     assert set(stricter) == {"truncated_image", "decode_error"} and 100 < stricter.total() < 400, stricter

@@ -3,7 +3,7 @@
 import pytest
 
 from dataset_builders.errors import InputError
-from dataset_builders.sources.hub_subsets import HUB_SUBSETS
+from dataset_builders.sources.registry import HUB_SUBSETS
 from stages.shared.scoring.subsets import SUBSETS, check_overrides, metrics_of
 from stages.shared.scoring.table import METRICS, get_metric
 

@@ -1,22 +1,35 @@
-"""scikit-learn's bundled handwritten digits as raw rows in the_cauldron's schema: real, small, offline.
+"""Raw rows that installed packages hold, in the_cauldron's schema: real, small, offline.
 
-1,797 scans of 8 x 8 grey values become one PNG each, dark ink on white, smoothly enlarged to 32 to 160 pixels. A third
-of them are placed in one half of a sheet that is twice as wide or as high. A scan's bytes are the same in every row
-that shows it. There are four subsets, and a fifth that is empty unless it is requested:
+scikit-learn bundles handwritten digits. 1,797 scans of 8 x 8 grey values become one PNG each, dark ink on white,
+smoothly enlarged to 32 to 160 pixels. A third of them are placed in one half of a sheet that is twice as wide or as
+high. A scan's bytes are the same in every row that shows it. There are four subsets, and a fifth that is empty unless
+it is requested:
 
     digits_single   every scan once: one question, the answer is the digit            "Which digit is this?"  "7"
     digits_multi    some scans again, several questions each: a chat of several turns
     digits_compare  pairs of scans, each scan in at most one pair                     "Which is larger, ..."  "first"
     digits_text     no image                                                          "What is 3 plus 4?"     "7"
     digits_words    some scans again: a task that the other subsets do not teach      "Spell the digit."      "seven"
+
+The package `easy-vqa` holds pictures of 64 x 64 pixels, each with one coloured shape, and questions about them with 13
+different answers: 4,000 pictures with 38,575 questions to train on, and 1,000 with 9,673 questions to test on. A row is
+one picture with all its questions, in the schema of the_cauldron:
+
+    {"images": [{"bytes": b"\\x89PNG...", "path": None}],
+     "texts": [{"user": "what is the blue shape?", "assistant": "rectangle", "source": "easy-vqa"},
+               {"user": "is there a triangle in the image?", "assistant": "no", "source": "easy-vqa"}]}
 """
 
+import importlib
 import importlib.metadata
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
+from dataset_builders.errors import InputError
+from dataset_builders.known_version import installed_version
 from dataset_builders.pictures.images import enlarge_grey, grey_png
 
 NUM_SCANS = 1797
@@ -35,6 +48,9 @@ LARGER_QUESTION = "Which is larger, the first or the second?"
 BOTH_QUESTION = "Which digits are these?"
 WORD_QUESTION = "Spell the digit."
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+
+EASY_VQA_PACKAGE = "easy-vqa"
+EASY_VQA_SPLITS = ("train", "test")  # as the package has them
 
 _SIDES = (32, 40, 48, 56, 64, 80, 96, 128, 160)  # pixels
 _SIDE_SHARES = (0.16, 0.12, 0.20, 0.12, 0.22, 0.08, 0.06, 0.03, 0.01)
@@ -145,3 +161,33 @@ def _text_rows(count: int, rng: np.random.Generator) -> Iterator[Row]:
     pairs += [(f"Which is larger, {a} or {b}?", str(max(a, b))) for a in range(10) for b in range(10) if a != b]
     for index in rng.permutation(len(pairs))[:count]:
         yield _row([], [pairs[index]])
+
+
+def check_easy_vqa(version: str) -> None:
+    """Check that the package easy-vqa is installed in this version."""
+    found = installed_version(EASY_VQA_PACKAGE)
+    if found != version:
+        state = f"{found} is installed" if found else "it is not installed"
+        raise InputError(
+            f"data.kind=easy_vqa reads the package {EASY_VQA_PACKAGE} {version}, and {state}: "
+            "pip install -e '.[easy-vqa]'"
+        )
+
+
+def iter_easy_vqa_rows(split: str) -> Iterator[Row]:
+    """Yield the rows of a split in the order of the pictures' numbers; the questions of a picture keep their order."""
+    package = importlib.import_module("easy_vqa")  # it is optional
+    asked: dict[int, list[tuple[str, str]]] = {}
+    for question, answer, number in zip(*getattr(package, f"get_{split}_questions")()):
+        asked.setdefault(number, []).append((question, answer))
+    paths = getattr(package, f"get_{split}_image_paths")()
+    if sorted(paths) != sorted(asked) or sorted(paths) != list(range(len(paths))):
+        raise InputError(
+            f"the package {EASY_VQA_PACKAGE} in {Path(str(package.__file__)).parent} is incomplete: its {split} split "
+            f"has {len(paths)} pictures, and questions about {len(asked)}; install it again"
+        )
+    for number in sorted(paths):
+        texts = [
+            {"user": question, "assistant": answer, "source": EASY_VQA_PACKAGE} for question, answer in asked[number]
+        ]
+        yield {"images": [{"bytes": Path(paths[number]).read_bytes(), "path": None}], "texts": texts}
