@@ -217,7 +217,10 @@ def _skipping(data: bytes) -> Iterator[None]:
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise SkipSample("bomb", str(error)) from None
     except Exception as error:
-        raise _undecodable(data, error) from None
+        text = one_line(error) or type(error).__name__
+        text = text if not text.startswith("cannot identify image file") else "no image format that is read here"
+        reason = "truncated_image" if "truncated" in text.lower() or _is_cut(data) else "decode_error"
+        raise SkipSample(reason, f"{len(data)} bytes: {text}") from None
 
 
 def _check_pixels(image: Image.Image, data: bytes) -> int:
@@ -291,13 +294,6 @@ def _flatten(image: Image.Image) -> Image.Image:
         return Image.fromarray(grey).convert("RGB")
     white = Image.new("RGBA", image.size, (255, 255, 255, 255))
     return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
-
-
-def _undecodable(data: bytes, error: Exception) -> SkipSample:
-    text = one_line(error) or type(error).__name__
-    text = text if not text.startswith("cannot identify image file") else "no image format that is read here"
-    reason = "truncated_image" if "truncated" in text.lower() or _is_cut(data) else "decode_error"
-    return SkipSample(reason, f"{len(data)} bytes: {text}")
 
 
 def _is_cut(data: bytes) -> bool:

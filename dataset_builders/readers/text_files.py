@@ -74,9 +74,11 @@ def json_file_parts(file: SourceFile, subset: str) -> list[Part]:
         raise InputError(
             f"{file.path} is one object over several lines; `{command}` says how its rows are written alone"
         )
-    return span_parts(
-        file, subset, _array_spans(file.path) if _is_array(file.path) else _spans(0, _line_ends(file.path))
-    )
+    if not _is_array(file.path):
+        return span_parts(file, subset, _spans(0, _line_ends(file.path)))
+    with open_at(file.path) as stream:
+        window = _Window(file.path, stream, 0, _BORDERS)
+        return span_parts(file, subset, _spans(window.open_array(), window.ends()))
 
 
 def iter_json_rows(part: Part, rows: Container[int] | None = None) -> Iterator[tuple[int, dict[str, Any] | SkipSample]]:
@@ -133,7 +135,9 @@ def csv_header(path: StorePath) -> CsvHeader:
 
 def csv_file_parts(file: SourceFile, subset: str, header: CsvHeader) -> list[Part]:
     """Return the parts of one file, each of about 512 rows or 64 MiB. The file's first row is number 0."""
-    return span_parts(file, subset, _csv_spans(file.path, header))
+    with open_at(file.path, header.end) as stream:
+        records = _Records(file.path, stream, header.end, header.delimiter)
+        return span_parts(file, subset, _spans(header.end, ((records.byte, True) for _ in records)))
 
 
 def iter_csv_rows(part: Part, rows: Container[int] | None = None) -> Iterator[tuple[int, dict[str, str] | SkipSample]]:
@@ -232,12 +236,6 @@ def _line_value(line: bytes, size: int) -> Any:
         return SkipSample("json_parse_error", f"not UTF-8: {error.reason} at byte {error.start} of the line")
     except SkipSample as skip:
         return skip
-
-
-def _array_spans(path: StorePath) -> Iterator[Span]:
-    with open_at(path) as file:
-        window = _Window(path, file, 0, _BORDERS)
-        yield from _spans(window.open_array(), window.ends())
 
 
 def _iter_array(part: Part, rows: Container[int] | None) -> Iterator[tuple[int, Any]]:
@@ -343,12 +341,6 @@ class _Window:
 
     def _broken(self, what: str) -> InputError:
         return InputError(f"{self.path} {what}, at byte {self.byte}; mend it, or convert it to one object per line")
-
-
-def _csv_spans(path: StorePath, header: CsvHeader) -> Iterator[Span]:
-    with open_at(path, header.end) as file:
-        records = _Records(path, file, header.end, header.delimiter)
-        yield from _spans(header.end, ((records.byte, True) for _ in records))
 
 
 def _fault(cells: Sequence[str] | csv.Error, columns: Sequence[str], num_lines: int) -> str:
