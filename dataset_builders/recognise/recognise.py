@@ -283,7 +283,7 @@ def _row_readings(source: StorePath, files: Sequence[SourceFile], problems: list
         reading = next((each for _, each in found if isinstance(each, Reading)), None)
         faults = [(file, each) for file, each in found if isinstance(each, str)]
         if reading is not None:  # what no command makes rows of is a leftover beside them
-            boxes = [each for each in rewrites if not each.files]
+            boxes = [each for each in rewrites if not each.form]
             faults += [(file, f"{file.name}: {each.what}") for each in boxes for file in rewrites.pop(each)]
         if faults:
             problems.append(faults[0][1] + ("" if reading is None else move_away([file for file, _ in faults])))
