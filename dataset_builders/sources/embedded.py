@@ -73,11 +73,17 @@ class DigitCounts:
 
 def iter_digit_rows(seed: int, counts: DigitCounts) -> Iterator[tuple[str, Row]]:
     """Yield (subset, row) in order of the subsets; the rows are the same for the same seed and counts."""
-    table = np.loadtxt(_bundled_file(), delimiter=",")[: counts.scans]
+    # Rows of 64 grey values, 0 to 16, and the digit. scikit-learn's load_digits would first import SciPy, which takes
+    # seconds.
+    bundled = importlib.metadata.distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz")
+    table = np.loadtxt(str(bundled), delimiter=",")[: counts.scans]
     scans, labels = table[:, :-1].reshape(-1, 8, 8), [int(label) for label in table[:, -1]]
     rng = np.random.default_rng([seed, 0])
     images = [_scan_png(scan, rng) for scan in scans]
-    yield from (("digits_single", row) for row in _single_rows(images, labels, _rng(seed, 1)))
+    of_single = _rng(seed, 1)
+    for image, label in zip(images, labels):
+        question = SINGLE_QUESTIONS[of_single.integers(len(SINGLE_QUESTIONS))]
+        yield "digits_single", _row([image], [(question, str(label))])
     yield from (("digits_multi", row) for row in _multi_rows(images, labels, counts.multi, _rng(seed, 2)))
     yield from (("digits_compare", row) for row in _compare_rows(images, labels, counts.pairs, _rng(seed, 3)))
     yield from (("digits_text", row) for row in _text_rows(counts.texts, _rng(seed, 4)))
@@ -90,31 +96,20 @@ def _rng(seed: int, stream: int) -> np.random.Generator:
     return np.random.default_rng([seed, stream])
 
 
-def _bundled_file() -> str:
-    """Return the path of scikit-learn's file: rows of 64 grey values, 0 to 16, and the digit."""
-    # scikit-learn's load_digits would first import SciPy, which takes seconds.
-    return str(importlib.metadata.distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz"))
-
-
 def _scan_png(scan: np.ndarray, rng: np.random.Generator) -> bytes:
     """Convert (8, 8) floats from 0 to 16, where 16 is ink, to a grey PNG of a random size."""
     side = int(rng.choice(_SIDES, p=_SIDE_SHARES))
     ink = np.round(_PAPER - scan * (_PAPER / 16)).astype(np.uint8)
     picture = enlarge_grey(np.pad(ink, 1, constant_values=_PAPER), side, side)  # the scans touch their border
     if rng.random() < _LONGER_SHARE:
-        picture = _on_longer_sheet(picture, rng)
+        # In one half of a sheet that is exactly twice as long along one axis. A half, and no arbitrary offset: the
+        # default model trains on 1,500 scans in a minute, which is too few for arbitrary offsets (0.88 instead of 0.98
+        # of the held-out digits are right).
+        before = side * int(rng.integers(2))
+        margins = [(0, 0), (0, 0)]
+        margins[int(rng.integers(2))] = (before, side - before)
+        picture = np.pad(picture, margins, constant_values=_PAPER)
     return grey_png(picture)
-
-
-def _on_longer_sheet(picture: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Return the image in one half of a sheet that is exactly twice as long along one axis."""
-    # A half, and no arbitrary offset: the default model trains on 1,500 scans in a minute, which is too few for
-    # arbitrary offsets (0.88 instead of 0.98 of the held-out digits are right).
-    side = len(picture)
-    before = side * int(rng.integers(2))
-    margins = [(0, 0), (0, 0)]
-    margins[int(rng.integers(2))] = (before, side - before)
-    return np.pad(picture, margins, constant_values=_PAPER)
 
 
 def _row(images: list[bytes], pairs: list[tuple[str, str]]) -> Row:
@@ -122,11 +117,6 @@ def _row(images: list[bytes], pairs: list[tuple[str, str]]) -> Row:
         "images": [{"bytes": image, "path": None} for image in images],
         "texts": [{"user": question, "assistant": answer, "source": "digits"} for question, answer in pairs],
     }
-
-
-def _single_rows(images: list[bytes], labels: list[int], rng: np.random.Generator) -> Iterator[Row]:
-    for image, label in zip(images, labels):
-        yield _row([image], [(SINGLE_QUESTIONS[rng.integers(len(SINGLE_QUESTIONS))], str(label))])
 
 
 def _multi_rows(images: list[bytes], labels: list[int], count: int, rng: np.random.Generator) -> Iterator[Row]:

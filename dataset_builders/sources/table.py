@@ -284,7 +284,11 @@ def _check_schema(path: StorePath, schema: pa.Schema, options: TableOptions) -> 
     _check_columns(path, schema.names, options)
     for columns, is_readable, kinds in (
         (_image_columns(options), _is_image, "bytes, a struct {bytes, path}, text, or a list of one of them"),
-        (_answer_columns(options), _is_answer, "text, numbers, true and false, or a list of them"),
+        (
+            _answer_columns(options),
+            lambda kind: _is_value(item_kind(kind) or kind),
+            "text, numbers, true and false, or a list of them",
+        ),
         (_value_columns(options), _is_value, "text, numbers, or true and false"),
     ):
         for column in columns:
@@ -299,10 +303,6 @@ def _is_image(kind: pa.DataType) -> bool:
         has_bytes = "bytes" in fields and is_bytes(fields["bytes"])
         return has_bytes or ("path" in fields and is_text(fields["path"]))
     return is_bytes(kind) or is_text(kind) or pa.types.is_null(kind)
-
-
-def _is_answer(kind: pa.DataType) -> bool:
-    return _is_value(item_kind(kind) or kind)
 
 
 def _is_value(kind: pa.DataType) -> bool:
