@@ -28,7 +28,7 @@ ALLOWED = {
     "dataset_builders": (),
     "trainer": (
         *(CONTRACTS, "dataset_builders.errors", "dataset_builders.storage"),
-        *("dataset_builders.known_version", "dataset_builders.pictures.pixel_codecs"),
+        *("dataset_builders.known_version", "dataset_builders.pictures.pixels"),
     ),
     "stages": ("dataset_builders", *TRAINER_FACE),
     "flows": ("stages", "dataset_builders", *TRAINER_FACE),
@@ -50,11 +50,11 @@ IMPORTERS = {
     "transformers": ("stages.",),
     "webdataset": ("dataset_builders.contracts.shard_io",),
     "PIL": (
-        *("dataset_builders.pictures.images", "dataset_builders.pictures.jpeg", "dataset_builders.pictures.pixels"),
+        *("dataset_builders.pictures.images", "dataset_builders.pictures.pixels"),
         *("stages.shared.chat_format.images", "stages.contamination.second_look"),
         *("stages.release.mlflow_model", "stages.verify.loaders"),  # run where there is no athanor
     ),
-    "simplejpeg": ("dataset_builders.pictures.jpeg",),
+    "simplejpeg": ("dataset_builders.pictures.images",),
 }
 # The modules that may use private parts of libraries, or replace parts; each checks the version of its library.
 PRIVATE_PARTS = ("flows.libraries", "flows.service.mlflow_app", "trainer.libraries", "trainer.layers.modules.engine")

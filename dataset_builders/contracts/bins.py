@@ -8,11 +8,13 @@ column `samples` is a list whose offsets give the start of each bin's samples. T
 each bin. A sample's row holds its shard, offset and size, so a reader needs only the plan and the shards.
 
 Bin numbers of a split start at 0 and run through all its epochs. If training takes more epochs than are planned, the
-planned epochs are repeated.
+planned epochs are repeated. `KeyedPermutation` is the order in which partitions and trainings take them.
 """
 
 import bisect
+import hashlib
 import itertools
+import math
 import mmap
 import threading
 from collections.abc import Sequence
@@ -35,6 +37,9 @@ from dataset_builders.storage.store import StorePath, local_copy, make_dir
 FORMAT_VERSION = 2
 BINS = "bins.json"
 _FOLDER = "bins"
+_ROUNDS = 8  # four rounds suffice for few queries (Luby and Rackoff); small halves need more
+_FIRST_FACTOR, _SECOND_FACTOR = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_MAX_SIZE = 1 << 62  # the largest size for which a * b fits into 64 bits
 # Repeated texts are stored once, in a dictionary. The split is not a column: it is a property of the partition.
 _REPEATED = {"subset", "shard"}
 _SAMPLE = pa.struct(
@@ -115,7 +120,10 @@ def write_bin_partition(
     sums = [np.diff(starts, append=len(bins)), *(np.add.reduceat(columns[name], starts) for name in SIZES)]
     sums.append(np.add.reduceat(columns["num_tokens"] ** 2, starts))
     squares = np.where(columns["num_images"] > 0, columns["num_patches"] ** 2 / columns["num_images"].clip(min=1), 0.0)
-    sums.append(_sums_in_order(squares, starts))
+    # Not reduceat, which adds floats in another order on other machines: add.at adds from left to right.
+    squares_of_bins = np.zeros(len(starts))
+    np.add.at(squares_of_bins, bins, squares)
+    sums.append(squares_of_bins)
     arrays = [rows[field.name].combine_chunks() for field in _SAMPLE]
     arrays = [a.dictionary_encode() if f.name in _REPEATED else a for f, a in zip(_SAMPLE, arrays)]
     offsets = pa.array(np.append(starts, len(bins)), pa.int32())
@@ -141,16 +149,9 @@ def write_bin_partition(
     )
 
 
-def _sums_in_order(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Return the (m,) sums of `values` between starts, added from left to right: the same bits on every machine."""
-    sums = np.zeros(len(starts))
-    np.add.at(sums, np.repeat(np.arange(len(starts)), np.diff(starts, append=len(values))), values)
-    return sums
-
-
 def write_bins(directory: StorePath, partitions: Sequence[BinPartition]) -> None:
     """Write bins.json from the entries of all partitions, in order, and number their bins. This completes the plan."""
-    counts = {"train": 0, "heldout": 0}
+    counts = dict.fromkeys(SPLITS, 0)
     numbered = []
     for partition in partitions:
         numbered.append(partition.model_copy(update={"first_bin": counts[partition.split]}))
@@ -164,17 +165,12 @@ def read_bins(directory: StorePath, split: Split) -> "BinPlan":
     if not path.is_file():
         raise InputError(f"{directory} has no {BINS}: it is not a plan of this version; run the plan_bins stage again")
     partitions = read_format(path, BinsFile, FORMAT_VERSION, "plan_bins").partitions
-    _check_numbers(path, partitions)
-    return BinPlan(directory, [partition for partition in partitions if partition.split == split])
-
-
-def _check_numbers(path: StorePath, partitions: Sequence[BinPartition]) -> None:
-    """Check that the bins of each split are numbered without a gap; a missing or changed entry leaves a gap."""
     counts = dict.fromkeys(SPLITS, 0)
-    for partition in partitions:
+    for partition in partitions:  # a missing or changed entry leaves a gap in the numbers
         if partition.first_bin != counts[partition.split]:
             raise damaged(path, f"is damaged: {partition.name} does not begin with bin {counts[partition.split]}")
         counts[partition.split] += partition.num_bins
+    return BinPlan(directory, [partition for partition in partitions if partition.split == split])
 
 
 class BinPlan(Sequence[Bin]):
@@ -256,3 +252,49 @@ class _OpenPartition:
         sums = self._sums[numbers]
         self._map.madvise(mmap.MADV_DONTNEED)
         return sums
+
+
+class KeyedPermutation:
+    """One of the permutations of [0, size), chosen by a key of integers and texts. It is computed, not stored: each
+    index costs the same, however large the size is.
+
+    It is a Feistel network (Luby and Rackoff 1988, "How to construct pseudorandom permutations from pseudorandom
+    functions") over pairs (left, right) with left < a, right < b and a * b >= n; the halves are added modulo a and b. A
+    result of n or more passes through the network again until it is below n. Both methods are from Black and Rogaway
+    2002, "Ciphers with arbitrary finite domains" (generalized Feistel cipher, cycle walking). The round function is the
+    finalizer of SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators"). All
+    arithmetic is on 64-bit integers, so every machine gives the same result.
+    """
+
+    def __init__(self, size: int, key: Sequence[int | str]) -> None:
+        if not 1 <= size <= _MAX_SIZE:
+            raise ValueError(f"a permutation of {size} values; it must be 1 to {_MAX_SIZE}")
+        self.size = size
+        left = math.isqrt(size - 1) + 1  # square root, rounded up
+        self._left, self._right = np.uint64(left), np.uint64(-(-size // left))
+        digest = hashlib.shake_256(repr([size, *key]).encode()).digest(8 * _ROUNDS)
+        self._keys = np.frombuffer(digest, "<u8")
+
+    def __call__(self, places: np.ndarray) -> np.ndarray:
+        """Return the values of the permutation, (m,) int64, at (m,) indices; both are in [0, size)."""
+        values = self._network(np.asarray(places).astype(np.uint64))
+        limit = np.uint64(self.size)
+        # It ends: the network is a permutation too, so a walk from a value below the limit comes back below it.
+        while len(outside := np.flatnonzero(values >= limit)):
+            values[outside] = self._network(values[outside])
+        return values.astype(np.int64)
+
+    def _network(self, values: np.ndarray) -> np.ndarray:
+        left, right = values // self._right, values % self._right
+        for round_number, key in enumerate(self._keys):
+            if round_number % 2:
+                right = (right + _mix(left + key) % self._right) % self._right
+            else:
+                left = (left + _mix(right + key) % self._left) % self._left
+        return left * self._right + right
+
+
+def _mix(values: np.ndarray) -> np.ndarray:
+    values = (values ^ (values >> np.uint64(30))) * _FIRST_FACTOR
+    values = (values ^ (values >> np.uint64(27))) * _SECOND_FACTOR
+    return values ^ (values >> np.uint64(31))

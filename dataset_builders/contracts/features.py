@@ -19,8 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from dataset_builders.contracts.feature_store import read_feature_store
-from dataset_builders.contracts.manifest import Manifest, load_manifest
+from dataset_builders.contracts.manifest import Manifest, load_manifest, read_feature_store
 from dataset_builders.contracts.shard_io import read_record
 from dataset_builders.errors import damaged
 from dataset_builders.storage.files import atomic_path
@@ -105,7 +104,7 @@ class FeatureShards:
         manifest: Manifest = load_manifest(directory)
         self.store = read_feature_store(directory, manifest.stats)
         self._dir, self._sha256 = directory, {file.name: file.sha256 for file in manifest.files}
-        self._samples = lru_cache(_TABLES_OPEN)(self._open_samples)
+        self._samples = lru_cache(_TABLES_OPEN)(lambda shard: self._open(samples_name(shard)))
         self._index = lru_cache(_TABLES_OPEN)(self._open_index)
 
     def places(self, shard: str, offset: int, num_images: int) -> list[FeaturePlace]:
@@ -134,9 +133,6 @@ class FeatureShards:
         if len(data) != tokens * self.store.token_bytes:
             raise damaged(path, f"holds {len(data)} bytes of image {place.row}, which has {tokens} tokens")
         return data
-
-    def _open_samples(self, shard: str) -> pa.RecordBatch:
-        return self._open(samples_name(shard))
 
     def _open_index(self, number: int) -> dict[str, np.ndarray]:
         table = self._open(index_name(number))

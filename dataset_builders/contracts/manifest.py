@@ -1,8 +1,16 @@
-"""manifest.json: written last into an artifact's directory, so its presence shows that the artifact is complete."""
+"""manifest.json and the fingerprint of an artifact.
 
+The manifest is written last into an artifact's directory, so its presence shows that the artifact is complete. The
+fingerprint, 16 hex digits, identifies an artifact by its inputs. This module loads no array library, so that a recipe
+check can import it; the header of stored image features is here for that reason.
+"""
+
+import dataclasses
 import hashlib
 import json
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 
@@ -115,3 +123,67 @@ def read_format(
 
 def _digest(fields: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+FeatureType = Literal["bfloat16", "float32"]
+ITEM_BYTES: dict[FeatureType, int] = {"bfloat16": 2, "float32": 4}
+
+
+class FeatureStore(StrictModel):
+    """The storage format of an artifact's image features: stats["features"] of its manifest."""
+
+    format_version: Literal[1] = 1
+    dtype: FeatureType = Field(description="type of the numbers")
+    width: int = Field(gt=0, description="numbers of an image token: its own, then those of each deepstack level")
+
+    @property
+    def token_bytes(self) -> int:
+        return self.width * ITEM_BYTES[self.dtype]
+
+
+def read_feature_store(directory: StorePath, stats: Mapping[str, Any]) -> FeatureStore:
+    """Return the `FeatureStore` of an artifact, from its manifest's stats."""
+    try:
+        return FeatureStore.model_validate(stats.get("features"))
+    except ValidationError as error:
+        raise InputError(
+            f"{directory / MANIFEST}: stats.features is not of format_version 1, which this code reads; give "
+            "features_dir an artifact of the encode_images stage"
+        ) from error
+
+
+def canonical_json(value: object) -> str:
+    """Return the value as JSON with sorted keys and no spaces; the text is the same in every process."""
+
+    def encode(item: object) -> object:
+        if dataclasses.is_dataclass(item) and not isinstance(item, type):
+            return {f.name: getattr(item, f.name) for f in dataclasses.fields(item)}
+        if isinstance(item, PurePath):
+            return str(item)
+        # A callable or a default repr would put an address in memory into the text.
+        raise TypeError(f"cannot fingerprint a {type(item).__name__}; use a str, number, list, mapping or dataclass")
+
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False, default=encode)
+
+
+def fingerprint(value: object) -> str:
+    """Return 16 hex digits of the SHA-256 of the value's canonical JSON."""
+    return hashlib.sha256(canonical_json(value).encode()).hexdigest()[:16]
+
+
+def describe_drift(old: Mapping[str, object], new: Mapping[str, object]) -> str:
+    """Describe how two nested mappings differ, by dotted field: `optim.lr: 0.001 -> 0.002; seed: 1 -> 2`."""
+    before, after = flatten(old), flatten(new)
+    changed = sorted(k for k in before.keys() | after.keys() if before.get(k, None) != after.get(k, None))
+    return "; ".join(f"{k}: {before.get(k, 'absent')!r} -> {after.get(k, 'absent')!r}" for k in changed)
+
+
+def flatten(value: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    """Return a nested mapping as one level of dotted keys; lists stay values."""
+    flat: dict[str, object] = {}
+    for key, item in value.items():
+        if isinstance(item, Mapping) and item:
+            flat |= flatten(item, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = item
+    return flat

@@ -1,8 +1,17 @@
-"""Sample: one conversation with its encoded images, in one form for every source dataset."""
+"""Sample: one conversation with its encoded images, in one form for every source dataset, and its record in a shard.
+
+train/shard-00000.tar
+    ai2d/00001234.json    {"messages": [{"role", "text", "is_learnt", "reasoning", "references"}],
+                           "images": [{"name", "sha256"}], "digest"}
+    ai2d/00001234.0.png   the original bytes, untouched
+
+`is_learnt` is written only if it is false; `reasoning` and `references` are written only if they are not empty.
+"""
 
 import hashlib
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,6 +23,8 @@ _KEY = re.compile(r"[A-Za-z0-9_-]+/[0-9]{8,}(-[0-9]+)?")
 _TURN = re.compile(r"-t[0-9]+$")
 _CONTROL_CHARS = re.compile(r"[\x00-\x08\x0b-\x1f]")  # every control character except tab and newline
 _SURROGATES = re.compile(r"[\ud800-\udfff]")  # JSON can contain a lone surrogate; UTF-8 cannot
+# The first bytes of an image -> the suffix of its member; WebP has its mark at byte 8.
+_MAGIC = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpg", b"GIF8": "gif", b"II*\x00": "tif", b"MM\x00*": "tif", b"BM": "bmp"}
 # What other tools replace by an image or a place in it. A model would be trained on these letters.
 _PLACEHOLDER = re.compile(
     r"<\|?/?(?:image|img|picture|video|audio)s?(?:[ _-]?(?:\d+|here|placeholder|pad|token|context|soft[ _]token))?\|?>"
@@ -148,3 +159,43 @@ def _check_text(message: Message) -> None:
         if message.role == "assistant":
             raise SkipSample("empty_target", "an assistant turn is empty")
         raise SkipSample("empty_prompt", f"a {message.role} turn is empty")
+
+
+def to_fields(sample: Sample, digests: Sequence[str] | None = None) -> dict[str, bytes]:
+    """Return field name -> bytes. A field name is the member's name without the key and the dot after it. A caller that
+    has `image_digests(sample)` gives them."""
+    digests = image_digests(sample) if digests is None else digests
+    names = [f"{i}.{_extension(image)}" for i, image in enumerate(sample.images)]
+    messages: list[dict[str, object]] = []
+    for message in sample.messages:
+        messages.append({"role": message.role, "text": message.text})
+        if not message.is_learnt:
+            messages[-1]["is_learnt"] = False
+        if message.reasoning:
+            messages[-1]["reasoning"] = message.reasoning
+        if message.references:
+            messages[-1]["references"] = list(message.references)
+    record = {
+        "messages": messages,
+        "images": [{"name": name, "sha256": digest} for name, digest in zip(names, digests, strict=True)],
+        "digest": sample.digest(digests),
+    }
+    text = json.dumps(record, ensure_ascii=False, sort_keys=True)
+    return {"json": text.encode(), **dict(zip(names, sample.images))}
+
+
+def from_fields(key: str, fields: Mapping[str, bytes | memoryview]) -> Sample:
+    """Return the sample of these fields. Inverse of `to_fields`."""
+    record = json.loads(bytes(fields["json"]))
+    messages = [{**message, "references": tuple(message.get("references", ()))} for message in record["messages"]]
+    return Sample(
+        key=key,
+        messages=tuple(Message(**message) for message in messages),
+        images=tuple(bytes(fields[image["name"]]) for image in record["images"]),
+    )
+
+
+def _extension(image: bytes) -> str:
+    if image[:4] == b"RIFF" and image[8:12] == b"WEBP":
+        return "webp"
+    return next((ext for magic, ext in _MAGIC.items() if image.startswith(magic)), "bin")

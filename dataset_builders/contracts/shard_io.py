@@ -161,18 +161,15 @@ def iter_records(path: StorePath, entry: ShardEntry | None = None) -> Iterator[t
     The SHA-256 of `entry` is compared before the first sample is returned, its number of samples after the last one.
     """
     # Not a generator function: the file is compared at the call, not at the first sample.
-    return ((key, fields) for key, _, _, fields in _iter_shard(path, _checked_copy(path, entry), entry))
+    copy = local_copy(path, None if entry is None else entry.sha256)
+    return ((key, fields) for key, _, _, fields in _iter_shard(path, copy, entry))
 
 
 def iter_located(path: StorePath, entry: ShardEntry) -> Iterator[tuple[RecordRange, dict[str, bytes]]]:
     """Yield byte range, for `read_record`, and fields of every sample in a shard, in order. See `iter_records`."""
-    copy = _checked_copy(path, entry)
+    copy = local_copy(path, entry.sha256)
     for key, offset, size, fields in _iter_shard(path, copy, entry):
         yield RecordRange(key, offset, size, xxhash.xxh3_64_intdigest(read_range(copy, offset, size))), fields
-
-
-def _checked_copy(path: StorePath, entry: ShardEntry | None) -> Path:
-    return local_copy(path, None if entry is None else entry.sha256)
 
 
 def _opened(path: StorePath, copy: Path) -> BinaryIO:

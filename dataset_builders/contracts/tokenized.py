@@ -5,7 +5,7 @@
     manifest.json            stats["pixels"] is a `PixelStore`: how the pixels are stored and how they were scaled
 
 Arrays are little endian, C order. The normalised `pixel_values` of the HF processor depend only on the patches (see
-`PatchFormat`). A record is decoded by `dataset_builders.pictures.pixel_codecs`.
+`PatchFormat`). A record is decoded by `dataset_builders.pictures.pixels`.
 """
 
 from collections.abc import Iterator, Mapping

@@ -7,21 +7,23 @@
 
 EXIF orientation is applied; an image with a broken EXIF block keeps its stored orientation.
 
-Pillow identifies the format, and decodes every image that `jpeg.py` does not.
+Pillow identifies the format. simplejpeg decodes most JPEG files, faster and to the same bits, because both use
+libjpeg-turbo with its exact integer transform. It also reports damage that Pillow does not.
 """
 
 import contextlib
 import io
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import simplejpeg
 from PIL import Image
 
 from dataset_builders.contracts.sample import SkipSample
 from dataset_builders.errors import one_line
-from dataset_builders.pictures import jpeg
 
 PILLOW_PIXEL_LIMIT = 89_478_485  # Pillow's own guard warns above this number, and raises at twice the number
 _BLOCK_PIXELS = 1 << 20  # pixels whose transparency is composited on white at a time
@@ -41,6 +43,32 @@ _TRANSPOSE = {
     6: Image.Transpose.ROTATE_270,
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
+}
+
+
+_JPEG_FORMATS = ("JPEG", "MPO")  # Pillow's names; MPO: a JPEG with further images after it, as phones write them
+# Every scan of a progressive file passes over all pixels (0.6 ns per pixel), however few bytes the scan has. Encoders
+# write about 10 scans. 100 is also libtiff's limit for JPEG inside TIFF; together the two limits bound the decoding
+# time of an image of any size.
+MAX_SCANS = 100
+MAX_SCAN_PIXELS = 1 << 31  # scans * width * height: 24 scans of Pillow's largest image
+
+# Files that simplejpeg decodes to Pillow's bits (tests/dataset_builders/pictures/test_pixels.py): baseline and
+# progressive frames of grey, or of three components with these sampling factors. Not: four components (CMYK, YCCK).
+_PLAIN_FRAMES = (0xC0, 0xC1, 0xC2)
+_SEQUENTIAL_FRAMES = (0xC0, 0xC1)
+_SAMPLINGS = {((1, 1),), *(((h, v), (1, 1), (1, 1)) for h, v in ((1, 1), (2, 1), (2, 2), (1, 2), (4, 1)))}
+_START_OF_SCAN = b"\xff\xda"
+# The next marker as libjpeg-turbo finds it: not a stuffed zero, a fill byte, a restart, or a code without a meaning.
+_JPEG_MARKER = re.compile(rb"\xff[\xc0-\xcf\xd8-\xfe]")
+_WITHOUT_LENGTH, _END_OF_IMAGE = 0xD8, 0xD9
+# libjpeg-turbo's warnings of missing or undecodable pixel data -> the skip reason. Its other warnings (excess bytes
+# before a marker, an unknown JFIF version, scan parameters) occur in files with complete images and are ignored.
+_JPEG_DAMAGE = {
+    "premature end": "truncated_image",  # in a scan's data, or the file has no end mark
+    "bad Huffman code": "decode_error",
+    "bad arithmetic code": "decode_error",
+    "instead of RST": "decode_error",  # a restart interval is missing
 }
 
 
@@ -102,11 +130,11 @@ def read_rgb(data: bytes, whole: bool = False) -> np.ndarray:
     With `whole` a JPEG with damaged pixel data is refused, as by `check_image`; else the data that are left are read.
     """
     image = _open(data)
-    pixels = jpeg.decode_jpeg(image, data)
+    pixels = decode_jpeg(image, data)
     if pixels is None:
         rgb = np.asarray(open_rgb(data))
-        if whole and image.format in jpeg.FORMATS:
-            jpeg.refuse_damage(jpeg.jpeg_warning(image, data))
+        if whole and image.format in _JPEG_FORMATS:
+            _refuse_damage(_jpeg_warning(image, data))
         return rgb
     orientation = _orientation(image)
     if orientation in _TRANSPOSE:
@@ -163,8 +191,8 @@ def _open(data: bytes) -> Image.Image:
         raise SkipSample("empty", "the image has zero bytes")
     with _skipping(data):
         image = Image.open(io.BytesIO(data), formats=_FORMATS)
-    if image.format in jpeg.FORMATS:
-        jpeg.check_scans(data, *image.size)
+    if image.format in _JPEG_FORMATS:
+        _check_scans(data, *image.size)
     # In the PNG's header chunk, byte 24 is the depth of a channel in bits and byte 25 the colour type.
     if image.format == "PNG" and "transparency" in image.info:
         image.info["transparency"] = _as_decoded(image.info["transparency"], depth=data[24], is_grey=data[25] == 0)
@@ -189,16 +217,19 @@ def _skipping(data: bytes) -> Iterator[None]:
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise SkipSample("bomb", str(error)) from None
     except Exception as error:
-        raise _undecodable(data, error) from None
+        text = one_line(error) or type(error).__name__
+        text = text if not text.startswith("cannot identify image file") else "no image format that is read here"
+        reason = "truncated_image" if "truncated" in text.lower() or _is_cut(data) else "decode_error"
+        raise SkipSample(reason, f"{len(data)} bytes: {text}") from None
 
 
 def _check_pixels(image: Image.Image, data: bytes) -> int:
     """Decode every coded bit; return the EXIF orientation."""
-    warning = jpeg.jpeg_warning(image, data) if image.format in jpeg.FORMATS else ""
-    if not warning and jpeg.is_plain_jpeg(image, data):
+    warning = _jpeg_warning(image, data) if image.format in _JPEG_FORMATS else ""
+    if not warning and _is_plain_jpeg(image, data):
         return _orientation(image)
     orientation = _load(image, data)
-    jpeg.refuse_damage(warning)
+    _refuse_damage(warning)
     return orientation
 
 
@@ -265,16 +296,99 @@ def _flatten(image: Image.Image) -> Image.Image:
     return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
 
 
-def _undecodable(data: bytes, error: Exception) -> SkipSample:
-    text = one_line(error) or type(error).__name__
-    text = text if not text.startswith("cannot identify image file") else "no image format that is read here"
-    reason = "truncated_image" if "truncated" in text.lower() or _is_cut(data) else "decode_error"
-    return SkipSample(reason, f"{len(data)} bytes: {text}")
-
-
 def _is_cut(data: bytes) -> bool:
     """Whether the bytes start like a known format but lack its end."""
     if data[:4] == b"RIFF":
         return len(data) < 8 + int.from_bytes(data[4:8], "little")
     ending = next((end for magic, end in _ENDINGS.items() if data.startswith(magic)), b"")
     return ending not in data[-64 if len(ending) > 1 else -1 :]  # cameras and servers append a few bytes after the end
+
+
+class _JpegHead(NamedTuple):
+    """Facts from a JPEG file's headers up to its first scan."""
+
+    frame: int  # the frame header's marker, 0xC0 to 0xCF (ITU T.81, table B.1); 0 if there is none
+    num_components: int  # of the frame
+    num_in_scan: int  # components in the first scan
+
+
+def _check_scans(data: bytes, width: int, height: int) -> None:
+    """Raise SkipSample (bomb) for a JPEG with more scans than an image of this size may have. Nothing is decoded."""
+    head = _read_jpeg_head(data)
+    if head.frame in _SEQUENTIAL_FRAMES and head.num_in_scan == head.num_components:
+        return  # one scan with all components interleaved: libjpeg-turbo refuses a second scan
+    limit = min(MAX_SCANS, MAX_SCAN_PIXELS // (width * height))
+    if data.count(_START_OF_SCAN) > limit and _count_scans(data) > limit:
+        raise SkipSample("bomb", f"a JPEG of {_count_scans(data)} scans, the limit is {limit} at {width} x {height}")
+
+
+def decode_jpeg(image: Image.Image, data: bytes) -> np.ndarray | None:
+    """Decode the stored pixels to (height, width, 3) uint8, not rotated; None if Pillow must read the file.
+
+    Args:
+        image: `data`, opened by Pillow and not yet decoded.
+    """
+    if not _is_plain_jpeg(image, data):
+        return None
+    try:
+        pixels = simplejpeg.decode_jpeg(data, "RGB")
+    except MemoryError:
+        raise
+    except Exception:  # includes warnings of the decoder: Pillow decides about such a file
+        return None
+    return pixels if pixels.shape == (image.height, image.width, 3) else None
+
+
+def _jpeg_warning(image: Image.Image, data: bytes) -> str:
+    """Return libjpeg-turbo's first warning or error about the file, or ""."""
+    # The smallest size is 1/8 of each side. Every coded bit is read for it; only the conversion of coefficients to
+    # pixels, which cannot fail, is reduced.
+    try:
+        simplejpeg.decode_jpeg(data, "CMYK" if image.mode == "CMYK" else "GRAY", min_height=1, min_width=1)
+    except MemoryError:
+        raise
+    except Exception as error:
+        return str(error) or "unknown"
+    return ""
+
+
+def _refuse_damage(warning: str) -> None:
+    """Raise SkipSample if a `_jpeg_warning` means that pixel data are missing or cannot be decoded."""
+    for text, reason in _JPEG_DAMAGE.items():
+        if text.lower() in warning.lower():
+            raise SkipSample(reason, warning)
+
+
+def _is_plain_jpeg(image: Image.Image, data: bytes) -> bool:
+    """Whether simplejpeg gives Pillow's bits for this file, if it is whole."""
+    if image.format not in _JPEG_FORMATS or image.mode not in ("L", "RGB"):
+        return False
+    sampling = tuple((h, v) for _, h, v, _ in image.layer)
+    return sampling in _SAMPLINGS and _read_jpeg_head(data).frame in _PLAIN_FRAMES
+
+
+def _read_jpeg_head(data: bytes) -> _JpegHead:
+    frame = num_components = 0
+    place = 2
+    while place + 4 <= len(data) and data[place] == 0xFF:
+        marker = data[place + 1]
+        if marker == _START_OF_SCAN[1]:
+            return _JpegHead(frame, num_components, data[place + 4] if place + 4 < len(data) else 0)
+        # C4, C8 and CC are Huffman tables, a reserved code and arithmetic conditioning, and no frames.
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+            frame, num_components = marker, data[place + 9] if place + 9 < len(data) else 0
+        place += 2 + int.from_bytes(data[place + 2 : place + 4], "big")
+    return _JpegHead(0, 0, 0)
+
+
+def _count_scans(data: bytes) -> int:
+    """Count the scans up to the end of the image, without scans of a thumbnail or of a further image after it."""
+    scans, place = 0, 2
+    while match := _JPEG_MARKER.search(data, place):
+        place, marker = match.end(), data[match.end() - 1]
+        if marker == _END_OF_IMAGE:
+            break
+        if marker != _WITHOUT_LENGTH:
+            scans += marker == _START_OF_SCAN[1]
+            place += int.from_bytes(data[place : place + 2], "big")
+    return scans

@@ -18,6 +18,10 @@ from dataset_builders.pictures.images import read_rgb, shrink_grey
 THUMBNAIL_SIDE = 32  # pixels
 _FREQUENCIES = 8  # per axis
 _SCALE = 1 << 14  # scale of the integer cosines; 32 * 32 * 255 * 2^28 stays below 2^63
+# (8, 32): the first rows of the DCT-II, not normalised. Integers, because the frequencies of an image of one colour
+# would otherwise be rounding errors, which differ by machine.
+_FREQUENCY, _PLACE = np.mgrid[0:_FREQUENCIES, 0:THUMBNAIL_SIDE]
+_COSINES = np.round(_SCALE * np.cos(np.pi * _FREQUENCY * (2 * _PLACE + 1) / (2 * THUMBNAIL_SIDE))).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,23 +49,9 @@ def look_at(data: bytes) -> PictureLook:
 def phash(thumbnail: np.ndarray) -> int:
     """Return the 64-bit hash of a (32, 32) uint8 grey thumbnail, with the lowest frequency in the highest bit."""
     low = _COSINES @ thumbnail.astype(np.int64) @ _COSINES.T
-    bits = 2 * low > _double_median(low)
-    return int.from_bytes(np.packbits(bits).tobytes(), "big")
-
-
-def _double_median(values: np.ndarray) -> int:
-    """Return twice the median: an integer, because there is an even number of integers."""
-    ordered = np.sort(values, axis=None)
+    ordered = np.sort(low, axis=None)
     middle = len(ordered) // 2
-    return int(ordered[middle - 1] + ordered[middle])
-
-
-def _cosines() -> np.ndarray:
-    """Return (8, 32) int64: the first rows of the DCT-II, not normalised, times _SCALE."""
-    # Integers: the frequencies of an image of one colour would otherwise be rounding errors, which differ by machine.
-    frequency, place = np.mgrid[0:_FREQUENCIES, 0:THUMBNAIL_SIDE]
-    angles = np.pi * frequency * (2 * place + 1) / (2 * THUMBNAIL_SIDE)
-    return np.round(_SCALE * np.cos(angles)).astype(np.int64)
-
-
-_COSINES = _cosines()
+    bits = (
+        2 * low > ordered[middle - 1] + ordered[middle]
+    )  # the median of an even number may be no integer; twice it is
+    return int.from_bytes(np.packbits(bits).tobytes(), "big")

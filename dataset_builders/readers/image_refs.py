@@ -26,7 +26,7 @@ from dataset_builders.contracts.sample import SkipSample
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.errors import InputError, one_line
 from dataset_builders.readers.parts import Part
-from dataset_builders.readers.unread import IMAGE_SUFFIXES
+from dataset_builders.readers.source_files import IMAGE_SUFFIXES, real_dirs
 from dataset_builders.storage.row_objects import NoObject, read_object
 from dataset_builders.storage.store import StorePath, is_local
 
@@ -150,13 +150,6 @@ class ImageReader:
 def may_be_image(name: str) -> bool:
     """Whether a row may name a file of this name as an image; its content must show whether it is one."""
     return name.rpartition(".")[2].lower() not in _NO_IMAGES
-
-
-def real_dirs(source: Path) -> tuple[Path, ...]:
-    """Return the directories that may hold a source's files: the source, and for a snapshot of the hub its blobs."""
-    real = source.resolve()
-    caches = [parent.parent for parent in (real, *real.parents) if parent.name == "snapshots"]
-    return (real, *((cache / "blobs").resolve() for cache in caches[:1]))
 
 
 def check_image_root(source: StorePath, image_root: str | Mapping[str, str]) -> None:

@@ -1,19 +1,34 @@
-"""The interface of a builder: it cuts a source into parts, for parallel reading, and yields a part's samples."""
+"""The interface of a builder: it cuts a source into parts, for parallel reading, and yields a part's samples.
+
+Also, which files and folders are named like held-out data, so that nobody trains on them unawares.
+"""
 
 import dataclasses
+import glob
 import json
 import re
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from dataset_builders.contracts.sample import Sample, Split
+from dataset_builders.contracts.sample import Sample, SkipSample, Split
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.errors import InputError, shown
-from dataset_builders.readers.heldout_names import heldout_globs
 from dataset_builders.storage.row_objects import stores_of_rows
 from dataset_builders.storage.store import StorePath
+
+TRAIN = ("train", "training", "trainset")
+HELDOUT = (
+    *("validation", "valid", "val", "valset", "test", "testing", "testset", "testa", "testb", "dev", "devset", "eval"),
+    *("evaluation", "holdout", "heldout", "held", "minival", "minitest", "submission"),
+)
+SPLIT_NAMES = ("split", "subset", "partition", "part", "set")  # of columns
+
+# Words of folders that are named neither after a class nor after what their images show.
+NO_CLASSES = frozenset(
+    {*TRAIN, *HELDOUT, "images", "image", "imgs", "img", "pictures", "photos", "data", "set", "out", "seen", "unseen"}
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,37 +110,99 @@ def parts_of(
     """
     stores = stores_of_rows(source)
     parts = [dataclasses.replace(part, stores=stores) for part in builder.list_parts(source, subsets, options)]
+    builder_decides = any(part.split is not None or part.files for part in parts)
     if heldout_files is None:
-        _check_names(parts, source)
-        return parts
-    for glob in heldout_files:
-        if not any(fnmatchcase(part.name, glob) for part in parts):
+        globs = () if builder_decides else heldout_globs([part.name for part in parts])
+        if globs:
+            name = next(part.name for part in parts if fnmatchcase(part.name, globs[0]))
             raise InputError(
-                f"heldout_files: no file of rows in {source} is named {glob!r}; give a glob like data/test-*"
+                f"{shown(name)} in {source} is named like held-out data, and its rows would be trained on; beside "
+                f"builder, set heldout_files: {json.dumps(globs)} to hold them out, or heldout_files: [] to treat all "
+                "files alike"
+            )
+        return parts
+    for pattern in heldout_files:
+        if not any(fnmatchcase(part.name, pattern) for part in parts):
+            raise InputError(
+                f"heldout_files: no file of rows in {source} is named {pattern!r}; give a glob like data/test-*"
             )
     if not heldout_files:
         return parts
-    if any(part.split is not None or part.files for part in parts):
+    if builder_decides:
         raise InputError(
             f"heldout_files={list(heldout_files)}: the builder's options say which rows of {source} are held out; set "
             "options.heldout_splits, and leave out heldout_files"
         )
-    held = [any(fnmatchcase(part.name, glob) for glob in heldout_files) for part in parts]
+    held = [any(fnmatchcase(part.name, pattern) for pattern in heldout_files) for part in parts]
     return [dataclasses.replace(part, split="heldout" if is_held else "train") for part, is_held in zip(parts, held)]
 
 
-def _check_names(parts: Sequence[Part], source: StorePath) -> None:
-    names = [part.name for part in parts]
-    if any(part.split is not None or part.files for part in parts) or not (globs := heldout_globs(names)):
-        return
-    name = next(name for name in names if fnmatchcase(name, globs[0]))
-    raise InputError(
-        f"{shown(name)} in {source} is named like held-out data, and its rows would be trained on; beside builder, set "
-        f"heldout_files: {json.dumps(globs)} to hold them out, or heldout_files: [] to treat all files alike"
-    )
+def convert_rows(
+    part: Part, rows: Iterable[tuple[int, Any]], convert: Callable[[str, Any], Iterable[Sample | SkippedRow]]
+) -> Iterator[Sample | SkippedRow]:
+    """Yield what `convert` makes of each row of a part, from its key and its record.
+
+    Args:
+        rows: (row number in the subset, the record, or the SkipSample that says why there is none).
+    """
+    for row, record in rows:
+        try:
+            if isinstance(record, SkipSample):
+                raise record
+            yield from convert(part.key(row), record)
+        except SkipSample as skip:
+            yield SkippedRow(part.key(row), skip.reason, skip.detail)
 
 
 def natural_order(text: str) -> list[tuple[int, int | str]]:
     """Return a sort key that puts shard-2 before shard-10."""
     pieces = re.split(r"(\d+)", text)
     return [(0, int(piece)) if piece.isdigit() else (1, piece) for piece in pieces]
+
+
+def words_of(name: str) -> set[str]:
+    """Return the words of a name in lower case, without single letters: testA and test_b have one word, test."""
+    words = re.findall("[A-Z]?[a-z]+|[A-Z]+", name)
+    return {word.lower() for word in words if len(word) > 1}
+
+
+def split_of(name: str) -> str | None:
+    """Return `train` or `heldout` for a name of a split, such as train, Test or test_images2017; None for others."""
+    words = words_of(name)
+    if not words <= NO_CLASSES or words.isdisjoint({*TRAIN, *HELDOUT}):
+        return None
+    return "heldout" if words.isdisjoint(TRAIN) else "train"
+
+
+def splits_of(names: Iterable[str]) -> dict[str, str]:
+    """Return the folders among these names that are splits -> `train` or `heldout`.
+
+    Where one is named after training and another after held-out data, other words beside do not matter: seg_train and
+    seg_test. Else only names like train, Test or test_images2017 are splits.
+    """
+    names = list(dict.fromkeys(names))
+    held = {name for name in names if is_held(name)}
+    train = {name for name in names if not words_of(name).isdisjoint(TRAIN)}
+    if held and train:
+        return {name: "heldout" if name in held else "train" for name in names if name in held | train}
+    return {name: split for name in names if (split := split_of(name)) is not None}
+
+
+def heldout_globs(names: Sequence[str]) -> tuple[str, ...]:
+    """Return globs of the files that are named like a held-out split; none if all files are, or none is.
+
+    A running number is `*` in a glob: data/test-*-of-*.parquet.
+    """
+    held = {name: is_held(name.rpartition(".")[0]) for name in names}
+    if len(set(held.values())) < 2:
+        return ()
+    escaped = {glob.escape(name): re.sub(r"\d+", "*", glob.escape(name)) for name in names if held[name]}
+    # With `*` for its numbers, a name may also match a file that is not held out: then the names themselves are given.
+    is_wide = any(fnmatchcase(name, pattern) for name in names if not held[name] for pattern in escaped.values())
+    return tuple(dict.fromkeys(escaped if is_wide else escaped.values()))
+
+
+def is_held(name: str) -> bool:
+    """Whether a name has a word of held-out data and none of training data."""
+    words = words_of(name)
+    return not words.isdisjoint(HELDOUT) and words.isdisjoint(TRAIN)

@@ -20,10 +20,9 @@ import pyarrow.parquet as pq
 
 from dataset_builders.contracts.sample import SkipSample, Split
 from dataset_builders.errors import InputError, one_line
-from dataset_builders.readers.file_patterns import SourceFile
 from dataset_builders.readers.image_refs import ImageReader
 from dataset_builders.readers.parts import Part
-from dataset_builders.readers.row_files import number_on, span_parts
+from dataset_builders.readers.source_files import SourceFile, number_on, span_parts
 from dataset_builders.storage.store import StorePath, is_local, local_copy
 
 ARROW_SUFFIXES = (".arrow", ".feather", ".ipc")

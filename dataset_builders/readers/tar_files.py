@@ -20,7 +20,7 @@ import xxhash
 
 from dataset_builders.contracts.sample import SkipSample
 from dataset_builders.errors import InputError, in_ascii, one_line
-from dataset_builders.readers.row_files import open_at
+from dataset_builders.readers.source_files import open_at
 from dataset_builders.storage.store import StorePath, is_local
 
 _PART_ROWS = 512
@@ -158,7 +158,12 @@ class _TarReader:
                 self.end = tar.offset
                 yield member
             if self._stop is None:
-                self._check_end()
+                # tarfile takes an unreadable header for the end of the tar. Only a block of zeros is one, as the format
+                # says; anything else means that the tar was cut short or damaged.
+                self._file.seek(self.end)
+                block = self._file.read(tarfile.BLOCKSIZE)
+                if len(block) < tarfile.BLOCKSIZE or block.count(0) != len(block):
+                    raise self._broken("no end of the tar" if len(block) < tarfile.BLOCKSIZE else "no header there")
         except (InputError, MemoryError):
             raise
         except OSError as error:
@@ -167,14 +172,6 @@ class _TarReader:
             raise self._broken("a header that points to where no file reaches") from error
         except Exception as error:  # hostile headers make tarfile raise nearly any exception
             raise self._broken(one_line(error, 100) or type(error).__name__) from error
-
-    def _check_end(self) -> None:
-        # tarfile takes an unreadable header for the end of the tar. Only a block of zeros is one, as the format says;
-        # anything else means that the tar was cut short or damaged.
-        self._file.seek(self.end)
-        block = self._file.read(tarfile.BLOCKSIZE)
-        if len(block) < tarfile.BLOCKSIZE or block.count(0) != len(block):
-            raise self._broken("no end of the tar" if len(block) < tarfile.BLOCKSIZE else "no header there")
 
     def _broken(self, what: str) -> InputError:
         return InputError(f"{self._path} is cut or no tar: {what}, at byte {self.end}; download or write it again")

@@ -1,5 +1,5 @@
 """Recognise raw data: which builder reads a source, and with which options.
 
 In: a directory, a file or a URL. Out: the best reading, tried on the first rows, and all problems found.
-Read first: `recognise.py`, then `candidates.py`.
+Read first: `recognise.py`.
 """

@@ -1,14 +1,15 @@
-"""Recognition of a table's image, question and answer columns, by their names and their first values."""
+"""Recognition of the image, question and answer columns of a table, and members of a tar, by names and first values."""
 
+import json
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from dataset_builders.readers.heldout_names import SPLIT_NAMES, splits_of
-from dataset_builders.readers.parts import natural_order
-from dataset_builders.readers.unread import IMAGE_NAMES, looks_like_image
+from dataset_builders.readers.conversation import IMAGE_NAMES, looks_like_image
+from dataset_builders.readers.parts import SPLIT_NAMES, natural_order, splits_of
+from dataset_builders.readers.source_files import IMAGE_SUFFIXES
 
 DESCRIBE = "Describe the image."
 CLASSIFY = "What is in the image?"
@@ -35,6 +36,7 @@ _LABELS = (
     *("label", "class", "category", "class_name", "species", "tag", "cls"),
     *("klasse", "kategorie", "clase", "categoria", "classe", "categorie"),
 )
+_TAR_TEXTS = ("txt", "caption", "text", "cls")
 _SYSTEMS = ("system", "system_prompt")
 _NO_ANSWERS = ("id", "key", "index", "url", "source", "license", "width", "height")
 _MAX_RUNS = 8  # most runs of equal values that a split column may have in the first rows
@@ -206,3 +208,48 @@ def _is_text(values: Sequence[Any]) -> bool:
 
 def _are_questions(values: Sequence[Any]) -> bool:
     return sum(isinstance(value, str) and value.strip().endswith("?") for value in values) > 0.5 * len(values)
+
+
+def tar_options(groups: Sequence[Mapping[str, bytes]]) -> dict[str, Any] | str:
+    """Return options of the builder `webdataset_tars` for a tar's first samples, or why there are none."""
+    fields = list(dict.fromkeys(field for group in groups for field in group))
+    if not fields:
+        return "it holds no sample"
+    options: dict[str, Any] = {}
+    if not all(any(field.rpartition(".")[2] in IMAGE_SUFFIXES for field in group) for group in groups):
+        options["text_only"] = True
+    if "json" in fields and (json_options := _tar_options_of_json(groups)) is not None:
+        return json_options if isinstance(json_options, str) else options | json_options
+    text = next((field for field in _TAR_TEXTS if field in fields), None)
+    if text is None:
+        return f"no member with text (json, {', '.join(_TAR_TEXTS)}) among: {', '.join(fields)}"
+    return options | {"question": f"constant:{CLASSIFY if text == 'cls' else DESCRIBE}", "answer": text}
+
+
+def _tar_options_of_json(groups: Sequence[Mapping[str, bytes]]) -> dict[str, Any] | str | None:
+    records = [record for group in groups if (record := _json_record(group)) is not None]
+    if any(isinstance(record, list) for record in records):
+        return {"messages": "json"}
+    for name in ("messages", "conversations"):
+        if any(record.get(name) for record in records):
+            return {"messages": f"json:{name}"}
+    columns = find_columns([{**record, "image": b""} for record in records])
+    if isinstance(columns, str):
+        return None
+    question = columns.options["question"]
+    if question.startswith("{"):
+        joined = question.replace("\n", " ")
+        return (
+            f"its question is joined from several fields ({joined}), which no option does; write messages in its json"
+        )
+    is_fixed = question.startswith("<image>")
+    source = f"constant:{question.removeprefix('<image>')}" if is_fixed else f"json:{question}"
+    return {"question": source, "answer": f"json:{columns.options['answer']}"}
+
+
+def _json_record(group: Mapping[str, bytes]) -> Any:
+    try:
+        value = json.loads(group.get("json", b""))
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict | list) else None

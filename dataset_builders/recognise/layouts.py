@@ -6,16 +6,12 @@ import shlex
 import sys
 from collections.abc import Sequence
 from itertools import chain
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
-from dataset_builders.readers.csv_files import CSV_SUFFIXES
-from dataset_builders.readers.file_patterns import SourceFile
-from dataset_builders.readers.json_lines import JSON_SUFFIXES
-from dataset_builders.recognise.candidates import Survey
-from dataset_builders.recognise.peek import TABLE_SUFFIXES
-from dataset_builders.recognise.recognise import Recognised
-from dataset_builders.recognise.rewrite import RUN, advice, move_away, of_outside, of_paths
-from dataset_builders.recognise.trial import Trial
+from dataset_builders.readers.source_files import SourceFile
+from dataset_builders.readers.text_files import CSV_SUFFIXES, JSON_SUFFIXES
+from dataset_builders.recognise.exports import RUN, Rewrite, command, move_away
+from dataset_builders.recognise.recognise import TABLE_SUFFIXES, TAR_SUFFIX, Recognised, Survey, Trial
 from dataset_builders.storage.store import StorePath, is_local
 
 _QUOTED = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"")  # as Python writes a text
@@ -131,16 +127,13 @@ def _where_images_are(source: StorePath, detail: str, survey: Survey) -> str:
     start = ref[: len(ref) - len(tail)]
     tables = [SourceFile(top / name, name) for name in survey.rows if name.endswith(TABLE_SUFFIXES)]
     if (not tail or not start) and "leads to" in detail:
-        way_out = advice({of_outside(): tables}).rpartition(RUN)[2] if len(tables) == len(survey.rows) else ""
-        return (
-            f"; take them into the table{RUN}{way_out}" if way_out else f"; copy them below {top}, and name them there"
-        )
+        if len(tables) < len(survey.rows):
+            return f"; copy them below {top}, and name them there"
+        return f"; take them into the table{RUN}{command(Rewrite('images outside of the data', 'take_images'), tables)}"
     if not tail or not start:
         return ""
-    kinds: dict[str, list[SourceFile]] = {}
-    for name in survey.rows:
-        kinds.setdefault(PurePosixPath(name).suffix, []).append(SourceFile(top / name, name))
-    commands = (
-        advice({of_paths(start): files}).rpartition(RUN)[2] for suffix, files in kinds.items() if suffix != ".tar"
-    )
-    return f"; the data hold {tail}: name images by their paths there{RUN}{' && '.join(commands)}"
+    rows = [SourceFile(top / name, name) for name in survey.rows if not name.endswith(TAR_SUFFIX)]
+    if not rows:
+        return ""
+    way_out = command(Rewrite(f"names of images begin with {start!a}", "without", (start,)), rows)
+    return f"; the data hold {tail}: name images by their paths there{RUN}{way_out}"

@@ -1,277 +1,289 @@
-"""Rows that no builder reads, and the command that writes them anew: the forms that other tools export.
+"""A program that writes rows of other tools in a form that builders read. The messages of `athanor init` name it.
 
-A command reads each file with Python, keeps the file as NAME.old, and writes rows that `athanor init` reads.
+    python -m dataset_builders.recognise.rewrite trl data/train.jsonl data/val.jsonl
+    python -m dataset_builders.recognise.rewrite list --with=/data/items data/rows.json
+
+The form says how rows are taken out of each file; `--help` has all forms. The old file stays, as NAME.old. JSON becomes
+JSON lines of the same name, CSV becomes NAME.csv.jsonl, and a table becomes parquet.
 """
 
+import argparse
+import ast
+import csv
 import json
-import shlex
+import os
+import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from os.path import dirname, relpath
-from pathlib import PurePosixPath
+import tarfile
+import urllib.parse
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
-from dataset_builders.readers.csv_files import CSV_SUFFIXES, csv_header
-from dataset_builders.readers.file_patterns import SourceFile
-from dataset_builders.readers.heldout_names import HELDOUT, TRAIN, split_of, words_of
-from dataset_builders.readers.image_refs import IMAGE_SUFFIXES
-from dataset_builders.readers.json_lines import JSON_SUFFIXES, MAX_ROW_BYTES
-from dataset_builders.readers.row_files import open_at
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dataset_builders.readers.source_files import IMAGE_SUFFIXES
 from dataset_builders.readers.table_files import ARROW_SUFFIXES
-from dataset_builders.recognise.columns import Columns, find_columns
-from dataset_builders.storage.store import is_local
+from dataset_builders.readers.text_files import CSV_SUFFIXES, csv_header
 
-_ROWS = 40
-RUN = "; run: "  # before a command, which ends its message
+# Label Studio's columns beside the data and the answers, in JSON-MIN and CSV, and its address of a file.
+LABEL_STUDIO = ("id", "annotator", "annotation_id", "created_at", "updated_at", "lead_time", "agreement")
+LOCAL_FILES = "/data/local-files/?d="
 
-
-@dataclass(frozen=True, slots=True)
-class Rewrite:
-    """Rows that have to be written anew."""
-
-    what: str  # the form of the rows, in words for the user
-    # A Python expression of the new files, name -> rows, over `d`, the old rows or JSON value, `p`, the old file's
-    # name, and `n`, the new one's. Empty: no command can know the rows.
-    files: str = ""
+Row = dict[str, Any]
 
 
-def move_away(files: Sequence[SourceFile]) -> str:
-    """Return the way out for files without rows beside files of good rows."""
-    moved = " && ".join(f"mv {shlex.quote(str(file.path))} {shlex.quote(f'{file.path}.old')}" for file in files)
-    return f"; mend it, or if it holds no rows, move it away; run: {moved}"
+def trl(rows: list[Row]) -> Iterator[Row]:
+    """Join prompt and completion to messages; answers of the prompt are not trained on."""
+    for row in rows:
+        prompt = [{**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in row["prompt"]]
+        others = {name: value for name, value in row.items() if name not in ("prompt", "completion")}
+        yield {"messages": prompt + row["completion"], **others}
 
 
-def plain_names(path: str) -> str:
-    """Return the command that writes a tar anew, with `_` for each dot of a name but the last."""
-    name = 'os.path.splitext(m.name)[0].replace(".", "_") + os.path.splitext(m.name)[1]'
-    code = (
-        'import os, sys, tarfile; p = sys.argv[1]; os.rename(p, p + ".old"); '
-        'a, b = tarfile.open(p + ".old"), tarfile.open(p, "w"); '
-        f"[b.addfile(m.replace(name={name}), a.extractfile(m)) for m in a if m.isfile()]; b.close()"
-    )
-    return " ".join(shlex.quote(word) for word in (sys.executable, "-c", code, path))
+def label_studio(rows: list[Row]) -> Iterator[Row]:
+    """Leave out the columns of Label Studio's JSON-MIN or CSV, and name its local files by their paths."""
+    for row in rows:
+        kept = {name: value for name, value in row.items() if name not in LABEL_STUDIO}
+        yield {name: _local_file(value) if LOCAL_FILES in str(value) else value for name, value in kept.items()}
 
 
-def literal(text: str) -> str:
-    """Return a text as Python writes it, with double quotes where they do, since the shell takes single ones."""
-    return json.dumps(text) if text.isascii() else ascii(text)
+def label_studio_tasks(tasks: list[Row]) -> Iterator[Row]:
+    """Take the first annotation of each of Label Studio's tasks; tasks without a result are left out."""
+    results_of = [(task, task["annotations"][0]["result"] if task["annotations"] else []) for task in tasks]
+    is_one = len({result["from_name"] for _, results in results_of for result in results}) == 1
+    for task, results in results_of:
+        if results:
+            data = {name: _local_file(value) for name, value in task["data"].items()}
+            answers = {
+                "answer" if is_one else result["from_name"]: next(iter(result["value"].values())) for result in results
+            }
+            yield {**data, **answers}
 
 
-def new_rows(what: str, row: str, loops: str = "for r in d") -> Rewrite:
-    """Return a rewrite of one file to one, from the Python expression of a new row and the loops around it."""
-    return Rewrite(what, f"{{n: [{row} {loops}]}}")
+def _local_file(value: Any) -> Any:
+    return urllib.parse.unquote(value.split(LOCAL_FILES)[-1]) if isinstance(value, str) else value
 
 
-def advice(rewrites: Mapping[Rewrite, Sequence[SourceFile]]) -> str:
-    """Return what the files of each form hold, and the commands that write them anew."""
-    whats = []
-    for rewrite, files in rewrites.items():
-        names = ", ".join(file.name for file in files[:3]) + (" ..." if len(files) > 3 else "")
-        whats.append(f"{names}: {rewrite.what}")
-    commands = [_command(rewrite, files) for rewrite, files in rewrites.items() if rewrite.files]
-    where = "" if all(is_local(file.path) for files in rewrites.values() for file in files) else " on a copy here"
-    way_out = f"; write the rows anew{where}; run: {' && '.join(commands)}" if commands else ""
-    return "; ".join(dict.fromkeys(whats)) + way_out
+def webdataset_table(rows: list[Row]) -> Iterator[Row]:
+    """Take the fields of the column json, and name the column of the image image."""
+    for row in rows:
+        others = {name: value for name, value in row.items() if not name.startswith("__") and name != "json"}
+        inner = row["json"] if isinstance(row["json"], dict) else json.loads(row["json"])
+        yield {**{"image" if name in IMAGE_SUFFIXES else name: value for name, value in others.items()}, **inner}
 
 
-def _command(rewrite: Rewrite, files: Sequence[SourceFile]) -> str:
-    """Return a line for the shell. The old files stay, as NAME.old."""
-    name = files[0].name
-    lines = '"".join(json.dumps(r) + "\\n" for r in v)'
-    imports, new, write = "json", "p", f'open(f, "w").write({lines})'
-    if name.endswith(CSV_SUFFIXES):
-        cell = f'open(p, encoding="utf-8-sig", newline=""), delimiter={literal(csv_header(files[0].path).delimiter)}'
-        imports, new = "csv, json", 'p + ".jsonl"'
-        read = f"csv.field_size_limit(2**30) and list(csv.DictReader({cell}))"
-    elif not name.endswith(JSON_SUFFIXES):
-        imports, new = "json, pyarrow as pa, pyarrow.parquet as pq", 'p.removesuffix(".parquet") + ".parquet"'
-        write = "pq.write_table(pa.Table.from_pylist(v), f)"
-        read = "pq.read_table(p).to_pylist()"
-        if name.endswith(ARROW_SUFFIXES):
-            read = (
-                '(pa.ipc.open_file if open(p, "rb").read(6) == b"ARROW1" else pa.ipc.open_stream)'
-                "(pa.OSFile(p)).read_all().to_pylist()"
-            )
+def turns_in_text(rows: list[Row]) -> Iterator[Row]:
+    """Parse each cell of lists or objects, as JSON or in the form that pandas writes."""
+    for row in rows:
+        yield {name: parsed_cell(value) for name, value in row.items() if value}
+
+
+def parsed_cell(text: Any) -> Any:
+    """Return the list or object that a cell holds, as JSON or as the Python expression that pandas writes."""
+    if isinstance(text, str) and text[:1] in ("[", "{"):
+        for parse in (json.loads, ast.literal_eval):
+            try:
+                return parse(text)
+            except (ValueError, SyntaxError, RecursionError):
+                continue
+    return text
+
+
+def items(rows: list[Row], name: str) -> Iterator[Row]:
+    """Make a row of each object in the lists of column NAME."""
+    for row in rows:
+        yield from ({**{key: value for key, value in row.items() if key != name}, **item} for item in row[name])
+
+
+def pairs(rows: list[Row]) -> Iterator[Row]:
+    """Make a row of each pair of the lists questions and answers."""
+    for row in rows:
+        for question, answer in zip(row["questions"], row["answers"]):
+            yield {**row, "questions": question, "answers": answer}
+
+
+def answers(rows: list[Row], name: str, field: str = "") -> Iterator[Row]:
+    """Make texts of the objects or lists in column NAME: their field FIELD, or JSON."""
+
+    def text(value: Any) -> Any:
+        return value[field] if field else json.dumps(value, ensure_ascii=False)
+
+    for row in rows:
+        value = row[name]
+        yield {**row, name: [text(item) for item in value] if isinstance(value, list) else text(value)}
+
+
+def list_at(value: Row, pointer: str = "") -> list[Row]:
+    """Take the list at a JSON pointer, such as /data/items; without one, the longest list of the object."""
+    if not pointer:
+        return max((each for each in value.values() if isinstance(each, list)), key=len)
+    for name in pointer.split("/")[1:]:
+        value = value[name.replace("~1", "/").replace("~0", "~")]
+    return value
+
+
+def keys(value: dict[str, Row]) -> Iterator[Row]:
+    """Make a row of the object under each key."""
+    return ({"key": key, **row} for key, row in value.items())
+
+
+def columns(value: dict[str, Any]) -> Iterator[Row]:
+    """Make rows of an object that has a list, or an object by row numbers, for each column."""
+    cells = (list(each.values()) if isinstance(each, dict) else each for each in value.values())
+    return (dict(zip(value, row)) for row in zip(*cells))
+
+
+def pandas_split(value: Row) -> Iterator[Row]:
+    """Make rows of a table of pandas, orient split."""
+    return (dict(zip(value["columns"], row)) for row in value["data"])
+
+
+def header(rows: list[list]) -> Iterator[Row]:
+    """Make rows of lists, of which the first has the names."""
+    return (dict(zip(rows[0], row)) for row in rows[1:])
+
+
+def lists(rows: list[list], *fields: str) -> Iterator[Row]:
+    """Make rows of lists by fields such as answer={1}; image=images/{2}.png is a text around an item."""
+    for row in rows:
+        new: Row = {}
+        for name, _, text in (field.partition("=") for field in fields):
+            alone = re.fullmatch(r"\{(\d+)\}", text)
+            new[name] = row[int(alone[1])] if alone else text.format(*row)
+        yield new
+
+
+def coco_captions(value: Row, folder: str = "") -> Iterator[Row]:
+    """Join COCO's captions with the names of their images, which lie in FOLDER."""
+    names = {image["id"]: folder + image["file_name"] for image in value["images"]}
+    return ({"image": names[row["image_id"]], "caption": row["caption"]} for row in value["annotations"])
+
+
+def without(rows: list[Row], text: str) -> Iterator[Row]:
+    """Leave TEXT out of every text of a row: images are then named by their paths below the data."""
+    return (_changed(row, lambda value: value.replace(text, "") if isinstance(value, str) else value) for row in rows)
+
+
+def take_images(rows: list[Row], folder: str) -> Iterator[Row]:
+    """Take in the images that the rows of a table in FOLDER name by their paths."""
+
+    def taken(value: Any) -> Any:
+        is_struct = isinstance(value, dict) and value.get("path") and not value.get("bytes")
+        is_name = isinstance(value, str) and value.lower().endswith(IMAGE_SUFFIXES)
+        if not is_struct and not is_name:
+            return value
+        return {"bytes": Path(folder, value["path"] if is_struct else value).read_bytes(), "path": None}
+
+    for row in rows:
+        yield {
+            name: [taken(item) for item in value] if isinstance(value, list) else taken(value)
+            for name, value in row.items()
+        }
+
+
+def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a value with `change` applied to each value in it that is no list and no object."""
+    if isinstance(value, dict):
+        return {name: _changed(each, change) for name, each in value.items()}
+    return [_changed(each, change) for each in value] if isinstance(value, list) else change(value)
+
+
+# Form -> the function that makes rows of a file's rows, or of its JSON value, and of the texts that `--with` gives.
+# Three forms are no functions of this kind: splits writes several files, take_images reads files beside the table, and
+# tar_names writes a tar.
+_FUNCTIONS = (
+    *(answers, coco_captions, columns, header, items, keys, label_studio, label_studio_tasks, lists, pairs),
+    *(pandas_split, trl, turns_in_text, webdataset_table, without),
+)
+FORMS: dict[str, Callable[..., Iterable[Row]]] = {"list": list_at, **{each.__name__: each for each in _FUNCTIONS}}
+
+
+def write_anew(path: str, form: str, arguments: list[str]) -> list[str]:
+    """Write a file's rows anew, keep the old file as NAME.old, and return the names of the new files."""
+    if form == "tar_names":
+        os.rename(path, f"{path}.old")
+        rename_members(f"{path}.old", path)
+        return [path]
+    value = read_value(path)
+    if form == "splits":
+        new = {
+            os.path.join(os.path.dirname(path), f"{each.rpartition('/')[2]}.jsonl"): list_at(value, each)
+            for each in arguments
+        }
+    elif form == "take_images":
+        new = {_new_name(path): list(take_images(value, os.path.dirname(path)))}
     else:
-        is_whole = name.endswith(".json") and not isinstance(whole_json(files[0]), Lines)
-        read = 'json.load(open(p, "rb"))' if is_whole else '[json.loads(l) for l in open(p, "rb") if l.strip()]'
-    code = (
-        f"import ast, os, sys, urllib.parse, {imports}; [(d := {read}, n := {new}, s := {rewrite.files}, "
-        f'os.rename(p, p + ".old"), [{write} for f, v in s.items()]) for p in sys.argv[1:]]'
-    )
-    paths = (str(file.path) if is_local(file.path) else file.path.name for file in files)
-    return " ".join(shlex.quote(word) for word in (sys.executable, "-c", code, *paths))
+        new = {_new_name(path): list(FORMS[form](value, *arguments))}
+    os.rename(path, f"{path}.old")
+    for name, rows in new.items():
+        if name.endswith(".parquet"):
+            pq.write_table(pa.Table.from_pylist(rows), name)
+        else:
+            Path(name).write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    return list(new)
 
 
-class Lines(list):
-    """The values of a file of JSON lines, as far as they were read."""
+def rename_members(old: str, new: str) -> None:
+    """Write a tar anew, with `_` for each dot of a member's name but the last."""
+    with tarfile.open(old) as source, tarfile.open(new, "w") as target:
+        for member in source:
+            if member.isfile():
+                stem, suffix = os.path.splitext(member.name)
+                target.addfile(member.replace(name=stem.replace(".", "_") + suffix), source.extractfile(member))
 
 
-def whole_json(file: SourceFile) -> Any:
-    """Return the value of a JSON file of 64 MiB at most, or its first lines as `Lines`; None if it is neither."""
-    with open_at(file.path) as stream:
-        data = stream.read(MAX_ROW_BYTES + 1)
-    try:
-        if file.name.endswith(".json") and len(data) <= MAX_ROW_BYTES:
+def read_value(path: str) -> Any:
+    """Return all rows of a table, a CSV file or JSON lines, or the value of a JSON file."""
+    if path.endswith(CSV_SUFFIXES):
+        csv.field_size_limit(1 << 30)
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            return list(csv.DictReader(file, delimiter=csv_header(Path(path)).delimiter))
+    if path.endswith(".parquet"):
+        return pq.read_table(path).to_pylist()
+    if path.endswith(ARROW_SUFFIXES):
+        with pa.OSFile(path) as file:
+            is_file = file.read(6) == b"ARROW1"
+            file.seek(0)
+            return (pa.ipc.open_file if is_file else pa.ipc.open_stream)(file).read_all().to_pylist()
+    data = Path(path).read_bytes()
+    if path.endswith(".json"):
+        try:
             return json.loads(data)
-    except (ValueError, RecursionError):
-        pass
-    try:
-        return Lines(json.loads(line) for line in data.splitlines()[:_ROWS] if line.strip())
-    except (ValueError, RecursionError):
-        return None
+        except ValueError:  # JSON lines, whatever the name says
+            pass
+    return [json.loads(line) for line in data.split(b"\n") if line.strip()]
 
 
-def of_json(file: SourceFile, images: Sequence[str]) -> Rewrite | None:
-    """Return how the rows of a JSON file that holds no objects are written anew; None if nothing is known about it."""
-    value = whole_json(file)
-    if value is None and is_local(file.path) and file.path.stat().st_size > MAX_ROW_BYTES:
-        return Rewrite("one object of over 64 MiB", "{n: max((v for v in d.values() if isinstance(v, list)), key=len)}")
-    if isinstance(value, list) and value and all(isinstance(row, list) and row for row in value[:_ROWS]):
-        return _of_lists(value[:_ROWS], file, images)
-    if isinstance(value, dict) and value:
-        return _of_object(value, file, images)
-    return None
+def _new_name(path: str) -> str:
+    if path.endswith(CSV_SUFFIXES):
+        return f"{path}.jsonl"
+    is_table = path.endswith((".parquet", *ARROW_SUFFIXES))
+    return f"{path.removesuffix('.parquet')}.parquet" if is_table else path
 
 
-def _of_object(value: Mapping[str, Any], file: SourceFile, images: Sequence[str]) -> Rewrite | None:
-    """Return how rows are taken out of one object."""
-    lists = dict(_lists_in(value))
-    if {("images",), ("annotations",)} <= lists.keys():
-        return _of_coco(value, file, images)
-    if ("questions",) in lists and "question_id" in value["questions"][0] and not _has_answer(value["questions"][0]):
-        return Rewrite("VQAv2's questions without answers; docs/data-formats.md has a script that joins them")
-    for parent in dict.fromkeys(path[:-1] for path in lists):
-        splits = [path[-1] for path in lists if path[:-1] == parent and _is_split(path[-1])]
-        if len(splits) > 1:
-            name = 'os.path.join(os.path.dirname(p), k + ".jsonl")'
-            files = f"{{{name}: d{_place(parent)}[k] for k in {json.dumps(splits)}}}"
-            return Rewrite(f"one object with the splits {', '.join(map(ascii, splits))}", files)
-    if lists:
-        path = max(lists, key=lambda path: len(lists[path]))
-        others = ", ".join(ascii(".".join(each)) for each in lists if each != path)
-        what = f"one object with a list {'.'.join(path)!a}"
-        return Rewrite(f"{what}, which is taken, and {others}" if others else what, f"{{n: d{_place(path)}}}")
-    return _of_columns_of_a_table(value)
-
-
-def _of_columns_of_a_table(value: Mapping[str, Any]) -> Rewrite | None:
-    """Return how an object of columns, or of rows by their keys, becomes rows."""
-    if isinstance(value.get("columns"), list) and isinstance(value.get("data"), list):
-        return new_rows("a table of pandas (orient split)", 'dict(zip(d["columns"], r))', 'for r in d["data"]')
-    sizes = {len(each) if isinstance(each, list | dict) else 0 for each in value.values()}
-    if len(value) > 1 and len(sizes) == 1 and all(isinstance(each, list) and each for each in value.values()):
-        return new_rows("one object with a list for each column", "dict(zip(d, r))", "for r in zip(*d.values())")
-    if not all(isinstance(each, dict) and each for each in value.values()):
-        return None
-    inner = {tuple(each) for each in value.values()}
-    if len(value) > 1 and len(inner) == 1 and all(key.isdecimal() for key in inner.pop()):
-        loop = "for r in zip(*(c.values() for c in d.values()))"
-        return new_rows("one object with an object for each column, as pandas writes it", "dict(zip(d, r))", loop)
-    return new_rows("one object with a row under each key", '{"key": k, **r}', "for k, r in d.items()")
-
-
-def _of_coco(value: Mapping[str, Any], file: SourceFile, images: Sequence[str]) -> Rewrite:
-    """Return how COCO's captions become rows. Its boxes do not."""
-    if "caption" not in value["annotations"][0]:
-        return Rewrite(
-            "COCO's boxes, as `supervision` writes them, which no builder reads; write questions and answers"
-        )
-    names = [str(image.get("file_name")) for image in value["images"][:_ROWS]]
-    folders = sorted({dirname(name) for name in images})
-    there = [each for each in folders if {f"{each}/{name}".removeprefix("/") for name in names} <= set(images)]
-    own = words_of(file.name) & {*TRAIN, *HELDOUT}
-    there = [each for each in there if len(there) == 1 or words_of(each) & own]
-    start = f"{relpath(there[0] or '.', dirname(file.name) or '.')}/".removeprefix("./") if len(there) == 1 else ""
-    names_of = f'{{i["id"]: {literal(start)} + i["file_name"] for i in d["images"]}}'
-    row = '{"image": m[r["image_id"]], "caption": r["caption"]}'
-    what = "COCO's captions, apart from the names of their images"
-    return new_rows(what, row, f'for m in [{names_of}] for r in d["annotations"]')
-
-
-def _has_answer(row: Mapping[str, Any]) -> bool:
-    return any("answer" in name for name in row)
-
-
-def _place(path: Sequence[str]) -> str:
-    return "".join(f"[{literal(name)}]" for name in path)
-
-
-def _is_split(name: str) -> bool:
-    return split_of(name) is not None and name.replace("_", "").replace("-", "").isalnum()
-
-
-def _lists_in(value: Mapping[str, Any], depth: int = 3) -> Iterator[tuple[tuple[str, ...], list[dict]]]:
-    """Yield (keys that lead there, list) for each list of objects in an object."""
-    for name, each in value.items():
-        if isinstance(each, list) and each and isinstance(each[0], dict):
-            yield (name,), each
-        elif isinstance(each, dict) and depth > 1:
-            yield from (((name, *path), found) for path, found in _lists_in(each, depth - 1))
-
-
-def _of_lists(rows: Sequence[list], file: SourceFile, images: Sequence[str]) -> Rewrite:
-    """Return how rows that are lists become objects: by their header, or by what their values look like."""
-    what = f"its rows are lists of {len(rows[0])} values and no objects"
-    header, *rest = rows
-    named = [dict(zip(header, row)) for row in rest] if all(isinstance(cell, str) for cell in header) else []
-    if len(named) > 1 and isinstance(find_columns(named), Columns):
-        return new_rows(what, "dict(zip(d[0], r))", "for r in d[1:]")
-    columns = {str(i): [row[i] for row in rows] for i in range(min(map(len, rows)))}
-    image = next(
-        ((name, place) for name, each in columns.items() if (place := _image_of(name, each, file, images))), ("", "")
+def main() -> int:
+    described = "\n".join(f"  {name:20}{' '.join(each.__doc__.split())}" for name, each in sorted(FORMS.items()))
+    described += "\n  splits              Write a file for each list at a JSON pointer, named after its last key."
+    described += "\n  take_images         Take in the images that the rows of a table name by their paths."
+    described += "\n  tar_names           Write a tar anew, with _ for each dot of a member's name but the last."
+    parser = argparse.ArgumentParser(
+        prog="python -m dataset_builders.recognise.rewrite",
+        description="Write rows of other tools anew, as rows that builders read. The old file stays, as NAME.old.",
+        epilog=f"forms:\n{described}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    texts = [
-        name for name, each in columns.items() if name != image[0] and all(isinstance(value, str) for value in each)
-    ]
-    question = next((name for name in texts if _ask(columns[name])), None)
-    if question is None and len(texts) == 2:  # a question is longer than its answer
-        short, long = sorted(texts, key=lambda name: len(" ".join(columns[name])))
-        question = long if len(" ".join(columns[long])) > 2 * len(" ".join(columns[short])) else None
-    answers = [name for name in texts if name != question]
-    if len(answers) != 1 or not (question or image[1]):
-        return Rewrite(
-            f'{what}; write each as an object like {{"image": "1.jpg", "question": "How many?", "answer": "two"}}'
-        )
-    fields = [f'"image": {image[1]}'] if image[1] else []
-    fields += [f'"question": r[{question}]'] if question else []
-    return new_rows(what, "{" + ", ".join([*fields, f'"answer": r[{answers[0]}]']) + "}")
+    parser.add_argument("form", choices=[*FORMS, "splits", "take_images", "tar_names"], metavar="FORM")
+    parser.add_argument("files", nargs="+", metavar="FILE")
+    parser.add_argument(
+        "--with", dest="arguments", action="append", default=[], metavar="TEXT", help="what the form needs, in order"
+    )
+    args = parser.parse_args()
+    for path in args.files:
+        print(f"{', '.join(write_anew(path, args.form, args.arguments))} written; the old file is {path}.old")
+    return 0
 
 
-def _ask(texts: Sequence[str]) -> bool:
-    return sum(text.strip().endswith("?") for text in texts) > len(texts) / 2
-
-
-def _image_of(column: str, values: Sequence[Any], file: SourceFile, images: Sequence[str]) -> str:
-    """Return the Python expression of a row's image, from the column's names of files, or ids; empty if it has none."""
-    if all(str(value).rpartition(".")[2].lower() in IMAGE_SUFFIXES for value in values):
-        return f"r[{column}]"
-    stems: dict[tuple[str, str], set[str]] = {}
-    for path in map(PurePosixPath, images):
-        stems.setdefault((str(path.parent), path.suffix), set()).add(path.stem)
-    folder = dirname(file.name) or "."
-    fits = [place for place, names in stems.items() if {str(value) for value in values} <= names]
-    near = [place for place in fits if PurePosixPath(place[0]).is_relative_to(folder)]
-    chosen = near or fits
-    if len(chosen) != 1:
-        return ""
-    start = f"{relpath(chosen[0][0], folder)}/".removeprefix("./")
-    return f"{literal(start)} + str(r[{column}]) + {literal(chosen[0][1])}"
-
-
-def of_paths(start: str) -> Rewrite:
-    """Return how rows name their images by the paths below the data, which follow `start` in their paths."""
-    old = json.dumps(start)[1:-1]  # as in the text of a JSON row
-    return new_rows(f"names of images begin with {start!a}", f'json.loads(json.dumps(r).replace({literal(old)}, ""))')
-
-
-def of_outside() -> Rewrite:
-    """Return how a table takes in the images that it names outside of the data."""
-    place = 'os.path.join(os.path.dirname(p), v["path"] if isinstance(v, dict) else v)'
-    named = f"isinstance(v, str) and v.lower().endswith({json.dumps(IMAGE_SUFFIXES)[1:-1].join('()')})"
-    taken = f'{{"bytes": open({place}, "rb").read(), "path": None}}'
-    struct = 'isinstance(v, dict) and v.get("path") and not v.get("bytes")'
-    each = f"[e(x) for x in v] if isinstance(v, list) else {taken} if {struct} or {named} else v"
-    files = f"(e := lambda v: {each}) and {{n: [{{k: e(v) for k, v in r.items()}} for r in d]}}"
-    return Rewrite("images outside of the data", files)
+if __name__ == "__main__":
+    sys.exit(main())

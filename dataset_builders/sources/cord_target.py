@@ -60,7 +60,12 @@ def from_json(text: str) -> Tree:
 def to_tags(tree: Tree) -> str:
     """Return the tree in Donut's tags, with the differences listed above; NoTagForm if it has no such form."""
     if isinstance(tree, dict):
-        return "".join(_tagged(key, tree[key]) for key in sorted(tree, reverse=True)) or _DICT
+        pieces = []
+        for key in sorted(tree, reverse=True):
+            if not isinstance(key, str) or "<" in key or ">" in key:
+                raise NoTagForm(f"the key {key!r}")
+            pieces.append(f"<s_{key}>{to_tags(tree[key])}</s_{key}>")
+        return "".join(pieces) or _DICT
     if isinstance(tree, list):
         # An empty list in a list has a form of its own, <list/>.
         if any(isinstance(item, list) and item for item in tree):
@@ -84,12 +89,6 @@ def from_tags(text: str) -> Tree:
     if after != len(pieces) + 1:
         raise ValueError(f"{pieces[after]} closes nothing")
     return tree
-
-
-def _tagged(key: str, value: Tree) -> str:
-    if not isinstance(key, str) or "<" in key or ">" in key:
-        raise NoTagForm(f"the key {key!r}")
-    return f"<s_{key}>{to_tags(value)}</s_{key}>"
 
 
 def _read_value(pieces: list[str], at: int, depth: int) -> tuple[Tree, int]:

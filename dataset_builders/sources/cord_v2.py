@@ -35,9 +35,9 @@ from pydantic import Field
 from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Sample, SkipSample, Split
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.errors import InputError
-from dataset_builders.readers.file_patterns import SourceFile, list_files, nearest
 from dataset_builders.readers.image_refs import IMAGE_PATTERNS, ImageReader
-from dataset_builders.readers.parts import Builder, Part, SkippedRow
+from dataset_builders.readers.parts import Builder, Part, SkippedRow, convert_rows
+from dataset_builders.readers.source_files import SourceFile, list_files, nearest
 from dataset_builders.readers.table_files import (
     check_columns,
     image_bytes,
@@ -111,18 +111,16 @@ def list_parts(source: StorePath, subsets: Sequence[str], options: CordOptions) 
 def iter_part(part: Part, options: CordOptions, rows: Container[int] | None = None) -> Iterator[Sample | SkippedRow]:
     """Yield samples and unusable rows of one part, in order of their keys. A few rows are in memory at a time."""
     reader = ImageReader(part)
-    for row, record in iter_table_rows(part, _COLUMNS, rows):
-        key = part.key(row)
-        try:
-            parses = _parses(value_of(record, "ground_truth"))
-            image = image_bytes(value_of(record, "image"), 0, reader)
-        except SkipSample as skip:
-            yield SkippedRow(key, skip.reason, skip.detail)
-            continue
+
+    def convert(key: str, record: pa.StructScalar) -> Iterator[Sample | SkippedRow]:
+        parses = _parses(value_of(record, "ground_truth"))
+        image = image_bytes(value_of(record, "image"), 0, reader)
         if options.parses == "first" or len(parses) == 1:
             yield _sample(key, parses[0], image, options)
         else:
             yield from (_sample(f"{key}-{i}", parse, image, options) for i, parse in enumerate(parses))
+
+    return convert_rows(part, iter_table_rows(part, _COLUMNS, rows), convert)
 
 
 BUILDER = Builder(options=CordOptions, patterns=patterns, list_parts=list_parts, iter_part=iter_part, has_splits=True)
@@ -174,7 +172,8 @@ def _parses(text: object) -> list[dict[str, Tree]]:
 def _sample(key: str, parse: dict[str, Tree], image: bytes, options: CordOptions) -> Sample | SkippedRow:
     try:
         prompt = options.prompt or PROMPTS[options.target]
-        messages = (Message(role="user", text=IMAGE_SLOT + prompt), _answer(parse, options))
+        answer = Message(role="assistant", text=_target(parse, options))
+        messages = (Message(role="user", text=IMAGE_SLOT + prompt), answer)
         sample = Sample(key=key, messages=messages, images=(image,))
         sample.check()
     except SkipSample as skip:
@@ -182,7 +181,7 @@ def _sample(key: str, parse: dict[str, Tree], image: bytes, options: CordOptions
     return sample
 
 
-def _answer(parse: dict[str, Tree], options: CordOptions) -> Message:
+def _target(parse: dict[str, Tree], options: CordOptions) -> str:
     if not parse:
         raise SkipSample("empty_target", "the parse has no field")
     try:
@@ -193,4 +192,4 @@ def _answer(parse: dict[str, Tree], options: CordOptions) -> Message:
         raise SkipSample("schema_error", f"no form in tags: {str(error)[:200]}") from None
     if IMAGE_SLOT in text:
         raise SkipSample("special_token_in_text", f"the parse holds {IMAGE_SLOT}")
-    return Message(role="assistant", text=text)
+    return text

@@ -37,13 +37,10 @@ from pydantic import Field
 from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Sample, SkipSample, Split
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.errors import InputError
-from dataset_builders.readers.file_patterns import SourceFile, list_files
-from dataset_builders.readers.heldout_names import splits_of
 from dataset_builders.readers.image_refs import ImageReader
-from dataset_builders.readers.parts import Builder, Part, SkippedRow
-from dataset_builders.readers.row_files import NUMBERED, choose_subsets
+from dataset_builders.readers.parts import Builder, Part, SkippedRow, splits_of
+from dataset_builders.readers.source_files import IMAGE_SUFFIXES, NUMBERED, SourceFile, choose_subsets, list_files
 from dataset_builders.readers.table_files import stripped
-from dataset_builders.readers.unread import IMAGE_SUFFIXES
 from dataset_builders.storage.store import StorePath
 
 _PART_ROWS = 512
@@ -75,7 +72,13 @@ def list_parts(source: StorePath, subsets: Sequence[str], options: ImageFolderOp
     if source.is_file():
         raise InputError(f"raw data {source} is a file; the builder image_folder reads a directory of images")
     rows_of: dict[str, list[SourceFile]] = {}
-    row_files = list(_row_files(list_files(source, patterns(())), options))
+    files, ending = list_files(source, patterns(())), f".{options.suffix}"
+    with_image = {_stem(file.name) for file in files if _is_image(file.name)}
+    row_files = []  # every image, and every text file that has no image
+    for file in files:
+        is_text = options.answer == "text_file" and file.name.endswith(ending)
+        if _is_image(file.name) or (is_text and file.name.removesuffix(ending) not in with_image):
+            row_files.append(file)
     _check_folders(source, [file.name for file in row_files], options)
     for file in row_files:
         folders = _folders(file.name, options)
@@ -136,15 +139,6 @@ def _check_folders(source: StorePath, names: Sequence[str], options: ImageFolder
             )
 
 
-def _row_files(files: Sequence[SourceFile], options: ImageFolderOptions) -> Iterator[SourceFile]:
-    """Yield one file per row, in order: every image, and every text file that has no image."""
-    with_image = {_stem(file.name) for file in files if _is_image(file.name)}
-    for file in files:
-        is_text = options.answer == "text_file" and file.name.endswith(f".{options.suffix}")
-        if _is_image(file.name) or (is_text and file.name.removesuffix(f".{options.suffix}") not in with_image):
-            yield file
-
-
 def _parts(files: Sequence[SourceFile], subset: str, options: ImageFolderOptions) -> Iterator[Part]:
     first_row = 0
     for split, run in groupby(files, lambda file: _split(file.name, options)):
@@ -168,7 +162,12 @@ def _parts(files: Sequence[SourceFile], subset: str, options: ImageFolderOptions
 def _sample(key: str, name: str, reader: ImageReader, options: ImageFolderOptions) -> Sample:
     if not _is_image(name):
         raise SkipSample("image_not_found", "a text without an image of the same name")
-    answer = _text(name, reader, options) if options.answer == "text_file" else _folder_name(name, options)
+    if options.answer == "text_file":
+        answer = _text(name, reader, options)
+    elif folders := _folders(name, options):
+        answer = folders[-1].replace("_", " ").replace("-", " ").strip()
+    else:
+        raise SkipSample("schema_error", "the image lies in no folder that names its class")
     if IMAGE_SLOT in answer:
         raise SkipSample("special_token_in_text", f"the text holds {IMAGE_SLOT}")
     question = options.question if IMAGE_SLOT in options.question else IMAGE_SLOT + options.question
@@ -193,13 +192,6 @@ def _text(name: str, reader: ImageReader, options: ImageFolderOptions) -> str:
         if skip.reason == "schema_error":
             raise
         raise SkipSample("schema_error", f"no caption file ({skip.detail})") from None
-
-
-def _folder_name(name: str, options: ImageFolderOptions) -> str:
-    folders = _folders(name, options)
-    if not folders:
-        raise SkipSample("schema_error", "the image lies in no folder that names its class")
-    return folders[-1].replace("_", " ").replace("-", " ").strip()
 
 
 def _folders(name: str, options: ImageFolderOptions) -> list[str]:

@@ -1,8 +1,8 @@
 """Any parquet, Arrow, CSV or JSON files -> Sample, by a mapping of their columns.
 
 The source is a directory or a URL of .parquet, .arrow, .feather, .ipc, .csv, .tsv, .jsonl or .json files, in folders or
-directly, or one such file. See `row_files.py` for the files of a subset, `csv_files.py` for the form of a CSV file and
-`json_lines.py` for the form of a JSON file. A raw row, and the options that map its columns:
+directly, or one such file. See `source_files.py` for the files of a subset, and `text_files.py` for the forms of a CSV
+and of a JSON file. A raw row, and the options that map its columns:
 
     {"picture": {"bytes": b"\\x89PNG...", "path": None}, "topic": "cats", "replies": ["two", "2"], "part": "test"}
 
@@ -41,13 +41,10 @@ from pydantic import Field
 
 from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Sample, SkipSample, Split
 from dataset_builders.errors import InputError
-from dataset_builders.readers.conversation import answer_of, place_numbered
-from dataset_builders.readers.csv_files import CSV_SUFFIXES, csv_file_parts, csv_header, iter_csv_rows
-from dataset_builders.readers.file_patterns import SourceFile, nearest
+from dataset_builders.readers.conversation import answer_of, check_unread, is_watched, place_numbered
 from dataset_builders.readers.image_refs import IMAGE_PATTERNS, ImageReader, ImageRefOptions, check_image_root
-from dataset_builders.readers.json_lines import JSON_SUFFIXES, iter_json_rows, json_file_parts, json_type
-from dataset_builders.readers.parts import Builder, Part, SkippedRow
-from dataset_builders.readers.row_files import number_on, subset_files, subset_patterns
+from dataset_builders.readers.parts import Builder, Part, SkippedRow, convert_rows
+from dataset_builders.readers.source_files import SourceFile, nearest, number_on, subset_files, subset_patterns
 from dataset_builders.readers.table_files import (
     ARROW_SUFFIXES,
     class_names,
@@ -62,7 +59,16 @@ from dataset_builders.readers.table_files import (
     table_facts,
     value_of,
 )
-from dataset_builders.readers.unread import check_unread, is_watched
+from dataset_builders.readers.text_files import (
+    CSV_SUFFIXES,
+    JSON_SUFFIXES,
+    csv_file_parts,
+    csv_header,
+    iter_csv_rows,
+    iter_json_rows,
+    json_file_parts,
+    json_type,
+)
 from dataset_builders.storage.store import StorePath
 
 TEXT_SUFFIXES = (*CSV_SUFFIXES, *JSON_SUFFIXES)
@@ -137,14 +143,13 @@ def iter_part(part: Part, options: TableOptions, rows: Container[int] | None = N
         columns += [
             name for name in facts.schema.names if name not in columns and _is_watched(name, facts.schema, options)
         ]
-    for row, record in _iter_rows(part, columns, options, rows):
-        key = part.key(row)
-        try:
-            if is_table and not isinstance(record, SkippedRow):
-                record = {column: _named(value_of(record, column), names.get(column)) for column in columns}
-            yield record if isinstance(record, SkippedRow) else _sample(key, record, reader, options)
-        except SkipSample as skip:
-            yield SkippedRow(key, skip.reason, skip.detail)
+
+    def convert(key: str, record: Record) -> Iterator[Sample]:
+        if is_table:
+            record = {column: _named(value_of(record, column), names.get(column)) for column in columns}
+        yield _sample(key, record, reader, options)
+
+    return convert_rows(part, _iter_rows(part, columns, options, rows), convert)
 
 
 BUILDER = Builder(options=TableOptions, patterns=patterns, list_parts=list_parts, iter_part=iter_part, has_splits=True)
@@ -168,7 +173,7 @@ def _subset_parts(files: Sequence[SourceFile], subset: str, options: TableOption
 
 def _iter_rows(
     part: Part, columns: Sequence[str], options: TableOptions, rows: Container[int] | None
-) -> Iterator[tuple[int, Record | SkippedRow]]:
+) -> Iterator[tuple[int, Record | SkipSample]]:
     """Yield (row number in the subset, the row or the reason for skipping) of a part of any kind of file."""
     if not part.name.endswith(TEXT_SUFFIXES):
         yield from iter_table_rows(part, columns, rows)
@@ -184,12 +189,12 @@ def _iter_rows(
         yield from iter_json_rows(whole, chosen)
         return
     for row, record in iter_csv_rows(whole, chosen):
-        if not isinstance(record, SkippedRow):
+        if not isinstance(record, SkipSample):
             record |= {name: None for name in nullable & record.keys() if not record[name].strip()}
             lists = [name for name in columns if _LIST_AS_TEXT.fullmatch((record.get(name) or "").strip())]
             if lists:
                 detail = f"{lists[0]} is a list written as text, {record[lists[0]][:60]!r}; write rows as JSON lines"
-                record = SkippedRow(part.key(row), "schema_error", detail)
+                record = SkipSample("schema_error", detail)
         yield row, record
 
 
@@ -226,9 +231,9 @@ def _split_part(part: Part, options: TableOptions) -> Iterator[Part]:
         )
 
 
-def _split_of(record: Record | SkippedRow, options: TableOptions) -> Split | None:
+def _split_of(record: Record | SkipSample, options: TableOptions) -> Split | None:
     """Return our split of a row; None if it is null or unreadable. Raises LookupError for a value in neither list."""
-    if isinstance(record, SkippedRow):
+    if isinstance(record, SkipSample):
         return None
     try:
         value = _text(_value(record, options.split), options.split)
@@ -279,7 +284,11 @@ def _check_schema(path: StorePath, schema: pa.Schema, options: TableOptions) -> 
     _check_columns(path, schema.names, options)
     for columns, is_readable, kinds in (
         (_image_columns(options), _is_image, "bytes, a struct {bytes, path}, text, or a list of one of them"),
-        (_answer_columns(options), _is_answer, "text, numbers, true and false, or a list of them"),
+        (
+            _answer_columns(options),
+            lambda kind: _is_value(item_kind(kind) or kind),
+            "text, numbers, true and false, or a list of them",
+        ),
         (_value_columns(options), _is_value, "text, numbers, or true and false"),
     ):
         for column in columns:
@@ -294,10 +303,6 @@ def _is_image(kind: pa.DataType) -> bool:
         has_bytes = "bytes" in fields and is_bytes(fields["bytes"])
         return has_bytes or ("path" in fields and is_text(fields["path"]))
     return is_bytes(kind) or is_text(kind) or pa.types.is_null(kind)
-
-
-def _is_answer(kind: pa.DataType) -> bool:
-    return _is_value(item_kind(kind) or kind)
 
 
 def _is_value(kind: pa.DataType) -> bool:

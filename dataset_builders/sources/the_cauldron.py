@@ -39,10 +39,9 @@ from pydantic import Field
 from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Sample, SkipSample, subset_of
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.errors import InputError
-from dataset_builders.readers.file_patterns import SourceFile, list_files, nearest
 from dataset_builders.readers.image_refs import IMAGE_PATTERNS, ImageReader
-from dataset_builders.readers.parts import Builder, Part, SkippedRow, natural_order
-from dataset_builders.readers.row_files import check_subset_name
+from dataset_builders.readers.parts import Builder, Part, SkippedRow, convert_rows, natural_order
+from dataset_builders.readers.source_files import SourceFile, check_subset_name, list_files, nearest
 from dataset_builders.readers.table_files import (
     check_columns,
     image_bytes,
@@ -87,18 +86,16 @@ def iter_part(
 ) -> Iterator[Sample | SkippedRow]:
     """Yield samples and unusable rows of one part, in order of their keys. A few rows are in memory at a time."""
     reader = ImageReader(part)
-    for row, record in iter_table_rows(part, _COLUMNS, rows):
-        key = part.key(row)
-        try:
-            texts = _pairs(record)
-            images = tuple(image_bytes(image, i, reader) for i, image in enumerate(value_of(record, "images") or []))
-        except SkipSample as skip:
-            yield SkippedRow(key, skip.reason, skip.detail)
-            continue
+
+    def convert(key: str, record: pa.StructScalar) -> Iterator[Sample | SkippedRow]:
+        texts = _pairs(record)
+        images = tuple(image_bytes(image, i, reader) for i, image in enumerate(value_of(record, "images") or []))
         if options.turns == "chat":
             yield _sample(key, texts, images)
         else:
             yield from (_sample(f"{key}-{i}", [pair], images) for i, pair in enumerate(texts))
+
+    return convert_rows(part, iter_table_rows(part, _COLUMNS, rows), convert)
 
 
 BUILDER = Builder(options=CauldronOptions, patterns=patterns, list_parts=list_parts, iter_part=iter_part)

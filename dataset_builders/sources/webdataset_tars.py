@@ -36,13 +36,12 @@ from pydantic import Field, field_validator, model_validator
 
 from dataset_builders.contracts.sample import Sample, SkipSample
 from dataset_builders.contracts.strict import StrictModel
-from dataset_builders.readers.conversation import Conversation, from_openai, from_sharegpt, names_images
+from dataset_builders.readers.conversation import Conversation, check_unread, from_openai, from_sharegpt, names_images
 from dataset_builders.readers.image_refs import MAX_IMAGE_BYTES
-from dataset_builders.readers.json_lines import json_type, parse_json
 from dataset_builders.readers.parts import Builder, Part, SkippedRow, natural_order
-from dataset_builders.readers.row_files import number_on, span_parts, subset_files, subset_patterns
+from dataset_builders.readers.source_files import IMAGE_SUFFIXES, row_parts, span_parts, subset_patterns
 from dataset_builders.readers.tar_files import Group, iter_groups, list_group_spans
-from dataset_builders.readers.unread import IMAGE_SUFFIXES, check_unread
+from dataset_builders.readers.text_files import json_type, parse_json
 from dataset_builders.storage.store import StorePath
 
 _SUFFIXES = (".tar",)
@@ -86,10 +85,9 @@ def patterns(subsets: Sequence[str]) -> tuple[str, ...]:
 
 def list_parts(source: StorePath, subsets: Sequence[str], options: WebDatasetOptions) -> list[Part]:
     """Return all parts of the source: subsets by name, tars in numeric order, samples in the order of the tar."""
-    parts: list[Part] = []
-    for subset, tars in subset_files(source, subsets, _SUFFIXES):
-        parts += number_on(span_parts(tar, subset, list_group_spans(tar.path)) for tar in tars)
-    return parts
+    return row_parts(
+        source, subsets, _SUFFIXES, lambda tar, subset: span_parts(tar, subset, list_group_spans(tar.path))
+    )
 
 
 def iter_part(
@@ -124,13 +122,9 @@ def _sample(key: str, group: Group, options: WebDatasetOptions) -> Sample:
     if options.messages is None:
         question, answer = texts.text(options.question), texts.text(options.answer)
         texts.check_unread((options.question, options.answer))
-        return _pair(question, answer, fields).sample(key, read)
+        turns = [{"from": "user", "value": question}, {"from": "assistant", "value": answer}]
+        return from_sharegpt({"conversations": turns}, fields).sample(key, read)
     return _conversation(texts.value(options.messages), fields).sample(key, read)
-
-
-def _pair(question: str, answer: str, fields: Sequence[str]) -> Conversation:
-    turns = [{"from": "user", "value": question}, {"from": "assistant", "value": answer}]
-    return from_sharegpt({"conversations": turns}, fields)
 
 
 def _conversation(value: Any, fields: Sequence[str]) -> Conversation:

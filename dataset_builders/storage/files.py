@@ -1,18 +1,23 @@
-"""Files that are written atomically: under another name, then published by a rename or an upload."""
+"""Files that are written atomically: under another name, then published by a rename or an upload. Also, readers of
+files that may be damaged or half written: JSON, lines that other processes append, SQLite databases."""
 
 import contextlib
 import hashlib
 import json
 import os
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import xxhash
 
 from dataset_builders.errors import InputError, one_line
-from dataset_builders.storage.local_cache import cache_dir, path_beside
-from dataset_builders.storage.store import StorePath, is_local, publish
+from dataset_builders.storage.store import StorePath, cache_dir, is_local, path_beside, publish
+
+_SQLITE_SECONDS = 1.0  # for another process that holds the database
+_RUINED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 @contextlib.contextmanager
@@ -111,3 +116,26 @@ class GrowingFile:
     def take(self) -> None:
         """Mark the lines that `new_lines` last returned as taken, so that they are not returned again."""
         self.taken = self._end
+
+
+def check_database(path: Path, lost: str) -> None:
+    """Check a whole SQLite database, if there is one and no other process holds it. `lost` is its content, in words."""
+    if not path.exists():
+        return
+    if not all(os.access(place, os.W_OK) for place in (path, path.parent)):
+        raise InputError(f"{path} or its directory cannot be written; permit it, or choose another --root")
+    verdict = "it is no file"
+    if path.is_file():
+        try:
+            address = f"file:{quote(str(path))}?mode=rw"
+            with contextlib.closing(sqlite3.connect(address, _SQLITE_SECONDS, uri=True)) as database:
+                (verdict,) = database.execute("PRAGMA quick_check(1)").fetchone()
+                verdict = " ".join(verdict.split())
+        except sqlite3.DatabaseError as error:  # also when another process holds it, which is no fault
+            code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # an extended code has more bits
+            verdict = str(error) if code in _RUINED else "ok"
+    if verdict != "ok":
+        raise InputError(
+            f"{path} is no whole SQLite database ({verdict}); put a copy in its place, or move {path}* away: a new one "
+            f"is made, without {lost}"
+        )

@@ -12,9 +12,7 @@ from tokenizers import Tokenizer
 from dataset_builders.contracts.sample import IMAGE_SLOT, Sample
 from dataset_builders.errors import InputError
 from dataset_builders.pictures.images import ImageLimits
-from dataset_builders.recognise.candidates import survey
-from dataset_builders.recognise.reading import Reading
-from dataset_builders.recognise.trial import Trial, try_reading
+from dataset_builders.recognise.recognise import Reading, Trial, survey, try_reading
 from dataset_builders.storage.store import StorePath, is_local
 from flows.cli.init.choice import FEW_STEPS, check_apart
 from flows.cli.init.findings import anomalies

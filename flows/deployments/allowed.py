@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from dataset_builders.contracts.fingerprint import flatten
+from dataset_builders.contracts.manifest import flatten
 from dataset_builders.errors import InputError, one_line
 from dataset_builders.storage.row_objects import DATA_STORES_VARIABLE, STORE_URL, is_below, named_stores
 from dataset_builders.storage.store import StorePath, is_local

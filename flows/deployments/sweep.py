@@ -13,7 +13,7 @@ from prefect import flow, get_run_logger
 from prefect.runtime import flow_run
 from prefect.states import Completed, Failed, State
 
-from dataset_builders.contracts.fingerprint import flatten
+from dataset_builders.contracts.manifest import flatten
 from dataset_builders.errors import InputError, first_line
 from dataset_builders.storage.store import StorePath, location
 from flows.deployments.flows import refusal

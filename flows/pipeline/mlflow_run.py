@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import yaml
 from prefect.runtime import flow_run
 
-from dataset_builders.contracts.fingerprint import fingerprint, flatten
+from dataset_builders.contracts.manifest import fingerprint, flatten
 from dataset_builders.errors import InputError
 from dataset_builders.storage.store import absolute
 from flows.pipeline.config import PipelineConfig

@@ -11,8 +11,8 @@ from pydantic import ConfigDict, PlainSerializer, PrivateAttr, SkipValidation
 
 from dataset_builders.contracts.manifest import MANIFEST
 from dataset_builders.contracts.strict import StrictModel
-from dataset_builders.embedded.easy_vqa import check_installed
 from dataset_builders.errors import InputError
+from dataset_builders.sources.embedded import check_easy_vqa
 from dataset_builders.storage.store import StorePath, side_dir
 from flows.pipeline.config import PipelineConfig
 from flows.pipeline.recipe import Recipe
@@ -122,7 +122,7 @@ class Plan(StrictModel):
 
 def _open_inputs(config: PipelineConfig, root: StorePath) -> Iterator[tuple[str, Input]]:
     if isinstance(config.data, EmbeddedEasyVqaConfig):
-        check_installed(config.data.version)
+        check_easy_vqa(config.data.version)
     for role, reading in config.convert_config.readings.items() if config.sources else ():
         memo = side_dir(root) / RAW_DIGESTS
         yield role, open_raw(config.sources[role], reading.subsets, reading.builder, memo)

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from dataset_builders.contracts.fingerprint import flatten
+from dataset_builders.contracts.manifest import flatten
 from dataset_builders.errors import InputError, one_line, shown
 from dataset_builders.storage.store import home_expanded
 from flows.pipeline.config import PipelineConfig

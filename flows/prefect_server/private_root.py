@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from dataset_builders.errors import InputError
-from dataset_builders.readers.file_patterns import ROOT_MARK
+from dataset_builders.readers.source_files import ROOT_MARK
 
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from dataset_builders.storage.files import write_json
-from dataset_builders.storage.sqlite_file import check_database
+from dataset_builders.storage.files import check_database, write_json
 from dataset_builders.storage.store import StorePath, side_dir
 from flows.prefect_server.access import (
     MLFLOW_PASSWORD,

@@ -21,8 +21,7 @@ import filelock
 import psutil
 
 from dataset_builders.errors import InputError
-from dataset_builders.storage.files import write_json
-from dataset_builders.storage.sqlite_file import check_database
+from dataset_builders.storage.files import check_database, write_json
 from dataset_builders.storage.store import StorePath, side_dir
 from flows.prefect_server.access import MLFLOW_PASSWORD, MLFLOW_USER, PREFECT_SECRET, USER, Access, make_access
 from flows.prefect_server.ports import reserve_ports

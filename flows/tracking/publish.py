@@ -27,8 +27,7 @@ from mlflow.data.meta_dataset import MetaDataset
 from mlflow.data.sources import LocalArtifactDatasetSource
 from mlflow.entities import DatasetInput, InputTag, Run
 
-from dataset_builders.contracts.fingerprint import fingerprint, flatten
-from dataset_builders.contracts.manifest import MANIFEST
+from dataset_builders.contracts.manifest import MANIFEST, fingerprint, flatten
 from dataset_builders.storage.files import GrowingFile
 from dataset_builders.storage.store import StorePath, absolute, is_local, local_copy, modified
 from flows.libraries.mlflow_private import VIEW_TAG, entity_of, first_view

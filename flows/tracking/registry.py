@@ -15,7 +15,7 @@ from mlflow.entities import LoggedModelOutput
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
-from dataset_builders.contracts.fingerprint import flatten
+from dataset_builders.contracts.manifest import flatten
 from dataset_builders.errors import InputError
 from dataset_builders.storage.store import StorePath, absolute
 from flows.tracking.config import RegistryConfig

@@ -19,7 +19,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
 from dataset_builders.errors import InputError
-from dataset_builders.storage.sqlite_file import check_database
+from dataset_builders.storage.files import check_database
 from dataset_builders.storage.store import StorePath, side_dir, without_userinfo
 from flows.libraries.mlflow_private import update_addresses
 from flows.prefect_server.ports import kept_ports

@@ -14,8 +14,7 @@ from dataclasses import asdict, dataclass
 
 import xxhash
 
-from dataset_builders.contracts.sample import Sample, subset_of
-from dataset_builders.contracts.sample_record import from_fields
+from dataset_builders.contracts.sample import Sample, from_fields, subset_of
 from dataset_builders.contracts.shard_io import RecordRange, iter_located, iter_records
 from dataset_builders.storage.store import StorePath
 from stages.shared.artifacts.artifact import Artifact

@@ -24,8 +24,7 @@ from typing import TypeVar
 
 from pydantic import Field
 
-from dataset_builders.contracts.sample import IMAGE_SLOT, SkipSample
-from dataset_builders.contracts.sample_record import from_fields
+from dataset_builders.contracts.sample import IMAGE_SLOT, SkipSample, from_fields
 from dataset_builders.contracts.shard_io import read_record
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.contracts.tokenized import PixelConfig

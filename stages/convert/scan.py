@@ -12,8 +12,7 @@ import pyarrow as pa
 import xxhash
 from fontTools.unicodedata import script, script_name
 
-from dataset_builders.contracts.sample import IMAGE_SLOT, Sample, SkipSample
-from dataset_builders.contracts.sample_record import to_fields
+from dataset_builders.contracts.sample import IMAGE_SLOT, Sample, SkipSample, to_fields
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.errors import InputError
 from dataset_builders.pictures.images import ImageInfo, ImageLimits, check_image

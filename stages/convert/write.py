@@ -17,8 +17,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from dataset_builders.contracts.manifest import ShardEntry
-from dataset_builders.contracts.sample import SPLITS, Split, subset_of
-from dataset_builders.contracts.sample_record import to_fields
+from dataset_builders.contracts.sample import SPLITS, Split, subset_of, to_fields
 from dataset_builders.contracts.shard_io import ShardWriter, finished_shard
 from dataset_builders.storage.files import atomic_path
 from dataset_builders.storage.store import StorePath

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dataset_builders.embedded.digits import DigitCounts, Row, iter_digit_rows
+from dataset_builders.sources.embedded import DigitCounts, Row, iter_digit_rows
 from dataset_builders.storage.files import atomic_path
 from stages.shared.artifacts.artifact import Stage, StageOutput
 from stages.shared.inputs.config import EmbeddedDataConfig

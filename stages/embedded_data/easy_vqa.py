@@ -8,7 +8,7 @@ Row 12 of a subset is picture 12 of the package.
 from collections.abc import Mapping
 from pathlib import Path
 
-from dataset_builders.embedded.easy_vqa import SPLITS, check_installed, iter_easy_vqa_rows
+from dataset_builders.sources.embedded import EASY_VQA_SPLITS, check_easy_vqa, iter_easy_vqa_rows
 from stages.embedded_data.digits import write_rows_report, write_subset
 from stages.shared.artifacts.artifact import Stage, StageOutput
 from stages.shared.inputs.config import EmbeddedEasyVqaConfig
@@ -17,9 +17,9 @@ VERSION = 1
 
 
 def _run(config: EmbeddedEasyVqaConfig, inputs: Mapping[str, object], work: Path, resources: object) -> StageOutput:
-    check_installed(config.version)
-    subsets = {f"easy_vqa_{split}": list(iter_easy_vqa_rows(split)) for split in SPLITS}
-    for split, (subset, rows) in zip(SPLITS, subsets.items()):
+    check_easy_vqa(config.version)
+    subsets = {f"easy_vqa_{split}": list(iter_easy_vqa_rows(split)) for split in EASY_VQA_SPLITS}
+    for split, (subset, rows) in zip(EASY_VQA_SPLITS, subsets.items()):
         write_subset(work / subset, rows, split)
     write_rows_report(work, f"easy-VQA {config.version}", subsets)
     return StageOutput(

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from dataset_builders.contracts.feature_store import FeatureType
+from dataset_builders.contracts.manifest import FeatureType
 from dataset_builders.contracts.strict import StrictModel
 
 

@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dataset_builders.contracts.feature_store import FeatureStore
 from dataset_builders.contracts.features import (
     IMAGE_FILES,
     INDEX_FILES,
@@ -24,6 +23,7 @@ from dataset_builders.contracts.features import (
     read_table,
     shard_name,
 )
+from dataset_builders.contracts.manifest import FeatureStore
 from dataset_builders.contracts.shard_io import finished_shard
 from dataset_builders.storage.store import absolute
 from stages.encode_images.config import EncodingConfig

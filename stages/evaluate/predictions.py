@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from dataset_builders.contracts.fingerprint import canonical_json, fingerprint
+from dataset_builders.contracts.manifest import canonical_json, fingerprint
 from dataset_builders.contracts.sample import Sample, image_digests, subset_of
 from dataset_builders.storage.files import atomic_path
 from dataset_builders.storage.store import StorePath, local_copy

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dataset_builders.contracts.permutation import KeyedPermutation
+from dataset_builders.contracts.bins import KeyedPermutation
 from dataset_builders.errors import InputError
 from stages.plan_bins.config import SubsetMix
 

@@ -8,8 +8,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import Field
 
-from dataset_builders.contracts.bins import BinPartition, write_bin_partition
-from dataset_builders.contracts.permutation import KeyedPermutation
+from dataset_builders.contracts.bins import BinPartition, KeyedPermutation, write_bin_partition
 from dataset_builders.contracts.sample import Split
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.contracts.tokenized import SIZES, read_partition

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from huggingface_hub import EvalResult, ModelCardData
 
-from dataset_builders.sources.licences import CAULDRON_PROMPTS, licence_of
+from dataset_builders.sources.registry import CAULDRON_PROMPTS, licence_of
 from dataset_builders.storage.files import write_text
 from stages.shared.artifacts.artifact import Artifact
 from stages.shared.pages.page import render

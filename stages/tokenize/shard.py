@@ -12,15 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from dataset_builders.contracts import sample_record
 from dataset_builders.contracts.manifest import ShardEntry
-from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Sample, SkipSample, turn_key, whole_key
+from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Sample, SkipSample, from_fields, turn_key, whole_key
 from dataset_builders.contracts.shard_io import RecordRange, ShardWriter, finished_shard, iter_records
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.contracts.tokenized import PixelStore, TokenizedSample
 from dataset_builders.pictures.images import read_rgb
-from dataset_builders.pictures.pixel_codecs import decode_sample, encode_sample
-from dataset_builders.pictures.pixels import count_patches, encode_rgb, image_grid
+from dataset_builders.pictures.pixels import count_patches, decode_sample, encode_rgb, encode_sample, image_grid
 from dataset_builders.storage.files import read_sealed, write_sealed
 from dataset_builders.storage.store import StorePath, local_dir
 from stages.shared.artifacts.left_out import LeftOut, count_reasons
@@ -217,7 +215,7 @@ def _batches(task: ShardTask) -> Iterator[list[tuple[Sample, list[str]]]]:
     size = 0
     for key, fields in iter_records(task.samples / task.shard.name, task.shard):
         names = sorted((name for name in fields if name[:1].isdigit()), key=lambda name: int(name.partition(".")[0]))
-        sample = sample_record.from_fields(key, fields)
+        sample = from_fields(key, fields)
         batch.append((sample, names))
         size += sum(len(image) for image in sample.images)
         if len(batch) == _BATCH_SAMPLES or size >= _BATCH_BYTES:

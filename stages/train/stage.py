@@ -18,8 +18,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from dataset_builders.contracts.fingerprint import fingerprint
-from dataset_builders.contracts.manifest import load_manifest
+from dataset_builders.contracts.manifest import fingerprint, load_manifest
 from dataset_builders.errors import InputError
 from dataset_builders.storage.store import absolute, local_dir
 from stages.shared.artifacts.artifact import Artifact, Input, Stage, StageOutput, stage_identity

@@ -13,9 +13,9 @@ from itertools import chain, combinations, islice
 import numpy as np
 from PIL import Image
 
-from dataset_builders.embedded.digits import DigitCounts, iter_digit_rows
 from dataset_builders.pictures.images import open_rgb
 from dataset_builders.pictures.picture_hash import PictureLook, look_at
+from dataset_builders.sources.embedded import DigitCounts, iter_digit_rows
 from stages.contamination.config import ContaminationConfig
 from stages.contamination.copies import difference_limits, thumbnail_differences
 from stages.contamination.second_look import apart

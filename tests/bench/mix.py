@@ -18,7 +18,7 @@ import transformers
 from dataset_builders.contracts.manifest import Manifest
 from dataset_builders.contracts.shard_io import ShardWriter
 from dataset_builders.contracts.tokenized import PatchFormat, PixelConfig, PixelStore, TokenizedSample
-from dataset_builders.pictures.pixel_codecs import encode_sample
+from dataset_builders.pictures.pixels import encode_sample
 from stages.plan_bins.pack import pack
 from stages.shared.inputs.config import EmbeddedModelConfig
 from stages.shared.inputs.load_transformers import no_progress_bar

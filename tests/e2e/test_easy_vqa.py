@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from dataset_builders.contracts.manifest import load_manifest
-from dataset_builders.contracts.sample_record import from_fields
+from dataset_builders.contracts.sample import from_fields
 from dataset_builders.contracts.shard_io import iter_records
 from dataset_builders.known_version import installed_version
 from flows.tracking.store import connect

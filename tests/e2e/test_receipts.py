@@ -15,8 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dataset_builders.contracts.manifest import Manifest
-from dataset_builders.contracts.sample import Sample
-from dataset_builders.contracts.sample_record import from_fields
+from dataset_builders.contracts.sample import Sample, from_fields
 from dataset_builders.contracts.shard_io import iter_records
 from dataset_builders.sources.cord_target import NoTagForm, Tree, from_json, from_tags, to_json, to_tags
 from dataset_builders.sources.cord_v2 import PROMPTS

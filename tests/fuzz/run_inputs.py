@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dataset_builders.contracts.sample import SKIP_REASONS, Sample, SkipSample
-from dataset_builders.contracts.sample_record import from_fields, to_fields
+from dataset_builders.contracts.sample import SKIP_REASONS, Sample, SkipSample, from_fields, to_fields
 from dataset_builders.errors import InputError
 from dataset_builders.pictures.images import ImageLimits, check_image, read_rgb
 from dataset_builders.readers.parts import SkippedRow

@@ -10,8 +10,7 @@ import numpy as np
 from PIL import Image
 
 from dataset_builders.contracts.manifest import Manifest
-from dataset_builders.contracts.sample import Message, Sample
-from dataset_builders.contracts.sample_record import to_fields
+from dataset_builders.contracts.sample import Message, Sample, to_fields
 from dataset_builders.contracts.shard_io import ShardWriter, remove_entries
 from stages.answer.stage import STAGE as ANSWER
 from stages.answer.stage import AnswerConfig

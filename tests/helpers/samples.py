@@ -8,8 +8,7 @@ import numpy as np
 from PIL import Image
 
 from dataset_builders.contracts.manifest import Manifest
-from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Sample
-from dataset_builders.contracts.sample_record import to_fields
+from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Sample, to_fields
 from dataset_builders.contracts.shard_io import ShardWriter, remove_entries
 from stages.shared.artifacts.artifact import Artifact
 

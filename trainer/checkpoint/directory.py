@@ -11,7 +11,7 @@ import math
 import shutil
 from pathlib import Path
 
-from dataset_builders.contracts.fingerprint import describe_drift
+from dataset_builders.contracts.manifest import describe_drift
 from dataset_builders.errors import InputError
 from trainer.contract.checkpoint import CHECKPOINT_RECORD, STEP_NAME, read_checkpoint_record
 from trainer.contract.names import CHECKPOINTS

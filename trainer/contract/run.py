@@ -14,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from dataset_builders.contracts.feature_store import FeatureType
+from dataset_builders.contracts.manifest import FeatureType
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.errors import InputError
 from dataset_builders.storage.store import Location

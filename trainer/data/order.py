@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from dataset_builders.contracts.bins import BinSums
-from dataset_builders.contracts.permutation import KeyedPermutation
+from dataset_builders.contracts.bins import BinSums, KeyedPermutation
 from trainer.data.balance import deal
 from trainer.data.reader import BinReader
 

@@ -2,8 +2,7 @@
 
 from collections.abc import Collection
 
-from dataset_builders.contracts.feature_store import read_feature_store
-from dataset_builders.contracts.manifest import load_manifest
+from dataset_builders.contracts.manifest import load_manifest, read_feature_store
 from dataset_builders.errors import InputError
 from dataset_builders.storage.store import StorePath
 from trainer.contract.parallel import ParallelConfig

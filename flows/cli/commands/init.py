@@ -8,11 +8,9 @@ from pathlib import Path
 from dataset_builders.contracts.sample import Sample
 from dataset_builders.errors import InputError, shown
 from dataset_builders.pictures.images import PILLOW_PIXEL_LIMIT, ImageLimits, preview_png
-from dataset_builders.readers.heldout_names import heldout_globs
+from dataset_builders.readers.parts import heldout_globs
 from dataset_builders.recognise.layouts import nearest_layout
-from dataset_builders.recognise.peek import ROW_SUFFIXES, TAR_SUFFIX
-from dataset_builders.recognise.recognise import recognise
-from dataset_builders.recognise.trial import Trial
+from dataset_builders.recognise.recognise import ROW_SUFFIXES, TAR_SUFFIX, Trial, recognise
 from dataset_builders.storage.files import write_text
 from dataset_builders.storage.store import StorePath, absolute, check_reachable, is_local, location, side_dir
 from flows.cli.init.choice import check_apart, choose, data_name

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from dataset_builders.contracts.feature_store import FeatureStore
+from dataset_builders.contracts.manifest import FeatureStore
 from dataset_builders.contracts.sample import SPLITS
 from dataset_builders.storage.store import StorePath, side_dir
 from flows.cli.init.fit import check_memory, fit_sizes

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dataset_builders.contracts.sample import IMAGE_SLOT, image_digests
 from dataset_builders.errors import InputError
-from dataset_builders.recognise.trial import Trial
+from dataset_builders.recognise.recognise import Trial
 from flows.cli.init.fit import ROOMY, Fit, bin_sizes, check_memory, fit_model, smallest
 from stages.shared.inputs.config import EmbeddedModelConfig
 from stages.shared.inputs.model_directory import ModelDirectory, resolve_hf_dir

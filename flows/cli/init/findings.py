@@ -10,11 +10,9 @@ import numpy as np
 from dataset_builders.contracts.sample import IMAGE_SLOT, Sample
 from dataset_builders.errors import printable
 from dataset_builders.pictures.images import read_rgb
-from dataset_builders.recognise.candidates import Survey
 from dataset_builders.recognise.columns import CLASSIFY
 from dataset_builders.recognise.layouts import unread
-from dataset_builders.recognise.recognise import Recognised
-from dataset_builders.recognise.trial import Trial
+from dataset_builders.recognise.recognise import Recognised, Survey, Trial
 from dataset_builders.storage.store import StorePath
 from stages.convert.config import ConvertConfig
 from stages.shared.artifacts.left_out import MIN_LOST

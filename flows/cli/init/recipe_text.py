@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dataset_builders.errors import printable
-from dataset_builders.recognise.trial import Trial
+from dataset_builders.recognise.recognise import Trial
 from flows.cli.init.choice import Choice
 from flows.cli.init.fit import FULL_RATES, LORA_RATE, PATCHES
 from flows.pipeline.recipe import read_yaml

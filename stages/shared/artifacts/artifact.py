@@ -12,8 +12,15 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from dataset_builders.contracts.fingerprint import fingerprint
-from dataset_builders.contracts.manifest import MANIFEST, FileEntry, Manifest, Parent, ShardEntry, load_manifest
+from dataset_builders.contracts.manifest import (
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    Parent,
+    ShardEntry,
+    fingerprint,
+    load_manifest,
+)
 from dataset_builders.storage.store import StorePath
 from trainer.contract.names import PROFILE
 

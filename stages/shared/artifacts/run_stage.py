@@ -26,8 +26,7 @@ from typing import Any
 import filelock
 from pydantic import BaseModel
 
-from dataset_builders.contracts.fingerprint import describe_drift, fingerprint
-from dataset_builders.contracts.manifest import MANIFEST, Manifest, load_manifest
+from dataset_builders.contracts.manifest import MANIFEST, Manifest, describe_drift, fingerprint, load_manifest
 from dataset_builders.contracts.shard_io import remove_entries
 from dataset_builders.errors import DamagedFile, InputError, damaged
 from dataset_builders.storage.files import read_object, write_json, write_text

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 from pydantic import ValidationError
 
-from dataset_builders.contracts.fingerprint import describe_drift
+from dataset_builders.contracts.manifest import describe_drift
 from dataset_builders.contracts.tokenized import PatchFormat, PixelConfig
 from dataset_builders.errors import InputError
 from dataset_builders.storage.files import write_json

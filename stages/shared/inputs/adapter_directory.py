@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dataset_builders.contracts.fingerprint import fingerprint
+from dataset_builders.contracts.manifest import fingerprint
 from dataset_builders.errors import InputError, in_ascii
 from dataset_builders.storage.store import local_dir
 from stages.shared.artifacts.artifact import Artifact, External, Input

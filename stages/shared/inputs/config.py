@@ -7,8 +7,8 @@ from typing import Any, Literal
 from pydantic import Field, SerializationInfo, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from dataset_builders.contracts.strict import EVERY_FIELD, StrictModel
-from dataset_builders.embedded.digits import NUM_SCANS
 from dataset_builders.errors import shown
+from dataset_builders.sources.embedded import NUM_SCANS
 from trainer.model.registry import EMBEDDED, FAMILIES, get_family, get_variant, get_variants
 from trainer.model.shape import ModelShape
 

@@ -15,7 +15,7 @@ import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors import SafetensorError, safe_open
 
-from dataset_builders.contracts.fingerprint import fingerprint
+from dataset_builders.contracts.manifest import fingerprint
 from dataset_builders.errors import InputError, in_ascii, one_line
 from dataset_builders.storage.files import read_object, write_json
 from dataset_builders.storage.store import home_expanded, local_dir, location

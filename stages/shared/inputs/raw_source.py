@@ -23,12 +23,10 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import get_session
 
 from dataset_builders.errors import InputError
-from dataset_builders.readers.file_patterns import SourceFile, list_files
 from dataset_builders.readers.image_refs import IMAGE_PATTERNS, may_be_image
 from dataset_builders.readers.parts import natural_order
-from dataset_builders.readers.unread import IMAGE_SUFFIXES
-from dataset_builders.sources.hub_subsets import check_hub_subsets
-from dataset_builders.sources.registry import get_builder
+from dataset_builders.readers.source_files import IMAGE_SUFFIXES, SourceFile, list_files
+from dataset_builders.sources.registry import check_hub_subsets, get_builder
 from dataset_builders.storage.files import read_object, sha256_file, write_json
 from dataset_builders.storage.store import StorePath, check_reachable, is_local, location
 from stages.shared.artifacts.artifact import External

@@ -18,8 +18,7 @@ from pathlib import Path
 import jinja2
 from markupsafe import Markup
 
-from dataset_builders.contracts.fingerprint import flatten
-from dataset_builders.contracts.manifest import Manifest
+from dataset_builders.contracts.manifest import Manifest, flatten
 from dataset_builders.storage.store import StorePath, is_local
 from stages.shared.pages.report import Section, Table, read_report, section_data
 

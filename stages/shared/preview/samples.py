@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 from markupsafe import Markup
 
 from dataset_builders.contracts.manifest import ShardEntry
-from dataset_builders.contracts.sample import IMAGE_SLOT, Sample, SkipSample, image_digests
-from dataset_builders.contracts.sample_record import from_fields
+from dataset_builders.contracts.sample import IMAGE_SLOT, Sample, SkipSample, from_fields, image_digests
 from dataset_builders.contracts.shard_io import iter_records
 from dataset_builders.errors import InputError
 from dataset_builders.pictures.images import PILLOW_PIXEL_LIMIT, ImageLimits, check_image, preview_png

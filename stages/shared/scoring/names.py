@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from dataset_builders.errors import InputError
-from dataset_builders.readers.file_patterns import nearest
+from dataset_builders.readers.source_files import nearest
 
 METRIC_NAMES = (
     *("exact_match", "vqa_em", "vqa_accuracy", "multiple_choice", "anls", "relaxed_accuracy", "denotation_accuracy"),

@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from dataset_builders.contracts.permutation import KeyedPermutation
+from dataset_builders.contracts.bins import KeyedPermutation
 
 pytestmark = pytest.mark.promise(
     "Bins keep their limits, any step's are found without holding an epoch, and dealing them to ranks by cost, "

@@ -12,7 +12,7 @@ import simplejpeg
 from PIL import Image
 
 from dataset_builders.contracts.sample import SkipSample
-from dataset_builders.pictures import images, jpeg
+from dataset_builders.pictures import images
 from dataset_builders.pictures.images import ImageLimits, check_image, image_size, open_rgb, read_rgb
 from tests.helpers.raw_rows import encode, jpeg_with_exif, orientation_exif, picture
 
@@ -164,9 +164,9 @@ def test_a_progressive_file_of_its_first_scans_is_whole_by_its_format():
 @pytest.mark.parametrize("kind", ["progressive", "CMYK progressive", "progressive with restart markers"])
 def test_scans_are_bounded(kind):
     data = jpeg_of(kind, picture(1))
-    for scans in (jpeg.MAX_SCANS, jpeg.MAX_SCANS + 1):
+    for scans in (images.MAX_SCANS, images.MAX_SCANS + 1):
         many = with_scans(data, scans)
-        expected = "bomb" if scans > jpeg.MAX_SCANS else "read"
+        expected = "bomb" if scans > images.MAX_SCANS else "read"
         assert reads(many, whole=False) == expected
         for refusal in (image_size, open_rgb, lambda d: check_image(d, LIMITS, decode=False)):
             if expected == "bomb":
@@ -177,14 +177,14 @@ def test_scans_are_bounded(kind):
 def test_the_limit_falls_as_pictures_grow(monkeypatch):
     data = jpeg_of("progressive", picture(1))
     assert len(scan_places(data)) == 10
-    monkeypatch.setattr(jpeg, "MAX_SCAN_PIXELS", 40 * 32 * 10)
+    monkeypatch.setattr(images, "MAX_SCAN_PIXELS", 40 * 32 * 10)
     assert reads(data, whole=True) == "read"
     with pytest.raises(SkipSample, match="a JPEG of 11 scans, the limit is 10 at 40 x 32"):
         read_rgb(with_scans(data, 11))
 
 
 def test_the_largest_picture_may_have_twice_the_usual_scans():
-    assert jpeg.MAX_SCAN_PIXELS // images.PILLOW_PIXEL_LIMIT == 24
+    assert images.MAX_SCAN_PIXELS // images.PILLOW_PIXEL_LIMIT == 24
 
 
 def test_scans_hidden_from_the_count_would_be_scans_hidden_from_the_decoder():
@@ -214,7 +214,7 @@ def test_a_file_of_too_many_scans_is_not_decoded(monkeypatch):
     """Such files cost 0.5 s of CPU at 18 kB, and 5 s at 40 kB with data in the scans."""
     data = encode(Image.new("RGB", (1000, 1000), (90, 90, 90)), "JPEG", progressive=True)
     assert check_image(with_scans(data, 100), LIMITS).width == 1000
-    monkeypatch.setattr(jpeg.simplejpeg, "decode_jpeg", lambda *given, **options: pytest.fail("decoded"))
+    monkeypatch.setattr(images.simplejpeg, "decode_jpeg", lambda *given, **options: pytest.fail("decoded"))
     monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda self: pytest.fail("decoded"))
     assert [verdict(with_scans(data, scans)) for scans in (110, 3000, 40_000)] == ["bomb"] * 3
 
@@ -260,7 +260,7 @@ def damaged_jpegs(rng: np.random.Generator) -> Iterator[bytes]:
 def test_the_check_is_pillows_verdict_but_for_named_damage(monkeypatch):
     files = list(damaged_jpegs(np.random.default_rng(1)))
     ours, warnings = [verdict(data) for data in files], []
-    monkeypatch.setattr(images.jpeg, "jpeg_warning", lambda *given: warnings.append(given) or "unknown")
+    monkeypatch.setattr(images, "_jpeg_warning", lambda *given: warnings.append(given) or "unknown")
     pillows = [verdict(data) for data in files]
     stricter = Counter(our for our, pillow in zip(ours, pillows) if our != pillow)
     assert set(stricter) == {"truncated_image", "decode_error"} and 100 < stricter.total() < 400, stricter

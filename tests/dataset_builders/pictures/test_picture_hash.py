@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dataset_builders.embedded.digits import DigitCounts, iter_digit_rows
 from dataset_builders.pictures.images import open_rgb
 from dataset_builders.pictures.picture_hash import THUMBNAIL_SIDE, look_at, phash
+from dataset_builders.sources.embedded import DigitCounts, iter_digit_rows
 from stages.contamination.copies import thumbnail_differences
 from stages.contamination.second_look import apart
 from stages.contamination.stage import ContaminationConfig

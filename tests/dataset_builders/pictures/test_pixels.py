@@ -10,8 +10,7 @@ import simplejpeg
 from PIL import Image, ImageFile
 
 from dataset_builders.contracts.sample import SkipSample
-from dataset_builders.pictures.images import open_rgb, read_rgb
-from dataset_builders.pictures.jpeg import decode_jpeg
+from dataset_builders.pictures.images import decode_jpeg, open_rgb, read_rgb
 from dataset_builders.pictures.pixels import count_patches, encode_image, image_grid, pixel_values
 from tests.helpers.pixels import image_config, pixel_cases
 

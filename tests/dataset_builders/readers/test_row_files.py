@@ -2,8 +2,7 @@
 
 import pytest
 
-from dataset_builders.readers.file_patterns import list_files
-from dataset_builders.readers.row_files import subset_files, subset_patterns
+from dataset_builders.readers.source_files import list_files, subset_files, subset_patterns
 from tests.helpers.json_rows import write_file
 
 pytestmark = pytest.mark.promise(

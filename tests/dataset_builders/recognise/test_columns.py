@@ -2,8 +2,7 @@
 
 import pytest
 
-from dataset_builders.recognise.columns import CLASSIFY, DESCRIBE, READ, find_columns
-from dataset_builders.recognise.members import tar_options
+from dataset_builders.recognise.columns import CLASSIFY, DESCRIBE, READ, find_columns, tar_options
 
 pytestmark = pytest.mark.promise(
     "`athanor init` makes a recipe from common layouts of data, with settings that fit the GPU by the estimate, "

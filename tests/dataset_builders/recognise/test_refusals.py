@@ -579,7 +579,7 @@ def test_an_object_of_over_64_mib_gets_a_command_too(tmp_path, capsys, monkeypat
     with_images(lambda d: write_json(d / "rows.json", {"version": 1, "all of them": flat()}, indent=1))(
         tmp_path / "data"
     )
-    monkeypatch.setattr("dataset_builders.recognise.rewrite.MAX_ROW_BYTES", 100)
+    monkeypatch.setattr("dataset_builders.recognise.exports.MAX_ROW_BYTES", 100)
     status, _, err = init(tmp_path, capsys)
     assert status == 2 and "one object of over 64 MiB" in err
     subprocess.run(err.rpartition("; run: ")[2], shell=True, check=True)

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_digits
 
-from dataset_builders.embedded.digits import (
+from dataset_builders.pictures.images import open_rgb
+from dataset_builders.sources.embedded import (
     EVEN_QUESTION,
     FIVE_QUESTION,
     LARGER_QUESTION,
@@ -20,7 +21,6 @@ from dataset_builders.embedded.digits import (
     DigitCounts,
     iter_digit_rows,
 )
-from dataset_builders.pictures.images import open_rgb
 from stages.shared.inputs.config import EmbeddedDataConfig
 
 pytestmark = pytest.mark.promise(

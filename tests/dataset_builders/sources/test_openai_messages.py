@@ -6,11 +6,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dataset_builders.contracts.sample import Sample
-from dataset_builders.contracts.sample_record import from_fields, to_fields
+from dataset_builders.contracts.sample import Sample, from_fields, to_fields
 from dataset_builders.errors import InputError
-from dataset_builders.readers import json_lines
-from dataset_builders.sources.openai_messages import OpenAIOptions, list_parts, patterns
+from dataset_builders.readers import text_files
+from dataset_builders.sources.conversations import OPENAI_MESSAGES, ConversationOptions
 from dataset_builders.sources.registry import get_builder
 from dataset_builders.storage.store import location
 from tests.helpers.json_rows import data_uri, read_source, reasons, turns, write_file
@@ -388,11 +387,11 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("block", [7, 1 << 20])
 def test_every_shape_of_file_gives_the_same_rows_however_it_is_cut(shape, block, tmp_path, monkeypatch):
-    monkeypatch.setattr(json_lines, "_BLOCK", block)
-    monkeypatch.setattr(json_lines, "_PART_ROWS", 4)
+    monkeypatch.setattr(text_files, "_BLOCK", block)
+    monkeypatch.setattr(text_files, "_PART_ROWS", 4)
     rows = numbered(10)
     write_file(tmp_path / "s.json", SHAPES[shape](rows))
-    parts = list_parts(tmp_path, (), OpenAIOptions())
+    parts = OPENAI_MESSAGES.list_parts(tmp_path, (), ConversationOptions())
     assert [part.num_rows for part in parts] == [4, 4, 2]
     assert [part.first_row for part in parts] == [0, 4, 8] == [part.file_row for part in parts]
     items = read(tmp_path)
@@ -403,17 +402,17 @@ def test_every_shape_of_file_gives_the_same_rows_however_it_is_cut(shape, block,
 
 
 def test_parts_are_cut_by_bytes_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(json_lines, "_PART_BYTES", 400)
+    monkeypatch.setattr(text_files, "_PART_BYTES", 400)
     for name in ("a.jsonl", "b.json"):
         rows = numbered(20)
         write_file(tmp_path / name, lines(rows) if name == "a.jsonl" else json.dumps(rows).encode())
-    parts = list_parts(tmp_path, (), OpenAIOptions())
+    parts = OPENAI_MESSAGES.list_parts(tmp_path, (), ConversationOptions())
     assert all(part.span[1] - part.span[0] < 600 for part in parts) and len(parts) > 8
     assert [item.key for item in read(tmp_path)] == [f"{s}/{i:08d}" for s in "ab" for i in range(20)]
 
 
 def test_a_line_that_is_too_long_is_one_bad_row(tmp_path, monkeypatch):
-    monkeypatch.setattr(json_lines, "MAX_ROW_BYTES", 200)
+    monkeypatch.setattr(text_files, "MAX_ROW_BYTES", 200)
     rows = [chat("1?", "1"), chat("x" * 1000, "y"), chat("2?", "2")]
     items = read_rows(tmp_path, rows)
     assert reasons(items) == [None, "json_parse_error", None] and "1087 bytes" in items[1].detail
@@ -421,7 +420,7 @@ def test_a_line_that_is_too_long_is_one_bad_row(tmp_path, monkeypatch):
     (tmp_path / "s.jsonl").unlink()
     write_file(tmp_path / "s.json", json.dumps(rows).encode())
     with pytest.raises(InputError, match="row of over 200 bytes"):
-        monkeypatch.setattr(json_lines, "_BLOCK", 64)
+        monkeypatch.setattr(text_files, "_BLOCK", 64)
         read(tmp_path)
 
 
@@ -496,8 +495,9 @@ def test_image_root_is_a_directory_below_the_source(tmp_path):
 
 
 def test_patterns_name_every_file_that_is_read(tmp_path):
+    patterns = OPENAI_MESSAGES.patterns
     assert "s/*.jsonl" in patterns(["s"]) and "*.json" in patterns([]) and "**/*.[jJ][pP][gG]" in patterns(["s"])
-    assert get_builder("openai_messages").options is OpenAIOptions
+    assert get_builder("openai_messages") is OPENAI_MESSAGES
 
 
 @pytest.mark.full

@@ -6,8 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dataset_builders.contracts.sample import Message, Sample, SkipSample
-from dataset_builders.contracts.sample_record import from_fields, to_fields
+from dataset_builders.contracts.sample import Message, Sample, SkipSample, from_fields, to_fields
 from dataset_builders.errors import InputError
 from stages.shared.scoring.metrics.contract import Judged
 from stages.shared.scoring.metrics.texts import ANLS

@@ -11,7 +11,7 @@ from s3fs.core import S3File
 
 from dataset_builders.contracts.sample import Sample
 from dataset_builders.errors import InputError
-from dataset_builders.readers import csv_files, json_lines, table_files
+from dataset_builders.readers import table_files, text_files
 from dataset_builders.sources.table import TableOptions, iter_part, list_parts
 from dataset_builders.storage.store import location
 from tests.helpers.json_rows import data_uri, read_source, reasons, turns, write_file
@@ -65,7 +65,7 @@ def write_rows(path, rows):
 
 @pytest.fixture
 def small_parts(monkeypatch):
-    for module in (csv_files, json_lines, table_files):
+    for module in (text_files, table_files):
         monkeypatch.setattr(module, "_PART_ROWS", 3)
 
 
@@ -193,7 +193,7 @@ def test_a_file_that_cannot_be_read_ends_in_one_line(name, source):
 
 
 def test_a_quote_that_is_open_for_too_long_is_refused_before_it_fills_memory(source, monkeypatch):
-    monkeypatch.setattr(csv_files, "MAX_ROW_BYTES", 100)
+    monkeypatch.setattr(text_files, "MAX_ROW_BYTES", 100)
     assert reasons(read_csv(source, HEADER + GOOD + '1.png,"' + "a " * 40 + '\n",this\n')) == [None, None]
     for row in ('1.png,"' + "a b\n" * 25 + '",this\n', "1.png," + "a" * 100 + ",this\n"):
         with pytest.raises(InputError, match=r"the row at byte 39 is not finished at 100 bytes on"):
@@ -258,8 +258,7 @@ SPLITS = ["train", "test", "train", "", "validation", "test", "test", "test", "t
 
 @pytest.mark.parametrize("name", ["t.csv", "t.jsonl", "t.json"])
 def test_a_split_column_divides_every_part(name, source, monkeypatch):
-    for module in (csv_files, json_lines):
-        monkeypatch.setattr(module, "_PART_ROWS", 4)
+    monkeypatch.setattr(text_files, "_PART_ROWS", 4)
     null = "" if name == "t.csv" else None
     write_rows(source / name, [{**row, "part": split or null} for row, split in zip(ROWS, SPLITS)])
     options = TableOptions(**MAP, split="part")

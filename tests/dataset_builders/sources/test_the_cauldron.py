@@ -11,8 +11,7 @@ from dataset_builders.contracts.sample import Sample
 from dataset_builders.errors import InputError
 from dataset_builders.readers import table_files
 from dataset_builders.readers.parts import SkippedRow, natural_order
-from dataset_builders.sources.hub_subsets import HUB_SUBSETS
-from dataset_builders.sources.registry import BUILDERS, get_builder
+from dataset_builders.sources.registry import BUILDERS, HUB_SUBSETS, get_builder
 from dataset_builders.sources.the_cauldron import CauldronOptions, iter_part, list_parts
 from dataset_builders.storage.store import location, upload_dir
 from stages.shared.inputs.raw_source import open_raw

@@ -19,8 +19,9 @@ from dataset_builders.contracts.shard_io import ShardWriter, finished_shard, ite
 from dataset_builders.errors import DamagedFile, InputError
 from dataset_builders.storage import store
 from dataset_builders.storage.files import atomic_path, sha256_file, write_json
-from dataset_builders.storage.local_cache import LocalCache, cache_bound
 from dataset_builders.storage.store import (
+    LocalCache,
+    cache_bound,
     check_no_userinfo,
     check_reachable,
     local_copy,

@@ -14,7 +14,7 @@ import pytest
 from distributed import Client, LocalCluster
 
 from dataset_builders.errors import InputError
-from dataset_builders.readers.file_patterns import ROOT_MARK
+from dataset_builders.readers.source_files import ROOT_MARK
 from flows.cli.main import main
 from flows.pipeline import progress
 from flows.pipeline.flow import flow, prepare_data

@@ -10,7 +10,7 @@ import pytest
 import flows.tracking.record
 import flows.tracking.tracker
 from dataset_builders.contracts.manifest import ShardEntry
-from dataset_builders.contracts.sample_record import to_fields
+from dataset_builders.contracts.sample import to_fields
 from dataset_builders.contracts.shard_io import ShardWriter
 from flows.prefect_server.ports import reserve_ports
 from flows.tracking.publish import wrong_first

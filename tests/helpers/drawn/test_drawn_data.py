@@ -6,8 +6,7 @@ from collections import Counter
 import pyarrow.parquet as pq
 import pytest
 
-from dataset_builders.contracts.sample import Sample
-from dataset_builders.contracts.sample_record import from_fields
+from dataset_builders.contracts.sample import Sample, from_fields
 from dataset_builders.contracts.shard_io import iter_records
 from dataset_builders.sources.cord_target import from_json, from_tags
 from dataset_builders.sources.cord_v2 import PROMPTS

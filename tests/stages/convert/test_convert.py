@@ -17,8 +17,7 @@ import pytest
 from PIL import Image
 from pydantic import ValidationError
 
-from dataset_builders.contracts.sample import SKIP_REASONS, Sample, image_digests
-from dataset_builders.contracts.sample_record import from_fields
+from dataset_builders.contracts.sample import SKIP_REASONS, Sample, from_fields, image_digests
 from dataset_builders.contracts.shard_io import iter_records
 from dataset_builders.errors import InputError
 from dataset_builders.readers.parts import Part, SkippedRow

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dataset_builders.contracts.sample_record import from_fields
+from dataset_builders.contracts.sample import from_fields
 from dataset_builders.contracts.shard_io import iter_records
 from dataset_builders.errors import InputError
 from stages.convert.config import ConvertConfig, MixedConvertConfig, SourceReading

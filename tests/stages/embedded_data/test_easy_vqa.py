@@ -104,7 +104,7 @@ def test_an_incomplete_package_is_one_line(lost, package, tmp_path):
 
 
 def test_a_run_without_the_package_is_refused_before_any_work(tmp_path, monkeypatch):
-    monkeypatch.setattr("dataset_builders.embedded.easy_vqa.installed_version", lambda package: "")
+    monkeypatch.setattr("dataset_builders.sources.embedded.installed_version", lambda package: "")
     with pytest.raises(InputError) as refused:
         Plan.open(load_recipe("easy_vqa"), tmp_path)
     assert str(refused.value) == (

@@ -16,8 +16,7 @@ from huggingface_hub.errors import LocalTokenNotFoundError
 
 from dataset_builders.contracts.manifest import Manifest
 from dataset_builders.errors import InputError
-from dataset_builders.sources.hub_subsets import HUB_SUBSETS
-from dataset_builders.sources.licences import LICENCES, UNKNOWN, licence_of
+from dataset_builders.sources.registry import HUB_SUBSETS, LICENCES, UNKNOWN, licence_of
 from stages.release.hub import check_push, push_to_hub
 from stages.release.model_card import (
     CardFacts,

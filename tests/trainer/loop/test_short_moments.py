@@ -7,7 +7,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from dataset_builders.contracts.fingerprint import fingerprint
+from dataset_builders.contracts.manifest import fingerprint
 from dataset_builders.contracts.strict import EVERY_FIELD
 from dataset_builders.errors import InputError
 from tests.helpers.hardware import requires_gpus

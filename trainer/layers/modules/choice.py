@@ -10,7 +10,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.backends import BackendSpecProvider
 
 from dataset_builders.known_version import installed_version
-from dataset_builders.storage.local_cache import cache_dir
+from dataset_builders.storage.store import cache_dir
 from trainer.contract.modules import Host, Wanted, describe, modules_of
 from trainer.layers.kernel_support import allow_kernels
 from trainer.layers.module_set import TorchModules

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from dataset_builders.contracts.sample_record import from_fields
+from dataset_builders.contracts.sample import from_fields
 from dataset_builders.contracts.shard_io import iter_records
 from dataset_builders.errors import printable
-from dataset_builders.recognise.candidates import heldout_globs
+from dataset_builders.recognise.recognise import heldout_globs
 from flows.cli.main import main
 from flows.pipeline.recipe import load_recipe
 from stages.convert.stage import STAGE as CONVERT

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from pydantic import Field
 
-from dataset_builders.contracts.sample_record import from_fields
+from dataset_builders.contracts.sample import from_fields
 from dataset_builders.contracts.shard_io import iter_records
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.storage.files import write_json

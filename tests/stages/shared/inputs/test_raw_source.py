@@ -12,7 +12,7 @@ import pytest
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError
 
 from dataset_builders.errors import InputError
-from dataset_builders.readers.file_patterns import list_files
+from dataset_builders.readers.source_files import list_files
 from dataset_builders.sources.registry import BUILDERS, get_builder
 from dataset_builders.sources.the_cauldron import patterns
 from stages.shared.inputs import raw_source

@@ -3,7 +3,7 @@
 import pytest
 
 from dataset_builders.errors import InputError
-from dataset_builders.sources.hub_subsets import HUB_SUBSETS
+from dataset_builders.sources.registry import HUB_SUBSETS
 from stages.shared.scoring.subsets import METRICS, SUBSETS, check_overrides, get_metric, metrics_of
 
 CAULDRON = HUB_SUBSETS["HuggingFaceM4/the_cauldron"]

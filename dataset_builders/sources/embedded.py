@@ -1,22 +1,35 @@
-"""scikit-learn's bundled handwritten digits as raw rows in the_cauldron's schema: real, small, offline.
+"""Raw rows that installed packages hold, in the_cauldron's schema: real, small, offline.
 
-1,797 scans of 8 x 8 grey values become one PNG each, dark ink on white, smoothly enlarged to 32 to 160 pixels. A third
-of them are placed in one half of a sheet that is twice as wide or as high. A scan's bytes are the same in every row
-that shows it. There are four subsets, and a fifth that is empty unless it is requested:
+scikit-learn bundles handwritten digits. 1,797 scans of 8 x 8 grey values become one PNG each, dark ink on white,
+smoothly enlarged to 32 to 160 pixels. A third of them are placed in one half of a sheet that is twice as wide or as
+high. A scan's bytes are the same in every row that shows it. There are four subsets, and a fifth that is empty unless
+it is requested:
 
     digits_single   every scan once: one question, the answer is the digit            "Which digit is this?"  "7"
     digits_multi    some scans again, several questions each: a chat of several turns
     digits_compare  pairs of scans, each scan in at most one pair                     "Which is larger, ..."  "first"
     digits_text     no image                                                          "What is 3 plus 4?"     "7"
     digits_words    some scans again: a task that the other subsets do not teach      "Spell the digit."      "seven"
+
+The package `easy-vqa` holds pictures of 64 x 64 pixels, each with one coloured shape, and questions about them with 13
+different answers: 4,000 pictures with 38,575 questions to train on, and 1,000 with 9,673 questions to test on. A row is
+one picture with all its questions, in the schema of the_cauldron:
+
+    {"images": [{"bytes": b"\\x89PNG...", "path": None}],
+     "texts": [{"user": "what is the blue shape?", "assistant": "rectangle", "source": "easy-vqa"},
+               {"user": "is there a triangle in the image?", "assistant": "no", "source": "easy-vqa"}]}
 """
 
+import importlib
 import importlib.metadata
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
+from dataset_builders.errors import InputError
+from dataset_builders.known_version import installed_version
 from dataset_builders.pictures.images import enlarge_grey, grey_png
 
 NUM_SCANS = 1797
@@ -35,6 +48,9 @@ LARGER_QUESTION = "Which is larger, the first or the second?"
 BOTH_QUESTION = "Which digits are these?"
 WORD_QUESTION = "Spell the digit."
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+
+EASY_VQA_PACKAGE = "easy-vqa"
+EASY_VQA_SPLITS = ("train", "test")  # as the package has them
 
 _SIDES = (32, 40, 48, 56, 64, 80, 96, 128, 160)  # pixels
 _SIDE_SHARES = (0.16, 0.12, 0.20, 0.12, 0.22, 0.08, 0.06, 0.03, 0.01)
@@ -57,11 +73,17 @@ class DigitCounts:
 
 def iter_digit_rows(seed: int, counts: DigitCounts) -> Iterator[tuple[str, Row]]:
     """Yield (subset, row) in order of the subsets; the rows are the same for the same seed and counts."""
-    table = np.loadtxt(_bundled_file(), delimiter=",")[: counts.scans]
+    # Rows of 64 grey values, 0 to 16, and the digit. scikit-learn's load_digits would first import SciPy, which takes
+    # seconds.
+    bundled = importlib.metadata.distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz")
+    table = np.loadtxt(str(bundled), delimiter=",")[: counts.scans]
     scans, labels = table[:, :-1].reshape(-1, 8, 8), [int(label) for label in table[:, -1]]
     rng = np.random.default_rng([seed, 0])
     images = [_scan_png(scan, rng) for scan in scans]
-    yield from (("digits_single", row) for row in _single_rows(images, labels, _rng(seed, 1)))
+    of_single = _rng(seed, 1)
+    for image, label in zip(images, labels):
+        question = SINGLE_QUESTIONS[of_single.integers(len(SINGLE_QUESTIONS))]
+        yield "digits_single", _row([image], [(question, str(label))])
     yield from (("digits_multi", row) for row in _multi_rows(images, labels, counts.multi, _rng(seed, 2)))
     yield from (("digits_compare", row) for row in _compare_rows(images, labels, counts.pairs, _rng(seed, 3)))
     yield from (("digits_text", row) for row in _text_rows(counts.texts, _rng(seed, 4)))
@@ -74,31 +96,20 @@ def _rng(seed: int, stream: int) -> np.random.Generator:
     return np.random.default_rng([seed, stream])
 
 
-def _bundled_file() -> str:
-    """Return the path of scikit-learn's file: rows of 64 grey values, 0 to 16, and the digit."""
-    # scikit-learn's load_digits would first import SciPy, which takes seconds.
-    return str(importlib.metadata.distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz"))
-
-
 def _scan_png(scan: np.ndarray, rng: np.random.Generator) -> bytes:
     """Convert (8, 8) floats from 0 to 16, where 16 is ink, to a grey PNG of a random size."""
     side = int(rng.choice(_SIDES, p=_SIDE_SHARES))
     ink = np.round(_PAPER - scan * (_PAPER / 16)).astype(np.uint8)
     picture = enlarge_grey(np.pad(ink, 1, constant_values=_PAPER), side, side)  # the scans touch their border
     if rng.random() < _LONGER_SHARE:
-        picture = _on_longer_sheet(picture, rng)
+        # In one half of a sheet that is exactly twice as long along one axis. A half, and no arbitrary offset: the
+        # default model trains on 1,500 scans in a minute, which is too few for arbitrary offsets (0.88 instead of 0.98
+        # of the held-out digits are right).
+        before = side * int(rng.integers(2))
+        margins = [(0, 0), (0, 0)]
+        margins[int(rng.integers(2))] = (before, side - before)
+        picture = np.pad(picture, margins, constant_values=_PAPER)
     return grey_png(picture)
-
-
-def _on_longer_sheet(picture: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Return the image in one half of a sheet that is exactly twice as long along one axis."""
-    # A half, and no arbitrary offset: the default model trains on 1,500 scans in a minute, which is too few for
-    # arbitrary offsets (0.88 instead of 0.98 of the held-out digits are right).
-    side = len(picture)
-    before = side * int(rng.integers(2))
-    margins = [(0, 0), (0, 0)]
-    margins[int(rng.integers(2))] = (before, side - before)
-    return np.pad(picture, margins, constant_values=_PAPER)
 
 
 def _row(images: list[bytes], pairs: list[tuple[str, str]]) -> Row:
@@ -106,11 +117,6 @@ def _row(images: list[bytes], pairs: list[tuple[str, str]]) -> Row:
         "images": [{"bytes": image, "path": None} for image in images],
         "texts": [{"user": question, "assistant": answer, "source": "digits"} for question, answer in pairs],
     }
-
-
-def _single_rows(images: list[bytes], labels: list[int], rng: np.random.Generator) -> Iterator[Row]:
-    for image, label in zip(images, labels):
-        yield _row([image], [(SINGLE_QUESTIONS[rng.integers(len(SINGLE_QUESTIONS))], str(label))])
 
 
 def _multi_rows(images: list[bytes], labels: list[int], count: int, rng: np.random.Generator) -> Iterator[Row]:
@@ -145,3 +151,33 @@ def _text_rows(count: int, rng: np.random.Generator) -> Iterator[Row]:
     pairs += [(f"Which is larger, {a} or {b}?", str(max(a, b))) for a in range(10) for b in range(10) if a != b]
     for index in rng.permutation(len(pairs))[:count]:
         yield _row([], [pairs[index]])
+
+
+def check_easy_vqa(version: str) -> None:
+    """Check that the package easy-vqa is installed in this version."""
+    found = installed_version(EASY_VQA_PACKAGE)
+    if found != version:
+        state = f"{found} is installed" if found else "it is not installed"
+        raise InputError(
+            f"data.kind=easy_vqa reads the package {EASY_VQA_PACKAGE} {version}, and {state}: "
+            "pip install -e '.[easy-vqa]'"
+        )
+
+
+def iter_easy_vqa_rows(split: str) -> Iterator[Row]:
+    """Yield the rows of a split in the order of the pictures' numbers; the questions of a picture keep their order."""
+    package = importlib.import_module("easy_vqa")  # it is optional
+    asked: dict[int, list[tuple[str, str]]] = {}
+    for question, answer, number in zip(*getattr(package, f"get_{split}_questions")()):
+        asked.setdefault(number, []).append((question, answer))
+    paths = getattr(package, f"get_{split}_image_paths")()
+    if sorted(paths) != sorted(asked) or sorted(paths) != list(range(len(paths))):
+        raise InputError(
+            f"the package {EASY_VQA_PACKAGE} in {Path(str(package.__file__)).parent} is incomplete: its {split} split "
+            f"has {len(paths)} pictures, and questions about {len(asked)}; install it again"
+        )
+    for number in sorted(paths):
+        texts = [
+            {"user": question, "assistant": answer, "source": EASY_VQA_PACKAGE} for question, answer in asked[number]
+        ]
+        yield {"images": [{"bytes": Path(paths[number]).read_bytes(), "path": None}], "texts": texts}
