@@ -10,6 +10,7 @@ import contextlib
 import errno
 import gc
 import importlib
+import importlib.util
 import logging
 import os
 import resource
@@ -27,10 +28,9 @@ from pydantic import ValidationError
 
 from dataset_builders.errors import LONGEST_LINE, InputError, first_line, printable, shown, without_middle
 from dataset_builders.storage.store import absolute, check_reachable, location, side_dir
-from flows.cli.bytecode import keep_bytecode
-from flows.prefect_server.private_root import make_private_root, remove_unused_root
-from flows.prefect_server.service_record import DEFAULT_ROOT, check_prefect_database, prefect_home, use_service
-from flows.resources.terminal import FirstLines, PrintableLines, PrintableParser, PrintableStream
+from flows.cli.terminal import FirstLines, PrintableLines, PrintableParser, PrintableStream
+from flows.service.access import make_private_root, remove_unused_root, use_service
+from flows.tracking.servers import DEFAULT_ROOT, check_prefect_database, prefect_home
 from trainer.contract.names import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED
 
 
@@ -53,22 +53,22 @@ class Command:
     starts_prefect: bool = False
 
 
-_AT = "flows.cli.commands."
+_AT = "flows.cli."
 COMMANDS = {
     "init": Command(f"{_AT}init:init_command", writes=True),
-    "run": Command(f"{_AT}run:run_command", "flows.cli.check:open_plan", writes=True, served=True, starts_prefect=True),
-    "plan": Command(f"{_AT}plan:plan_command", "flows.cli.check:open_plan"),
+    "run": Command(f"{_AT}run:run_command", f"{_AT}check:open_plan", writes=True, served=True, starts_prefect=True),
+    "plan": Command(f"{_AT}plan:plan_command", f"{_AT}check:open_plan"),
     "doctor": Command(f"{_AT}doctor:doctor_command"),
-    "ask": Command(f"{_AT}ask:ask_command", "flows.cli.check:check_model_dir"),
-    "chat": Command(f"{_AT}chat:chat_command", "flows.cli.check:check_chat"),
-    "preview": Command(f"{_AT}preview:preview_command", writes=True),
+    "ask": Command(f"{_AT}chat:ask_command", f"{_AT}check:check_model_dir"),
+    "chat": Command(f"{_AT}chat:chat_command", f"{_AT}check:check_chat"),
+    "preview": Command(f"{_AT}commands:preview_command", writes=True),
     "sweep": Command(
-        f"{_AT}sweep:sweep_command", "flows.cli.check:check_points", writes=True, served=True, starts_prefect=True
+        f"{_AT}run:sweep_command", f"{_AT}check:check_points", writes=True, served=True, starts_prefect=True
     ),
-    "up": Command(f"{_AT}up:up_command", "flows.cli.check:check_service", writes=True),
-    "sync": Command(f"{_AT}sync:sync_command", served=True),
+    "up": Command(f"{_AT}commands:up_command", f"{_AT}check:check_service", writes=True),
+    "sync": Command(f"{_AT}commands:sync_command", served=True),
     "status": Command(f"{_AT}status:status_command", served=True),
-    "recipes": Command(f"{_AT}recipes:recipes_command"),
+    "recipes": Command(f"{_AT}commands:recipes_command"),
 }
 
 _CLEANING_SECONDS = 5.0  # after a SIGTERM; a later one is obeyed, because a library may have swallowed the first
@@ -154,6 +154,26 @@ def _keep_streams() -> None:
     os.close(number)
     sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8")
     sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8")
+
+
+def keep_bytecode() -> None:
+    """Let this process and its child processes keep compiled modules in the user's cache, if they are not kept yet.
+
+    Some container images have packages without compiled modules and do not let Python write any
+    (PYTHONDONTWRITEBYTECODE is set, or the files belong to another user). There, every process compiles every module
+    that it imports: 10 of the 16 s that the trainer's imports took on a GPU host.
+    """
+    spec = None if sys.pycache_prefix else importlib.util.find_spec("torch")  # every slow process imports it
+    if spec is None or spec.cached is None or Path(spec.cached).is_file():
+        return
+    if not sys.dont_write_bytecode and os.access(Path(spec.origin).parent, os.W_OK):
+        return
+    try:
+        directory = Path.home() / ".cache" / "athanor" / "bytecode"
+    except RuntimeError:  # the user has no home directory
+        return
+    sys.pycache_prefix, sys.dont_write_bytecode = str(directory), False
+    os.environ |= {"PYTHONPYCACHEPREFIX": str(directory), "PYTHONDONTWRITEBYTECODE": ""}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -300,7 +320,7 @@ def _load(command: Command) -> Callable[[argparse.Namespace], int]:
     gc.disable()  # saves a seventh of the import time
     try:
         if command.starts_prefect:
-            _function("flows.prefect_server.temporary:start_early")()
+            _function("flows.pipeline.temporary_server:start_early")()
         return _function(command.run)
     finally:
         gc.enable()

@@ -13,16 +13,14 @@ from prefect.futures import PrefectFuture, wait
 from prefect.runtime import flow_run
 
 from dataset_builders.errors import InputError
+from flows.pipeline.dask_pool import check_cluster, on_cluster
+from flows.pipeline.limits import has_server
 from flows.pipeline.mlflow_run import tracked
-from flows.pipeline.one_line_errors import shorten_errors
 from flows.pipeline.plan import Plan
+from flows.pipeline.prefect_changes import inner_run_cancelled, refuse_stored_results, shorten_errors
 from flows.pipeline.prefect_pages import publish_mlflow, publish_scores, publish_stages
 from flows.pipeline.steps import EVALUATE, PREPARE_DATA, TRAIN, Needs, Step
 from flows.pipeline.tasks import register_task, stage_runs, stage_task
-from flows.prefect_server.stored_results import refuse_stored_results
-from flows.resources.cancelling import inner_run_cancelled
-from flows.resources.dask_pool import check_cluster, on_cluster
-from flows.resources.limits import has_server
 from flows.tracking.notes import run_name
 from stages.answer.engine import check_engine
 from stages.contamination.stage import contaminated_keys

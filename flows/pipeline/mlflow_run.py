@@ -2,7 +2,9 @@
 
 import contextlib
 import shlex
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import yaml
 from prefect.runtime import flow_run
@@ -13,7 +15,6 @@ from dataset_builders.storage.store import absolute
 from flows.pipeline.config import PipelineConfig
 from flows.pipeline.plan import Plan
 from flows.pipeline.recipe import known_recipes, load_recipe
-from flows.pipeline.source_version import source_version
 from flows.tracking.notes import run_name
 from flows.tracking.tracker import Opening, Tracker, open_run
 
@@ -103,3 +104,22 @@ def _as_yaml(value: object) -> str:
     """Return one line that YAML reads as the value. JSON does not work, since YAML reads its 1e-05 as a text."""
     text = yaml.safe_dump(value, default_flow_style=True, width=10**9, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...")
+
+
+def source_version(directory: Path = Path(__file__).parent) -> dict[str, str]:
+    """Return {"commit": 40 hex digits, "dirty": "true" | "false"}; {} outside a checkout or without git."""
+    commit = _git(directory, "rev-parse", "HEAD")
+    if commit is None:
+        return {}
+    status = _git(directory, "status", "--porcelain", "--untracked-files=normal")
+    return {"commit": commit, "dirty": "true" if status else "false"}
+
+
+def _git(directory: Path, *arguments: str) -> str | None:
+    try:
+        answer = subprocess.run(
+            ["git", "-C", str(directory), *arguments], capture_output=True, text=True, timeout=10, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.strip() if answer.returncode == 0 else None

@@ -12,7 +12,7 @@ from types import ModuleType
 from pydantic import BaseModel
 
 from flows.pipeline.config import PipelineConfig
-from flows.resources.host import this_host
+from flows.pipeline.host import this_host
 from stages.convert.config import RAW
 from stages.encode_images.config import EncodeImagesConfig, EncodingConfig
 from stages.release.config import ReleaseConfig

@@ -10,7 +10,9 @@ then gives the trainer time to save, and ends it.
 
 import contextlib
 import dataclasses
+import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,13 +25,12 @@ from dataset_builders.contracts.manifest import MANIFEST
 from dataset_builders.errors import InputError
 from dataset_builders.storage.store import StorePath, local_dir
 from flows.pipeline.config import PipelineConfig
+from flows.pipeline.dask_pool import with_cluster
+from flows.pipeline.limits import slot_of, wait_for_server
 from flows.pipeline.plan import Plan
 from flows.pipeline.progress import display, show_rows
+from flows.pipeline.run_record import record_run
 from flows.pipeline.steps import Needs, Step
-from flows.pipeline.trainer_log import log_lines
-from flows.resources.dask_pool import with_cluster
-from flows.resources.limits import slot_of, wait_for_server
-from flows.resources.run_record import record_run
 from flows.tracking.config import refusals
 from flows.tracking.tracker import Tracker
 from stages.release.hub import push_to_hub
@@ -42,6 +43,14 @@ from trainer.contract.names import HF_EXPORT, METRICS_JSONL
 from trainer.contract.result import MetricsRow
 
 _LOG_SECONDS = 10.0
+
+BURST_LINES = 100
+LINES_A_SECOND = 2.0
+_MAX_CHARACTERS = 2000
+_ERROR = re.compile(r"^\s*Traceback|\b\w+(Error|Exception)\b:|\bERROR\b|\bCRITICAL\b")
+_WARNING = re.compile(r"\bWARN(ING)?\b")
+_STEP = re.compile(r"^[\d:]+ step \d+ loss ")
+_OF_LIBRARIES = re.compile(r":\d+: \w*Warning: ")  # the next line, which is indented, is the line of code
 
 
 class StageRun(TypedDict):
@@ -208,3 +217,54 @@ def register_task(plan: Plan, tracking_run: str | None) -> list[str]:
         page = push_to_hub(local_dir(hf_dir), registry.push_to, registry.push_private)
         get_run_logger().info("the model is at %s", page)
     return failed_gates
+
+
+def log_lines(clock: Callable[[], float] = time.monotonic) -> Callable[[str], None]:
+    """Return a listener that writes the lines of a job to the current run's log.
+
+    The listener writes up to BURST_LINES at once and then LINES_A_SECOND, and counts the lines that it drops. Errors
+    have a share of their own, of the same size, so that other lines never displace them.
+
+    Returns:
+        a function of one line, which raises nothing.
+    """
+    logger = get_run_logger()
+    shares = {logging.ERROR: _Share(clock), logging.INFO: _Share(clock)}
+
+    is_code = False
+
+    def log_line(line: str) -> None:
+        nonlocal is_code
+        was_warned, is_code = is_code, bool(_OF_LIBRARIES.search(line))
+        if not line.strip() or is_code or (was_warned and line[0].isspace()) or _STEP.match(line):
+            return
+        level = logging.WARNING if _WARNING.search(line) else logging.INFO
+        if _ERROR.search(line):
+            level = logging.ERROR
+        share = shares[logging.ERROR if level == logging.ERROR else logging.INFO]
+        if not share.takes():
+            return
+        if share.num_dropped:
+            logger.info("(%d lines of the trainer left out here; all are in its log file)", share.num_dropped)
+            share.num_dropped = 0
+        logger.log(level, "trainer: %s", line.rstrip()[:_MAX_CHARACTERS])
+
+    return log_line
+
+
+class _Share:
+    """A number of lines that may still be written, which grows with time up to BURST_LINES."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock, self.room, self.last, self.num_dropped = clock, float(BURST_LINES), clock(), 0
+
+    def takes(self) -> bool:
+        """Take room for one line. Return False, and count the line as dropped, if there is no room."""
+        now = self.clock()
+        self.room = min(BURST_LINES, self.room + (now - self.last) * LINES_A_SECOND)
+        self.last = now
+        if self.room < 1:
+            self.num_dropped += 1
+            return False
+        self.room -= 1
+        return True

@@ -5,7 +5,7 @@ run of this root and host whose process has died to Crashed (or to Cancelled, if
 that says how to resume. A run that no process had started yet is scheduled again. Runs of other roots and hosts are
 never changed.
 
-A process that runs a flow writes a record when it starts and removes it when it ends (`flows/resources/run_record.py`).
+A process that runs a flow writes a record when it starts and removes it when it ends (`flows/pipeline/run_record.py`).
 So a record whose process is dead is of a killed process. A worker reconciles at each heartbeat, `athanor run` at its
 start.
 """
@@ -24,10 +24,10 @@ from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Crashed, Scheduled
 
 from dataset_builders.storage.store import StorePath
-from flows.prefect_server.service_record import POOL
-from flows.resources.cancelling import CANCELLED
-from flows.resources.limits import free_dead_slots
-from flows.resources.run_record import RunRecord, forget_run, read_runs
+from flows.pipeline.limits import free_dead_slots
+from flows.pipeline.prefect_changes import CANCELLED
+from flows.pipeline.run_record import RunRecord, forget_run, read_runs
+from flows.tracking.servers import POOL
 from flows.tracking.tracker import Tracker
 
 OPEN = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING]

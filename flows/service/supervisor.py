@@ -24,10 +24,18 @@ from dataset_builders.errors import InputError
 from dataset_builders.storage.files import write_json
 from dataset_builders.storage.sqlite_file import check_database
 from dataset_builders.storage.store import StorePath, side_dir
-from flows.prefect_server.access import MLFLOW_PASSWORD, MLFLOW_USER, PREFECT_SECRET, USER, Access, make_access
-from flows.prefect_server.ports import reserve_ports
-from flows.prefect_server.processes import begin_log, end_process, kill_after, log_tail, start_process, trim_log
-from flows.prefect_server.service_record import (
+from flows.pipeline.processes import (
+    PREFECT_SECRET,
+    begin_log,
+    end_process,
+    kill_after,
+    log_tail,
+    start_process,
+    trim_log,
+)
+from flows.service.access import MLFLOW_PASSWORD, MLFLOW_USER, USER, Access, make_access
+from flows.service.programs import Program, Service, mlflow_server, prefect_server, worker
+from flows.tracking.servers import (
     SCHEMA_LOCK,
     ServiceRecord,
     check_prefect_database,
@@ -35,10 +43,10 @@ from flows.prefect_server.service_record import (
     prefect_home,
     read_record,
     remove_record,
+    reserve_ports,
     service_dir,
     write_record,
 )
-from flows.service.programs import Program, Service, mlflow_server, prefect_server, worker
 from stages.shared.launchers.owner import Owner
 from stages.shared.launchers.parent import adopt_orphans
 from stages.shared.launchers.processes import runs
@@ -187,7 +195,7 @@ def schemas_alone(root: StorePath) -> Iterator[None]:
     home = prefect_home(root)
     home.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as locks:
-        # the locks that flows/tracking/store.py and flows/prefect_server/temporary.py hold
+        # the locks that flows/tracking/store.py and flows/pipeline/temporary_server.py hold
         for path in (side_dir(root) / "mlflow.db.lock", home / SCHEMA_LOCK):
             try:
                 locks.enter_context(filelock.FileLock(path, timeout=SCHEMA_SECONDS))

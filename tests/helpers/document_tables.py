@@ -13,7 +13,7 @@ from pathlib import Path
 from pydantic_core import PydanticUndefined
 
 from dataset_builders.sources.registry import BUILDERS, get_builder
-from flows.cli.commands.recipes import purpose_of
+from flows.cli.commands import purpose_of
 from flows.cli.main import make_parser
 from flows.pipeline.recipe import known_recipes
 

@@ -1,0 +1,75 @@
+"""What athanor changes in Prefect for the flow runs of this process: errors in one line, cancelled subflow runs, and no
+stored results.
+"""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any, NoReturn
+from uuid import UUID
+
+import httpx
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import StateType
+from prefect.exceptions import FailedRun, TerminationSignal
+from prefect.runtime import flow_run
+from prefect.states import Cancelled
+
+from dataset_builders.errors import InputError, first_line, printable
+from flows.libraries.prefect_private import replace_result_readers
+
+LOGGERS = ("prefect.flow_runs", "prefect.task_runs", "prefect.engine")
+
+CANCELLED = "cancelled; Retry resumes from the last checkpoint"
+log = logging.getLogger("athanor.service")
+
+
+class OneLine(logging.Filter):
+    """A filter that replaces a record of an InputError, or of a failed state's message, by its one line."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, InputError | FailedRun):
+            record.msg, record.args, record.exc_info, record.exc_text = printable(first_line(error)), (), None, None
+        return True
+
+
+def shorten_errors() -> None:
+    """Filter the records of this process's flow and task runs."""
+    for name in LOGGERS:
+        logger = logging.getLogger(name)
+        if not any(isinstance(each, OneLine) for each in logger.filters):
+            logger.addFilter(OneLine())
+
+
+@contextlib.contextmanager
+def inner_run_cancelled() -> Iterator[None]:
+    """Set the current subflow run to Cancelled if SIGTERM ends the block because the outermost run is cancelled."""
+    try:
+        yield
+    except TerminationSignal:
+        try:
+            _settle()
+        except httpx.HTTPError as error:  # the next start of the service settles the run
+            log.warning("the flow run %s could not be set to Cancelled: %s", flow_run.id, error)
+        raise
+
+
+def _settle() -> None:
+    inner, outer = flow_run.id, flow_run.root_flow_run_id
+    if inner is None or str(inner) == str(outer):
+        return
+    with get_client(sync_client=True) as client:
+        if client.read_flow_run(UUID(str(outer))).state.type == StateType.CANCELLING:
+            client.set_flow_run_state(UUID(str(inner)), Cancelled(message=CANCELLED), force=True)
+
+
+def _refuse(*_args: Any, **_values: Any) -> NoReturn:
+    raise InputError(
+        "a state of this run names a stored result; athanor stores none and reads none, so it was set by hand"
+    )
+
+
+def refuse_stored_results() -> None:
+    """Make Prefect refuse stored results in this process."""
+    replace_result_readers(_refuse)
