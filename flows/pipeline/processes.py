@@ -12,10 +12,6 @@ from pathlib import Path
 
 from stages.shared.launchers.parent import with_parent
 
-# Logins of Prefect's server and of its clients, `user:password`; the names by which browsers may call a server.
-PREFECT_SECRET = "PREFECT_SERVER_API_AUTH_STRING"
-PREFECT_CLIENT_SECRET = "PREFECT_API_AUTH_STRING"
-NAMES_VARIABLE = "ATHANOR_HOST_NAMES"
 SERVICE_VARIABLE = "ATHANOR_SERVICE"  # in every process of a service: the directory of its root's files
 ROOT_VARIABLE = "ATHANOR_ROOT"
 MAX_LOG_BYTES = 50_000_000
@@ -92,13 +88,3 @@ def log_tail(path: Path, lines: int = 8) -> list[str]:
         file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
         text = file.read().decode("utf-8", errors="replace")
     return [line.rstrip() for line in text.splitlines() if line.strip()][-lines:]
-
-
-def past_the_proxy(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return variables that keep calls to this machine's servers away from the proxy; empty if no proxy is set."""
-    proxies = {"http_proxy", "https_proxy", "all_proxy"}
-    if not any(name.lower() in proxies and value for name, value in environment.items()):
-        return {}
-    exceptions = environment.get("no_proxy") or environment.get("NO_PROXY")
-    names = ",".join([*([exceptions] if exceptions else []), "127.0.0.1", "localhost", "::1"])
-    return {"NO_PROXY": names, "no_proxy": names}

@@ -23,19 +23,17 @@ import filelock
 from prefect.context import refresh_global_settings_context
 from prefect.settings import PREFECT_API_URL, PREFECT_HOME, PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS
 
-from flows.pipeline.processes import (
+from flows.pipeline.processes import answer_of, begin_log, end_process, log_tail, server_command, start_process
+from flows.tracking.servers import (
     NAMES_VARIABLE,
     PREFECT_CLIENT_SECRET,
     PREFECT_SECRET,
-    answer_of,
-    begin_log,
-    end_process,
-    log_tail,
+    SCHEMA_LOCK,
+    any_port,
+    check_prefect_database,
+    is_free,
     past_the_proxy,
-    server_command,
-    start_process,
 )
-from flows.tracking.servers import SCHEMA_LOCK, any_port, check_prefect_database, is_free
 
 HOST = "127.0.0.1"
 LOG = "temporary-server.log"

@@ -26,8 +26,17 @@ import psutil
 from dataset_builders.errors import InputError
 from dataset_builders.readers.file_patterns import ROOT_MARK
 from dataset_builders.storage.store import StorePath
-from flows.pipeline.processes import NAMES_VARIABLE, PREFECT_CLIENT_SECRET, PREFECT_SECRET, past_the_proxy
-from flows.tracking.servers import FILES_VARIABLE, ServiceRecord, mlflow_files, read_service, service_dir
+from flows.tracking.servers import (
+    FILES_VARIABLE,
+    NAMES_VARIABLE,
+    PREFECT_CLIENT_SECRET,
+    PREFECT_SECRET,
+    ServiceRecord,
+    mlflow_files,
+    past_the_proxy,
+    read_service,
+    service_dir,
+)
 
 MLFLOW_USER = "MLFLOW_TRACKING_USERNAME"
 MLFLOW_PASSWORD = "MLFLOW_TRACKING_PASSWORD"

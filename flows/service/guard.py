@@ -23,7 +23,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from flows.pipeline.processes import NAMES_VARIABLE
+from flows.tracking.servers import NAMES_VARIABLE
 
 HEALTH = "/health"  # needs no password, since it shows only that the server is running
 

@@ -15,18 +15,19 @@ from dataset_builders.errors import InputError
 from dataset_builders.storage.store import StorePath, side_dir
 from flows import NO_TELEMETRY
 from flows.libraries.mlflow_private import server_variables
-from flows.pipeline.processes import (
+from flows.pipeline.processes import ROOT_VARIABLE, SERVICE_VARIABLE, answer_of, server_command
+from flows.service.access import MLFLOW_PASSWORD, MLFLOW_USER, Access, mlflow_login
+from flows.tracking.servers import (
+    FILES_VARIABLE,
     NAMES_VARIABLE,
+    POOL,
     PREFECT_CLIENT_SECRET,
     PREFECT_SECRET,
-    ROOT_VARIABLE,
-    SERVICE_VARIABLE,
-    answer_of,
+    mlflow_files,
     past_the_proxy,
-    server_command,
+    prefect_home,
+    service_dir,
 )
-from flows.service.access import MLFLOW_PASSWORD, MLFLOW_USER, Access, mlflow_login
-from flows.tracking.servers import FILES_VARIABLE, POOL, mlflow_files, prefect_home, service_dir
 
 # Variables that the service's programs must not inherit, because they configure other servers or hold passwords.
 _NOT_INHERITED = (

@@ -24,18 +24,11 @@ from dataset_builders.errors import InputError
 from dataset_builders.storage.files import write_json
 from dataset_builders.storage.sqlite_file import check_database
 from dataset_builders.storage.store import StorePath, side_dir
-from flows.pipeline.processes import (
-    PREFECT_SECRET,
-    begin_log,
-    end_process,
-    kill_after,
-    log_tail,
-    start_process,
-    trim_log,
-)
+from flows.pipeline.processes import begin_log, end_process, kill_after, log_tail, start_process, trim_log
 from flows.service.access import MLFLOW_PASSWORD, MLFLOW_USER, USER, Access, make_access
 from flows.service.programs import Program, Service, mlflow_server, prefect_server, worker
 from flows.tracking.servers import (
+    PREFECT_SECRET,
     SCHEMA_LOCK,
     ServiceRecord,
     check_prefect_database,

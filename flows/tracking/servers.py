@@ -1,4 +1,5 @@
-"""The files, ports and record of a root's own servers, by which other commands on this machine find them.
+"""The files, ports and record of a root's own servers, by which other commands on this machine find them, and the
+variables that servers and clients read.
 
 The servers are those of `athanor up` (`flows/service/`). They are known in this room, the lowest, because MLflow's
 pages are at the address of the service, and its files beside those of the service, whether it is running or not.
@@ -20,6 +21,10 @@ from dataset_builders.storage.sqlite_file import check_database
 from dataset_builders.storage.store import StorePath, side_dir
 from stages.shared.launchers.owner import Owner
 
+# Logins of Prefect's server and of its clients, `user:password`; the names by which browsers may call a server.
+PREFECT_SECRET = "PREFECT_SERVER_API_AUTH_STRING"
+PREFECT_CLIENT_SECRET = "PREFECT_API_AUTH_STRING"
+NAMES_VARIABLE = "ATHANOR_HOST_NAMES"
 POOL = "athanor"
 FILES_VARIABLE = "ATHANOR_MLFLOW_FILES"  # the directory that `mlflow-artifacts:` of a root's own service stands for
 DEFAULT_ROOT = "athanor-root"
@@ -163,3 +168,13 @@ def recorded_ports(directory: Path) -> Mapping[str, int]:
         values = json.loads((directory / "ports.json").read_text(encoding="utf-8"))
         return {name: values[name] for name in DEFAULTS if isinstance(values.get(name), int)}
     return {}
+
+
+def past_the_proxy(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return variables that keep calls to this machine's servers away from the proxy; empty if no proxy is set."""
+    proxies = {"http_proxy", "https_proxy", "all_proxy"}
+    if not any(name.lower() in proxies and value for name, value in environment.items()):
+        return {}
+    exceptions = environment.get("no_proxy") or environment.get("NO_PROXY")
+    names = ",".join([*([exceptions] if exceptions else []), "127.0.0.1", "localhost", "::1"])
+    return {"NO_PROXY": names, "no_proxy": names}

@@ -17,9 +17,9 @@ from typing import Any
 
 import psutil
 
-from flows.pipeline.processes import PREFECT_CLIENT_SECRET, SERVICE_VARIABLE
+from flows.pipeline.processes import SERVICE_VARIABLE
 from flows.service.access import client_logins
-from flows.tracking.servers import ServiceRecord, is_free, read_service, service_dir
+from flows.tracking.servers import PREFECT_CLIENT_SECRET, ServiceRecord, is_free, read_service, service_dir
 from tests.helpers.patience import at_most, wait_for
 from tests.helpers.small_run import SMALL
 
