@@ -39,8 +39,8 @@ IMPORTERS = {
     "distributed": ("flows.pipeline.dask_pool",),
     "dask": ("flows.pipeline.dask_pool",),
     "mlflow": (
-        *("flows.tracking.store", "flows.tracking.publish", "flows.tracking.run_writer"),
-        *("flows.tracking.registry", "flows.tracking.system"),
+        *("flows.tracking.store", "flows.tracking.publish", "flows.tracking.parts"),
+        *("flows.tracking.run_writer", "flows.tracking.registry", "flows.tracking.system"),
         "flows.service.mlflow_app",  # the server's own process
         "stages.release.flavor.mlflow_model",  # copied into a release, never imported here
     ),

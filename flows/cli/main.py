@@ -208,16 +208,64 @@ def make_parser() -> argparse.ArgumentParser:
     ask.add_argument("question", help="text of the question")
     ask.add_argument("--adapter", type=Path, metavar="DIR", help="PEFT directory of an adapter to use with the model")
     chat = commands.add_parser("chat", help="open a page to ask one or two models about images")
-    _add_chat(chat)
+    chat.add_argument("models", nargs="+", metavar="MODEL", help="one or two model directories or hub names")
+    chat.add_argument("--adapter", type=Path, metavar="DIR", help="PEFT directory of an adapter for the last model")
+    chat.add_argument("--port", type=_positive, default=7860, help="port of 127.0.0.1 (default: %(default)s)")
+    chat.add_argument(
+        "--max-tokens",
+        type=_positive,
+        default=256,
+        metavar="N",
+        help="maximal number of tokens of an answer (default: %(default)s)",
+    )
     preview = commands.add_parser("preview", help="write one HTML page that shows an artifact")
-    _add_preview(preview)
+    preview.add_argument(
+        "path",
+        help="directory or URL of an artifact, or a shard; for artifacts of the root, the name of a stage or the first "
+        "characters of a fingerprint",
+    )
+    preview.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="file of the page (default: previews/<stage>-<fingerprint>.html in the root)",
+    )
+    preview.add_argument(
+        "--samples", type=int, default=24, metavar="N", help="number of samples or bins to show (default: %(default)s)"
+    )
+    preview.add_argument("--key", help="show only the sample with this key, or the bin that holds it")
+    preview.add_argument(
+        "--model",
+        help="model directory or hub name whose tokenizer turns tokens into text; needed if the root has no record of "
+        "the model",
+    )
     sweep = commands.add_parser("sweep", help="run a recipe once for every combination of some settings")
     _add_recipe(sweep)
     sweep.add_argument(
         "--grid", metavar="A.B=[V1,V2]", action="append", default=[], help="a setting and its values to try; repeatable"
     )
     up = commands.add_parser("up", help="start Prefect, MLflow and a worker on this machine, until Ctrl-C")
-    _add_up(up)
+    up.add_argument(
+        "--host",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="address that the servers listen on (default: %(default)s)",
+    )
+    up.add_argument(
+        "--max-runs",
+        type=_positive,
+        default=2,
+        metavar="N",
+        help="number of flow runs that may run at the same time (default: %(default)s)",
+    )
+    up.add_argument(
+        "--limit",
+        dest="limits",
+        metavar="NAME=SLOTS",
+        action="append",
+        default=[],
+        help="set the number of slots of a concurrency limit; repeatable",
+    )
     commands.add_parser("sync", help="send to MLflow what earlier runs could not send")
     commands.add_parser("status", help="list the newest runs, what they are doing and what they wait for")
     commands.add_parser("recipes", help="list the recipes that are part of athanor")
@@ -242,66 +290,6 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         help="change one setting of the recipe; repeatable",
-    )
-
-
-def _add_up(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--host",
-        default="127.0.0.1",
-        metavar="ADDRESS",
-        help="address that the servers listen on (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--max-runs",
-        type=_positive,
-        default=2,
-        metavar="N",
-        help="number of flow runs that may run at the same time (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--limit",
-        dest="limits",
-        metavar="NAME=SLOTS",
-        action="append",
-        default=[],
-        help="set the number of slots of a concurrency limit; repeatable",
-    )
-
-
-def _add_chat(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("models", nargs="+", metavar="MODEL", help="one or two model directories or hub names")
-    parser.add_argument("--adapter", type=Path, metavar="DIR", help="PEFT directory of an adapter for the last model")
-    parser.add_argument("--port", type=_positive, default=7860, help="port of 127.0.0.1 (default: %(default)s)")
-    parser.add_argument(
-        "--max-tokens",
-        type=_positive,
-        default=256,
-        metavar="N",
-        help="maximal number of tokens of an answer (default: %(default)s)",
-    )
-
-
-def _add_preview(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "path",
-        help="directory or URL of an artifact, or a shard; for artifacts of the root, the name of a stage or the first "
-        "characters of a fingerprint",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="file of the page (default: previews/<stage>-<fingerprint>.html in the root)",
-    )
-    parser.add_argument(
-        "--samples", type=int, default=24, metavar="N", help="number of samples or bins to show (default: %(default)s)"
-    )
-    parser.add_argument("--key", help="show only the sample with this key, or the bin that holds it")
-    parser.add_argument(
-        "--model",
-        help="model directory or hub name whose tokenizer turns tokens into text; needed if the root has no record of "
-        "the model",
     )
 
 

@@ -59,7 +59,7 @@ class PrintableParser(argparse.ArgumentParser):
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], is_terminal: bool) -> None:
-    """Print rows under their column heads. A column of numbers is aligned to the right."""
+    """Print rows under their column heads, drawn by rich on a terminal. A column of numbers is aligned to the right."""
     right = [bool(rows) and all(_is_number(row[i]) for row in rows) for i in range(len(columns))]
     if is_terminal:
         from rich.console import Console  # not at the top, since `--help` has to be quick

@@ -46,6 +46,9 @@ def open_tracking(plan: Plan) -> str | None:
     identity = fingerprint({"config": config.identity(), "versions": versions, "inputs": digests})
     differences = ", ".join(f"`{key}` = `{value}`" for key, value in differs.items())
     about = f"What differs: {differences}." if differs else "Nothing differs from it."
+    again = "Run it again, with `recipe.yaml` from this run's artifacts:\n\n```\nathanor run ./recipe.yaml\n```"
+    if (command := reproducing_command(config, recipe)) is not None:
+        again = f"Run it again:\n\n```\n{command}\n```"
     source = source_version()
     tags = {
         "athanor.recipe": recipe,
@@ -62,7 +65,7 @@ def open_tracking(plan: Plan) -> str | None:
         identity=identity,
         params=config.identity(),
         tags=tags,
-        note=f"Recipe **{recipe}**. {about}\n\n{_how_to_repeat(config, recipe)}",
+        note=f"Recipe **{recipe}**. {about}\n\n{again}",
         execution_yaml=execution_yaml(config),
         recipe_yaml=yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False),
         registry=config.execution.registry,
@@ -91,13 +94,6 @@ def reproducing_command(config: PipelineConfig, recipe: str) -> str | None:
         return None
     words = [f"--set {shlex.quote(text.removeprefix('--set='))}" for text in sets]
     return " \\\n    ".join([f"athanor run {recipe}", *words])
-
-
-def _how_to_repeat(config: PipelineConfig, recipe: str) -> str:
-    command = reproducing_command(config, recipe)
-    if command is not None:
-        return f"Run it again:\n\n```\n{command}\n```"
-    return "Run it again, with `recipe.yaml` from this run's artifacts:\n\n```\nathanor run ./recipe.yaml\n```"
 
 
 def _as_yaml(value: object) -> str:

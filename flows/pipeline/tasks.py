@@ -34,7 +34,7 @@ from flows.pipeline.steps import Needs, Step
 from flows.tracking.config import refusals
 from flows.tracking.tracker import Tracker
 from stages.release.hub import push_to_hub
-from stages.shared.artifacts.artifact import Input, StageResult, artifact_dir, stage_identity
+from stages.shared.artifacts.artifact import Input, artifact_dir, stage_identity
 from stages.shared.artifacts.quarantine import reason_words
 from stages.shared.artifacts.run_stage import run_stage, scratch_dir
 from stages.shared.artifacts.workers import StageResources
@@ -102,7 +102,12 @@ def stage_task(plan: Plan, name: str, tracking_run: str | None, stop: threading.
             display().started(name)
             step.result = run_stage(stage, step.config, inputs, plan.root, resources)
         wait_for_server()
-        _report(name, step.result)
+        result = step.result
+        display().ended(name, result.reused, result.seconds)
+        how = "reused" if result.reused else f"made in {result.seconds:.1f} s:"
+        skips = result.artifact.manifest.skips
+        left_out = f"; left out: {reason_words(skips)}" if skips else ""
+        get_run_logger().info("%s %s %s%s", name, how, result.artifact.dir, left_out)
     step.artifact = step.result.artifact
     tracker.log_stage(step.artifact, name, stage.dataset)
 
@@ -114,15 +119,6 @@ def stage_runs(plan: Plan) -> list[StageRun]:
         StageRun(stage=name, dir=str(result.artifact.dir), reused=result.reused, seconds=round(result.seconds, 2))
         for name, result in done
     ]
-
-
-def _report(name: str, result: StageResult) -> None:
-    """Show and log how a stage ended."""
-    display().ended(name, result.reused, result.seconds)
-    how = "reused" if result.reused else f"made in {result.seconds:.1f} s:"
-    skips = result.artifact.manifest.skips
-    left_out = f"; left out: {reason_words(skips)}" if skips else ""
-    get_run_logger().info("%s %s %s%s", name, how, result.artifact.dir, left_out)
 
 
 @contextlib.contextmanager
@@ -139,7 +135,8 @@ def _resources(
     Args:
         work_dir: work directory of the stage, in which a trainer writes its metrics.
     """
-    execution, logger, is_due = config.execution, get_run_logger(), _every(_LOG_SECONDS)
+    execution, logger = config.execution, get_run_logger()
+    is_due = _every(_LOG_SECONDS)  # Prefect's log gets one line of progress, and one row of metrics, in that time
 
     def on_progress(finished: int, total: int) -> None:
         if stop.is_set():
@@ -160,22 +157,16 @@ def _resources(
             resources = stack.enter_context(with_cluster(resources, execution))
         if Needs.METRICS in step.needs:
             stack.enter_context(tracker.follow(work_dir / METRICS_JSONL))
-            num_bins = inputs["bins"].manifest.stats["num_bins"]["train"]
-            train = config.train.for_bins(num_bins)
-            resources = dataclasses.replace(resources, on_rows=_listener(step.name, train.num_steps))
+            num_steps = config.train.for_bins(inputs["bins"].manifest.stats["num_bins"]["train"]).num_steps
+            rows_are_due = _every(_LOG_SECONDS)
+
+            def on_rows(rows: list[MetricsRow]) -> None:
+                text = show_rows(step.name, rows, num_steps)
+                if rows_are_due():
+                    logger.info("%s: step %s of %s: %s", step.name, f"{rows[-1].step:,}", f"{num_steps:,}", text)
+
+            resources = dataclasses.replace(resources, on_rows=on_rows)
         yield resources
-
-
-def _listener(name: str, num_steps: int) -> Callable[[list[MetricsRow]], None]:
-    """Return a listener that passes rows to the display, and the newest row to the Prefect log every _LOG_SECONDS."""
-    logger, is_due = get_run_logger(), _every(_LOG_SECONDS)
-
-    def on_rows(rows: list[MetricsRow]) -> None:
-        text = show_rows(name, rows, num_steps)
-        if is_due():
-            logger.info("%s: step %s of %s: %s", name, f"{rows[-1].step:,}", f"{num_steps:,}", text)
-
-    return on_rows
 
 
 def _every(seconds: float) -> Callable[[], bool]:
@@ -220,7 +211,11 @@ def register_task(plan: Plan, tracking_run: str | None) -> list[str]:
 
 
 def log_lines(clock: Callable[[], float] = time.monotonic) -> Callable[[str], None]:
-    """Return a listener that writes the lines of a job to the current run's log.
+    """Return a listener that writes a trainer's lines (those of rank 0) to the current run's log, each with its level.
+
+    All lines are in the file logs/trainer.log of the training. Prefect gets only as many per second as its server can
+    take, no line of each step (`_resources` writes a row every ten seconds), and no warning that a library gives to
+    programmers.
 
     The listener writes up to BURST_LINES at once and then LINES_A_SECOND, and counts the lines that it drops. Errors
     have a share of their own, of the same size, so that other lines never displace them.

@@ -104,7 +104,8 @@ def read_record(root: StorePath) -> ServiceRecord | None:
 
 @contextlib.contextmanager
 def reserve_ports(directory: Path, host: str) -> Iterator[dict[str, int]]:
-    """Choose a free port for each program: the port of last time, else the usual port, else any port.
+    """Choose a free port for each program: the port of last time, so that bookmarks keep working, else the usual port,
+    else any port.
 
     While the block lasts, no other service of this machine chooses these ports. This matters because a server takes
     seconds until it listens.

@@ -12,7 +12,7 @@ import flows.tracking.tracker
 from dataset_builders.contracts.manifest import ShardEntry
 from dataset_builders.contracts.sample_record import to_fields
 from dataset_builders.contracts.shard_io import ShardWriter
-from flows.tracking.publish import wrong_first
+from flows.tracking.parts import wrong_first
 from flows.tracking.record import load_record, records_dir
 from flows.tracking.run_writer import metric_name
 from flows.tracking.servers import reserve_ports
