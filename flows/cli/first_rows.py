@@ -125,7 +125,13 @@ def rows_table(plan: RowsPlan, config: PipelineConfig, root: StorePath) -> list[
     left_out = f"; left out: {reason_words(trial.reasons)}" if trial.reasons else ""
     rows.append(("usable", f"{len(samples):,}{left_out}"))
     rows += [(f"  {reason}", trial.details[reason]) for reason in trial.reasons]
-    rows.append(("held out", _heldout(trial, config)))
+    convert, usable = config.convert, trial.rows * trial.usable
+    heldout = f"{trial.heldout:,} rows, by the names of their files, folders or splits"
+    if not trial.splits:
+        number = max(min(convert.min_heldout, usable // 2), convert.heldout_fraction * usable)
+        share = f"convert.heldout_fraction={convert.heldout_fraction:g}"
+        heldout = f"about {number:,.0f} rows, those of {share} of the images"
+    rows.append(("held out", heldout))
     if samples:
         mean, longest = sum(plan.tokens) / len(plan.tokens), max(plan.tokens)
         rows.append(("images", f"{images / len(samples):.2g} a sample"))
@@ -137,8 +143,18 @@ def rows_table(plan: RowsPlan, config: PipelineConfig, root: StorePath) -> list[
         ("train bins", f"about {max(1, round(plan.bins)):,} of {config.plan_bins.seq_len:,} tokens to train on")
     )
     if len(config.sources) == 1:
-        rows.append(("length", _length(config.train, plan.bins)))
-    return [*rows, ("disk", _disk(plan, root))]
+        train, steps = config.train, _steps(config.train, plan.bins)
+        counted = f"{steps:,} step{'s' if steps > 1 else ''}"
+        epochs = f"{counted} are about {steps * train.global_batch_size / max(1.0, plan.bins):.2g} epochs"
+        of_epochs = train.num_epochs is not None
+        rows.append(("length", f"{train.num_epochs:g} epochs are about {counted}" if of_epochs else epochs))
+    need = sum(plan.disk.values())
+    disk = f"about {bytes_text(need)} ({', '.join(f'{name} {bytes_text(value)}' for name, value in plan.disk.items())})"
+    if is_local(root):
+        place = next(parent for parent in (Path(root), *Path(root).resolve().parents) if parent.exists())
+        free = shutil.disk_usage(place).free
+        disk += f"; {bytes_text(free)} are free{'' if need < free else ': TOO LITTLE'}"
+    return [*rows, ("disk", disk)]
 
 
 def _check(config: PipelineConfig, trial: Trial, source: StorePath) -> None:
@@ -218,25 +234,8 @@ def _pixel_limits(config: PipelineConfig, model: object) -> tuple[int, int, int]
     return found.min_pixels, found.max_pixels, found.factor
 
 
-def _heldout(trial: Trial, config: PipelineConfig) -> str:
-    if trial.splits:
-        return f"{trial.heldout:,} rows, by the names of their files, folders or splits"
-    convert, usable = config.convert, trial.rows * trial.usable
-    least = min(convert.min_heldout, usable // 2)
-    number = max(least, convert.heldout_fraction * usable)
-    return f"about {number:,.0f} rows, those of convert.heldout_fraction={convert.heldout_fraction:g} of the images"
-
-
 def _steps(train: TrainConfig, bins: float) -> int:
     return train.num_steps or max(1, math.ceil(train.num_epochs * max(1, round(bins)) / train.global_batch_size))
-
-
-def _length(train: TrainConfig, bins: float) -> str:
-    steps = _steps(train, bins)
-    counted = f"{steps:,} step{'s' if steps > 1 else ''}"
-    if train.num_epochs is not None:
-        return f"{train.num_epochs:g} epochs are about {counted}"
-    return f"{counted} are about {steps * train.global_batch_size / max(1.0, bins):.2g} epochs"
 
 
 def _few_steps(config: PipelineConfig, bins: float) -> Iterator[str]:
@@ -248,17 +247,6 @@ def _few_steps(config: PipelineConfig, bins: float) -> Iterator[str]:
             f"train.num_epochs={train.num_epochs:g} are about {steps} steps of global_batch_size="
             f"{train.global_batch_size} bins, too few to learn from; add --set train.num_epochs={epochs}, or rows"
         )
-
-
-def _disk(plan: RowsPlan, root: StorePath) -> str:
-    need = sum(plan.disk.values())
-    parts = ", ".join(f"{name} {bytes_text(value)}" for name, value in plan.disk.items())
-    if not is_local(root):
-        return f"about {bytes_text(need)} ({parts})"
-    place = next(parent for parent in (Path(root), *Path(root).resolve().parents) if parent.exists())
-    free = shutil.disk_usage(place).free
-    note = "" if need < free else ": TOO LITTLE"
-    return f"about {bytes_text(need)} ({parts}); {bytes_text(free)} are free{note}"
 
 
 def summary(found: Recognised, trial: Trial) -> Iterator[str]:

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dataset_builders.contracts.sample import Sample
 from dataset_builders.errors import InputError, printable, shown
 from dataset_builders.pictures.images import PILLOW_PIXEL_LIMIT, ImageLimits, preview_png
 from dataset_builders.readers.heldout_names import heldout_globs
@@ -123,7 +122,8 @@ def _write_page(directory: Path, trial: Trial) -> Path:
     """Write a page of samples with their images, and return its path."""
     directory.mkdir(parents=True, exist_ok=True)
     shown = [sample for sample in trial.samples[:_PAGE_SAMPLES] if sample.images]
-    pictures = [(preview_png(list(sample.images), 320), _caption(sample)) for sample in shown]
+    captions = ["\n".join(f"{message.role}: {message.text}" for message in sample.messages) for sample in shown]
+    pictures = [(preview_png(list(sample.images), 320), caption) for sample, caption in zip(shown, captions)]
     rows = [(s.key, len(s.images), m.role, m.text) for s in trial.samples[:_PAGE_SAMPLES] for m in s.messages]
     sections = [
         Pictures("Samples", pictures),
@@ -138,10 +138,6 @@ def _write_page(directory: Path, trial: Trial) -> Path:
     return page
 
 
-def _caption(sample: Sample) -> str:
-    return "\n".join(f"{message.role}: {message.text}" for message in sample.messages)
-
-
 def recipe_text(name: str, data: str, trial: Trial, choice: Choice) -> str:
     """Return the YAML text of a recipe for the data of a trial."""
     reading = trial.reading
@@ -149,21 +145,39 @@ def recipe_text(name: str, data: str, trial: Trial, choice: Choice) -> str:
     splits += ", with all their samples; never trained on"
     if reading.heldout_files:
         splits = "counts only if heldout_files is empty: share of images, with all their samples"
+    model = [
+        "model:  # a tiny Qwen3-VL of random weights, to try everything on a CPU; or a directory or hub name",
+        "  seed: 0",
+    ]
+    if choice.model is not None:
+        model = [f"model: {_value(choice.model)}"]
+    heldout = []
+    if reading.heldout_files:
+        why = "the rows of these files are held out, and no others; [] chooses them by the share below"
+        heldout.append(f"  heldout_files: {_value(list(reading.heldout_files))}  # {why}")
+    fraction = 0.2 if trial.rows < 1000 else 0.1 if trial.rows < 10_000 else 0.03
+    heldout.append(f"  heldout_fraction: {fraction}  # {splits}")
+    number = len(trial.samples) - trial.duplicates
+    is_little = number // 2 < ConvertConfig.model_fields["min_heldout"].default
+    if is_little and trial.tried >= trial.rows and not trial.splits:  # the usual least number cannot be held out
+        heldout.append(f"  min_heldout: {number // 2}  # half of the {number} samples; 10 where there are 20 or more")
+    metrics = []
+    if choice.metrics:
+        named = [f"    {subset}: {_value(list(choice.metrics))}" for subset in list(trial.subsets)[:_MAX_SUBSETS]]
+        metrics = ["  metrics:  # the headline first", *named]
     lines = [
         printable(f"# Written by `athanor init {' '.join(data.split())}`: {' '.join(reading.why.split())}."),
         "# `athanor plan` prints what a run will do and what it needs; `athanor run` does it.",
         f"name: {_value(name)}  # of the MLflow experiment and the registered model, after athanor-",
         "",
         f"data: {_value(data)}",
-        *_model(choice),
+        *model,
         "",
         "convert:",
         f"  builder: {reading.builder}  # docs/data-formats.md lists the builders and their options",
         f"  subsets: {_value(list(reading.subsets))}  # empty: all of them",
         f"  options: {_value(reading.options)}",
-        *_heldout_files(reading.heldout_files),
-        f"  heldout_fraction: {_heldout(trial)}  # {splits}",
-        *_min_heldout(trial),
+        *heldout,
         "  seed: 0",
         "  max_image_pixels: 50000000  # a larger image is left out, and counted",
         "  min_image_side: 4",
@@ -185,20 +199,11 @@ def recipe_text(name: str, data: str, trial: Trial, choice: Choice) -> str:
         "",
         "evaluate:",
         f"  max_new_tokens: {choice.max_new_tokens}  # an answer is cut there",
-        *_metrics(trial, choice),
+        *metrics,
         "",
         *_execution(choice),
     ]
     return "\n".join(lines) + "\n"
-
-
-def _model(choice: Choice) -> list[str]:
-    if choice.model is None:
-        return [
-            "model:  # a tiny Qwen3-VL of random weights, to try everything on a CPU; or a directory or hub name",
-            "  seed: 0",
-        ]
-    return [f"model: {_value(choice.model)}"]
 
 
 def _train(choice: Choice) -> list[str]:
@@ -225,14 +230,6 @@ def _train(choice: Choice) -> list[str]:
     ]
 
 
-def _metrics(trial: Trial, choice: Choice) -> list[str]:
-    if not choice.metrics:
-        return []
-    subsets = list(trial.subsets)[:_MAX_SUBSETS]
-    lines = [f"    {subset}: {_value(list(choice.metrics))}" for subset in subsets]
-    return ["  metrics:  # the headline first", *lines]
-
-
 def _execution(choice: Choice) -> list[str]:
     lines = ["execution:"]
     if choice.fit is not None and choice.fit.parallel:
@@ -248,28 +245,6 @@ def _execution(choice: Choice) -> list[str]:
         "      stop_rate: {min: 0.9}  # a model that does not end its answers is not registered",
     ]
     return lines
-
-
-def _heldout_files(globs: Sequence[str]) -> list[str]:
-    why = "the rows of these files are held out, and no others; [] chooses them by the share below"
-    return [f"  heldout_files: {_value(list(globs))}  # {why}"] if globs else []
-
-
-def _heldout(trial: Trial) -> float:
-    return 0.2 if trial.rows < 1000 else 0.1 if trial.rows < 10_000 else 0.03
-
-
-def distinct(trial: Trial) -> int:
-    """Return the number of different samples that were read."""
-    return len(trial.samples) - trial.duplicates
-
-
-def _min_heldout(trial: Trial) -> list[str]:
-    """Return a line for data of which the usual least number cannot be held out beside as many to train on."""
-    most = distinct(trial) // 2
-    if trial.splits or trial.tried < trial.rows or most >= ConvertConfig.model_fields["min_heldout"].default:
-        return []
-    return [f"  min_heldout: {most}  # half of the {distinct(trial)} samples; 10 where there are 20 or more"]
 
 
 def _value(value: str | Sequence[Any] | Mapping[str, Any]) -> str:

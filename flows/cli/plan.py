@@ -16,20 +16,18 @@ from dataset_builders.storage.store import StorePath, side_dir
 from flows.cli.first_rows import plan_rows, rows_table
 from flows.cli.fit import check_memory, fit_sizes
 from flows.cli.terminal import bytes_text, print_table
-from flows.pipeline.config import PipelineConfig
 from flows.pipeline.plan import Plan, first_lines
 from flows.pipeline.steps import Step
 from stages.answer.job import answer_job
 from stages.answer.stage import answers_apart
 from stages.encode_images.stage import JOB_DIR as ENCODE_JOB_DIR
 from stages.export.stage import JOB_DIR
-from stages.shared.artifacts.artifact import Artifact, Input, stage_identity
+from stages.shared.artifacts.artifact import Artifact, stage_identity
 from stages.shared.artifacts.run_stage import scratch_dir
 from stages.shared.inputs.model_directory import opened_model
 from stages.shared.launchers.job import Job, make_launcher
 from stages.train.run_trainer import trainer_job
 from trainer.contract.parallel import ParallelConfig, VisionRanks
-from trainer.contract.run import TrainConfig
 from trainer.model.adapters import adapter_sizes, list_matches
 from trainer.model.family import Family
 from trainer.model.registry import get_family
@@ -151,58 +149,96 @@ def work_dir_of(step: Step, root: StorePath) -> Path:
 
 def size_rows(plan: Plan) -> list[tuple[str, str]]:
     """Return (name, value) of samples, bins, steps, epochs, parameters and memory, as far as they are known now."""
-    config, bins, job = plan.config, plan.artifact("plan_bins"), _placement_job(plan)
-    parts = job.shape.parameters
-    memory = current_placement(job).memory
-    active = job.shape.active_parameters
-    active = f", {active:,} of them for a token" if active < sum(parts.values()) else ""
-    return [
-        ("samples", _samples(plan.artifact("tokenize"))),
-        ("bins", _bins(bins)),
-        ("steps", _steps(job.train, config.plan_bins.seq_len)),
-        ("epochs", _epochs(bins, job.train)),
-        *_seconds(job),
-        (
-            "parameters",
-            f"{sum(parts.values()):,} ({', '.join(f'{name} {n:,}' for name, n in parts.items())}){active}",
-        ),
-        *_adapters(job),
-        *_layers(job.parallel, job.pieces, bins),
-        *_features(plan, job.shape),
-        *_copied(plan.given.get("model"), job.train),
-        *_mtp(job),
-        (
-            "memory",
-            f"about {bytes_text(sum(memory.values()))} in the fullest process, without the {_RUNTIME} of torch itself",
-        ),
-        *((f"  {name}", bytes_text(value)) for name, value in memory.items()),
-        *_host_memory(config, job),
-        ("processes", str(config.execution.cluster.processes)),
-    ]
+    job = _placement_job(plan)
+    return [*_data_rows(plan, job), *_model_rows(plan, job), *_memory_rows(plan, job)]
 
 
-def _copied(model: Input | None, train: TrainConfig) -> list[tuple[str, str]]:
-    """Return a row if the model has tensors that are exported without being trained."""
+def _data_rows(plan: Plan, job: PlacementJob) -> Iterator[tuple[str, str]]:
+    """Yield the samples, bins, steps, epochs and the time of the training."""
+    tokenized, bins, train, seq_len = plan.artifact("tokenize"), plan.artifact("plan_bins"), job.train, job.seq_len
+    samples = packed = steps = epochs = UNKNOWN
+    if tokenized is not None:
+        counts = {"train": 0, "heldout": 0}
+        for shard in tokenized.manifest.shards:
+            counts[shard.split] += shard.num_samples
+        skipped = sum(tokenized.manifest.skips.values())
+        samples = f"{counts['train']:,} train, {counts['heldout']:,} held-out, {skipped:,} left out"
+    if train.num_steps is not None:
+        most = train.num_steps * train.global_batch_size * seq_len
+        steps = f"{train.num_steps:,} of {train.global_batch_size} bins of {seq_len:,} tokens (up to {most:,} tokens)"
+    if bins is not None:
+        stats = bins.manifest.stats
+        counted = ", ".join(f"{stats['num_bins'][split]:,} {split}" for split in SPLITS)
+        packed = f"{counted}; {stats['padding_fraction']['train']:.1%} padding"
+        epochs = f"{train.num_steps * train.global_batch_size / max(1, stats['num_bins']['train']):.2f}"
+    elif train.num_epochs is not None:
+        epochs = f"{train.num_epochs:g}"
+    yield from {"samples": samples, "bins": packed, "steps": steps, "epochs": epochs}.items()
+    # The rate of a GPU is known in bfloat16. With adapters the FLOPs would count gradients of frozen weights.
+    if train.precision == "bfloat16" and train.adapter is None:
+        step, whole = current_placement(job).step, ""
+        if train.num_steps is not None:
+            seconds = step * train.num_steps
+            hours = f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+            whole = f", {f'{seconds:.0f} s' if seconds < 120 else hours} in all"
+        yield "time", f"about {step:.2g} s a step{whole} on an H200; on another GPU in proportion to its bfloat16 rate"
+
+
+def _model_rows(plan: Plan, job: PlacementJob) -> Iterator[tuple[str, str]]:
+    """Yield the parameters, and what is special about them: adapters, layers per rank, image features, tensors that are
+    not trained, multi-token prediction."""
+    shape, train, parts, active = job.shape, job.train, job.shape.parameters, job.shape.active_parameters
+    number, names = sum(parts.values()), ", ".join(f"{name} {count:,}" for name, count in parts.items())
+    of_token = f", {active:,} of them for a token" if active < number else ""
+    yield "parameters", f"{number:,} ({names}){of_token}"
+    if job.adapters is not None:
+        trained, adapter = job.adapters.parameters, train.adapter
+        beside = f"{trained:,} beside these ({trained / number:.3%})"
+        yield "trained", f"{beside}: {adapter.kind} of rank {adapter.rank}"
+    if (pp := job.parallel.pp) > 1:
+        ranks = (" + ".join(str(len(piece)) for piece in job.pieces[rank::pp]) for rank in range(pp))
+        yield "layers", f"{', '.join(ranks)} by pipeline rank{_if_full(plan.artifact('plan_bins'))}"
+    if plan.config.encode_images is not None:  # each image is encoded once, before the training
+        store = FeatureStore(dtype=plan.config.encode_images.dtype, width=shape.feature_width)
+        encoded, tokenized, in_all = plan.artifact("encode_images"), plan.artifact("tokenize"), f"in all {UNKNOWN}"
+        if encoded is not None:
+            stats = encoded.manifest.stats
+            images = f"{stats['image_tokens']:,} tokens of {stats['distinct_images']:,} distinct images"
+            in_all = f"{bytes_text(stats['bytes'])} for {images}"
+        elif tokenized is not None:
+            tokens = tokenized.manifest.stats["total"]["num_patches"] // shape.vision.spatial_merge_size**2
+            in_all = f"{bytes_text(tokens * store.token_bytes)} if no image occurs twice"
+        levels = f"{1 + shape.num_deepstack} x {shape.language.hidden_size:,} numbers"
+        yield "image features", f"{store.token_bytes:,} bytes per image token in {store.dtype} ({levels}); {in_all}"
+    model = plan.given.get("model")
     copied = {} if model is None else opened_model(model).count_copied(train)
-    names = ", ".join(f"{number} tensors {prefix}*" for prefix, number in copied.items())
-    return [("copied", f"{names}: exported as they are, not trained")] if copied else []
+    if copied:
+        tensors = ", ".join(f"{count} tensors {prefix}*" for prefix, count in copied.items())
+        yield "copied", f"{tensors}: exported as they are, not trained"
+    if (mtp := shape.language.mtp) is not None:
+        alone = dataclasses.replace(shape, language=dataclasses.replace(shape.language, mtp=None))
+        without, whole = (
+            sum(language_flops(each, job.parallel, job.work, train.frozen, job.pieces))
+            + vision_flops(each, job.parallel, job.work, train.frozen)
+            for each in (alone, shape)
+        )
+        yield "mtp", f"{mtp.parameters:,} of the parameters, {1 - without / whole:.1%} of a step's FLOPs"
 
 
-def _mtp(job: PlacementJob) -> list[tuple[str, str]]:
-    """Return a row of the size of multi-token prediction and its share of the FLOPs of a mean bin, if it is trained."""
-    if job.shape.language.mtp is None:
-        return []
-    alone = dataclasses.replace(job.shape, language=dataclasses.replace(job.shape.language, mtp=None))
-    without, whole = (
-        sum(language_flops(shape, job.parallel, job.work, job.train.frozen, job.pieces))
-        + vision_flops(shape, job.parallel, job.work, job.train.frozen)
-        for shape in (alone, job.shape)
-    )
-    number = job.shape.language.mtp.parameters
-    return [("mtp", f"{number:,} of the parameters, {1 - without / whole:.1%} of a step's FLOPs")]
-
-
-_RUNTIME = "0.5 to 1 GB"
+def _memory_rows(plan: Plan, job: PlacementJob) -> Iterator[tuple[str, str]]:
+    """Yield the memory of the fullest process and of its host, and the number of processes."""
+    memory, execution, train = current_placement(job).memory, plan.config.execution, job.train
+    whole = bytes_text(sum(memory.values()))
+    yield "memory", f"about {whole} in the fullest process, without the 0.5 to 1 GB of torch itself"
+    for name, value in memory.items():
+        yield f"  {name}", bytes_text(value)
+    saves_late = train.num_steps is not None and execution.checkpoint.save_interval >= train.num_steps
+    if execution.checkpoint.asynchronous and not saves_late:  # a training that saves only at its end keeps no copy
+        dp = execution.parallel.data_parallel(execution.cluster.processes)
+        sizes = {"pieces": job.pieces, "dp": dp, "adapters": job.adapters}
+        copied = bytes_text(estimate_saved(job.shape, execution.parallel, train, **sizes))
+        yield "host memory", f"{copied} in the fullest process, page-locked: checkpoints are written from it"
+    yield "processes", str(execution.cluster.processes)
 
 
 def _placement_job(plan: Plan) -> PlacementJob:
@@ -213,7 +249,7 @@ def _placement_job(plan: Plan) -> PlacementJob:
     return PlacementJob(
         shape=shape,
         parallel=config.execution.parallel,
-        train=_train(config, bins),
+        train=config.train if bins is None else config.train.for_bins(stats["num_bins"]["train"]),
         processes=config.execution.cluster.processes,
         seq_len=settings.seq_len,
         max_patches=settings.max_patches,
@@ -221,11 +257,6 @@ def _placement_job(plan: Plan) -> PlacementJob:
         is_cached=config.encode_images is not None,
         adapters=adapter_sizes(config.train, family, shape),
     )
-
-
-def _train(config: PipelineConfig, bins: Artifact | None) -> TrainConfig:
-    """Return the settings of the training, with the number of steps if the bins are known."""
-    return config.train if bins is None else config.train.for_bins(bins.manifest.stats["num_bins"]["train"])
 
 
 def _model(plan: Plan) -> tuple[Family, ModelShape]:
@@ -252,14 +283,6 @@ def _print_adapters(plan: Plan, is_terminal: bool) -> None:
     print_table("Adapters", ("target", "modules", "first", "parameters"), rows, is_terminal)
 
 
-def _adapters(job: PlacementJob) -> list[tuple[str, str]]:
-    """Return a row of trained parameters if adapters are trained."""
-    if job.adapters is None:
-        return []
-    adapter, number, base = job.train.adapter, job.adapters.parameters, sum(job.shape.parameters.values())
-    return [("trained", f"{number:,} beside these ({number / base:.3%}): {adapter.kind} of rank {adapter.rank}")]
-
-
 def _print_vision(plan: Plan, is_terminal: bool) -> None:
     """Print where images can be encoded, with the assumptions and the advice, if there is a choice."""
     job = _placement_job(plan)
@@ -270,98 +293,6 @@ def _print_vision(plan: Plan, is_terminal: bool) -> None:
 
 def _if_full(bins: Artifact | None) -> str:
     return f" (if bins were full; for these bins {UNKNOWN})" if bins is None else ""
-
-
-def _layers(parallel: ParallelConfig, pieces: Sequence[range], bins: Artifact | None) -> list[tuple[str, str]]:
-    """Return a row of the layers per rank if there is pipeline parallelism."""
-    if parallel.pp == 1:
-        return []
-    ranks = (" + ".join(str(len(piece)) for piece in pieces[rank :: parallel.pp]) for rank in range(parallel.pp))
-    return [("layers", f"{', '.join(ranks)} by pipeline rank{_if_full(bins)}")]
-
-
-def _features(plan: Plan, shape: ModelShape) -> list[tuple[str, str]]:
-    """Return a row of the size of the image features if images are encoded once, before the training."""
-    settings = plan.config.encode_images
-    if settings is None:
-        return []
-    store = FeatureStore(dtype=settings.dtype, width=shape.feature_width)
-    levels = f" ({1 + shape.num_deepstack} x {shape.language.hidden_size:,} numbers)"
-    each = f"{store.token_bytes:,} bytes per image token in {store.dtype}{levels}"
-    encoded, tokenized = plan.artifact("encode_images"), plan.artifact("tokenize")
-    if encoded is not None:
-        stats = encoded.manifest.stats
-        images = f"{stats['image_tokens']:,} tokens of {stats['distinct_images']:,} distinct images"
-        return [("image features", f"{each}; {bytes_text(stats['bytes'])} for {images}")]
-    if tokenized is not None:
-        tokens = tokenized.manifest.stats["total"]["num_patches"] // shape.vision.spatial_merge_size**2
-        return [("image features", f"{each}; {bytes_text(tokens * store.token_bytes)} if no image occurs twice")]
-    return [("image features", f"{each}; in all {UNKNOWN}")]
-
-
-def _host_memory(config: PipelineConfig, job: PlacementJob) -> list[tuple[str, str]]:
-    """Return a row if saves are asynchronous. A training that saves only at its end keeps no copy."""
-    execution, train = config.execution, job.train
-    saves_late = train.num_steps is not None and execution.checkpoint.save_interval >= train.num_steps
-    if not execution.checkpoint.asynchronous or saves_late:
-        return []
-    dp = execution.parallel.data_parallel(execution.cluster.processes)
-    sizes = {"pieces": job.pieces, "dp": dp, "adapters": job.adapters}
-    copied = estimate_saved(job.shape, execution.parallel, train, **sizes)
-    return [
-        ("host memory", f"{bytes_text(copied)} in the fullest process, page-locked: checkpoints are written from it")
-    ]
-
-
-def _samples(tokenized: Artifact | None) -> str:
-    if tokenized is None:
-        return UNKNOWN
-    counts = {"train": 0, "heldout": 0}
-    for shard in tokenized.manifest.shards:
-        counts[shard.split] += shard.num_samples
-    skipped = sum(tokenized.manifest.skips.values())
-    return f"{counts['train']:,} train, {counts['heldout']:,} held-out, {skipped:,} left out"
-
-
-def _bins(bins: Artifact | None) -> str:
-    if bins is None:
-        return UNKNOWN
-    stats = bins.manifest.stats
-    counts = ", ".join(f"{stats['num_bins'][split]:,} {split}" for split in SPLITS)
-    return f"{counts}; {stats['padding_fraction']['train']:.1%} padding"
-
-
-def _seconds(job: PlacementJob) -> list[tuple[str, str]]:
-    """Return a row of the seconds per step if the whole model is trained in bfloat16, for which the rate of a GPU is
-    known. With adapters there is no row, because the FLOPs would count gradients of frozen weights."""
-    if job.train.precision != "bfloat16" or job.train.adapter is not None:
-        return []
-    step = current_placement(job).step
-    whole = "" if job.train.num_steps is None else f", {_hours(step * job.train.num_steps)} in all"
-    return [("time", f"about {step:.2g} s a step{whole} on an H200; on another GPU in proportion to its bfloat16 rate")]
-
-
-def _hours(seconds: float) -> str:
-    return (
-        f"{seconds:.0f} s"
-        if seconds < 120
-        else f"{seconds / 60:.0f} min"
-        if seconds < 7200
-        else f"{seconds / 3600:.1f} h"
-    )
-
-
-def _steps(train: TrainConfig, seq_len: int) -> str:
-    if train.num_steps is None:
-        return UNKNOWN
-    steps, batch = train.num_steps, train.global_batch_size
-    return f"{steps:,} of {batch} bins of {seq_len:,} tokens (up to {steps * batch * seq_len:,} tokens)"
-
-
-def _epochs(bins: Artifact | None, train: TrainConfig) -> str:
-    if bins is None:
-        return UNKNOWN if train.num_epochs is None else f"{train.num_epochs:g}"
-    return f"{train.num_steps * train.global_batch_size / max(1, bins.manifest.stats['num_bins']['train']):.2f}"
 
 
 def is_worth_showing(job: PlacementJob, choices: Sequence[Placement]) -> bool:

@@ -163,20 +163,13 @@ def print_scores(
     names = dict.fromkeys(metric for values in scores.values() for metric in values)
     metrics = [name for name in names if not name.startswith("mean_") and name != PERPLEXITY]  # those are in MLflow
     kinds = list(dict.fromkeys(kind for values in counts.values() for kind, count in values.items() if count))
-    rows = [
-        (
-            subset,
-            *(str(counts.get(subset, {}).get(kind, "")) for kind in kinds),
-            *(score_text(values.get(metric), _ends(headlines.get(subset), metric)) for metric in metrics),
-        )
-        for subset, values in scores.items()
-    ]
+    rows = []
+    for subset, values in scores.items():
+        head = headlines.get(subset)
+        ends = {} if head is None else {head["metric"]: (head["low"], head["high"])}
+        cells = [str(counts.get(subset, {}).get(kind, "")) for kind in kinds]
+        rows.append((subset, *cells, *(score_text(values.get(metric), ends.get(metric)) for metric in metrics)))
     print_table("Scores on held-out samples", ("subset", *kinds, *metrics), rows, is_terminal)
-
-
-def _ends(headline: Mapping[str, Any] | None, metric: str) -> tuple[float, float] | None:
-    """Return the ends of a score's interval if the metric is the headline metric, else None."""
-    return None if headline is None or headline["metric"] != metric else (headline["low"], headline["high"])
 
 
 def next_commands(result: dict[str, Any], plan: Plan, arguments: Sequence[str]) -> list[tuple[str, str]]:

@@ -19,7 +19,7 @@ from flows.pipeline.mlflow_run import tracked
 from flows.pipeline.plan import Plan
 from flows.pipeline.prefect_changes import inner_run_cancelled, refuse_stored_results, shorten_errors
 from flows.pipeline.prefect_pages import publish_mlflow, publish_scores, publish_stages
-from flows.pipeline.steps import EVALUATE, PREPARE_DATA, TRAIN, Needs, Step
+from flows.pipeline.steps import EVALUATE, PREPARE_DATA, TRAIN, Needs
 from flows.pipeline.tasks import register_task, stage_runs, stage_task
 from flows.tracking.notes import run_name
 from stages.answer.engine import check_engine
@@ -42,7 +42,9 @@ def run_steps(plan: Plan, flow_name: str, tracking_run: str | None) -> None:
     waiting = [step for step in plan.steps if step.artifact is None]
     main = [step for step in waiting if step.flow == flow_name]
     names = {step.name for step in main}
-    beside = [step for step in waiting if step.beside in names and may_run_beside(step)]
+    # If a server shares out the slots of this machine, a step that needs a slot waits for its turn.
+    shares_slots = has_server()
+    beside = [s for s in waiting if s.beside in names and not (shares_slots and Needs.SLOT in s.needs)]
     futures: list[PrefectFuture[None]] = []
     stop = threading.Event()
     with inner_run_cancelled():
@@ -58,12 +60,6 @@ def run_steps(plan: Plan, flow_name: str, tracking_run: str | None) -> None:
             stop.set()
             wait(futures)
             raise
-
-
-def may_run_beside(step: Step) -> bool:
-    """Whether a step gets the resources to run beside another. If a server shares out the slots of this machine, a step
-    that needs a slot waits for its turn."""
-    return Needs.SLOT not in step.needs or not has_server()
 
 
 @flow(name=PREPARE_DATA, flow_run_name="prepare data", persist_result=False)

@@ -89,7 +89,7 @@ class TemporaryServer:
         """
         seconds = PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS.value()
         deadline, starts = time.monotonic() + seconds, 1
-        while not self._answers():
+        while answer_of(f"{self.api}/health") is None:
             if (status := self.process.poll()) is not None:
                 check_prefect_database(self.home)
                 if status != _CANNOT_LISTEN or starts == _TRIES:
@@ -119,9 +119,6 @@ class TemporaryServer:
         """Stop the server and wait for its end."""
         if self.process is not None:
             end_process(self.process, _END_SECONDS)
-
-    def _answers(self) -> bool:
-        return answer_of(f"{self.api}/health") is not None
 
     def _last_words(self) -> str:
         lines = log_tail(self.home / LOG, 1)

@@ -122,8 +122,16 @@ class _Form:
         model = next((each for each in alternatives if "properties" in each), None)
         if model is not None:
             section = self.section({**model, **described}, path)
-            texts = [_text_in_its_place(each) for each in alternatives if each.get("type") == "string"]
-            return _fold(section, path, texts) if section["properties"] else None
+            # A text may replace the section: one of several names, or a source.
+            texts = [
+                {"enum": each["enum"], "title": "a name"} if "enum" in each else _SOURCE
+                for each in alternatives
+                if each.get("type") == "string"
+            ]
+            if not section["properties"] or ".".join(path) in _OPEN:
+                return section if section["properties"] else None
+            folded = {key: value for key, value in section.items() if key != "type"}
+            return {**folded, "anyOf": [_AS_RECIPE, *texts, _CHANGE]}
         return self._leaf(schema, [each for each in alternatives if each.get("type") != "null"], path)
 
     def _leaf(self, schema: Mapping[str, Any], plain: list[dict[str, Any]], path: tuple[str, ...]) -> dict[str, Any]:
@@ -172,18 +180,6 @@ class _Form:
             if place is not self:
                 texts[name] = NONE if place is None else place if isinstance(place, str) else json.dumps(place)
         return [f"recipe {name}: `{value}`" for name, value in texts.items()]
-
-
-def _text_in_its_place(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a text that may replace a section."""
-    return {"enum": schema["enum"], "title": "a name"} if "enum" in schema else _SOURCE
-
-
-def _fold(section: dict[str, Any], path: tuple[str, ...], texts: list[dict[str, Any]]) -> dict[str, Any]:
-    if ".".join(path) in _OPEN:
-        return section
-    folded = {key: value for key, value in section.items() if key != "type"}
-    return {**folded, "anyOf": [_AS_RECIPE, *texts, _CHANGE]}
 
 
 def _bounds(schema: Mapping[str, Any]) -> str:

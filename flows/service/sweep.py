@@ -101,7 +101,8 @@ def tabulate(outcomes: Sequence[Outcome]) -> tuple[list[str], list[list[str]]]:
     rows = []
     for outcome, scores in zip(outcomes, overall):
         stages = outcome.result.get("stages", [])
-        losses = _losses(stages)
+        training = next((stage for stage in stages if stage["stage"] == "train"), None)
+        losses = Artifact.load(location(training["dir"])).manifest.stats if training else {}
         rows.append(
             [
                 *(str(outcome.variant.point[name]) for name in fields),
@@ -113,11 +114,6 @@ def tabulate(outcomes: Sequence[Outcome]) -> tuple[list[str], list[list[str]]]:
             ]
         )
     return [*fields, "state", *metrics, "loss", "held-out loss", "stages made", "seconds"], rows
-
-
-def _losses(stages: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    training = next((stage for stage in stages if stage["stage"] == "train"), None)
-    return Artifact.load(location(training["dir"])).manifest.stats if training else {}
 
 
 def sweep_variants(variants: Sequence[Variant], root: StorePath) -> dict[str, Any]:
