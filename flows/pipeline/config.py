@@ -28,12 +28,11 @@ from trainer.contract.run import TrainConfig, TrainerExecution
 from trainer.model.shape import ModelShape
 from trainer.plan.layout import FieldNames, check_layout
 
+# The kinds of `data` and `model`.
 EMBEDDED = "embedded"
 EASY_VQA = "easy_vqa"
 SOURCE = "source"
 SOURCES = "sources"
-
-
 EMBEDDED_RECIPES = ("embedded", "adapter", "easy-vqa")  # names of the recipes whose data a stage makes
 
 

@@ -30,8 +30,7 @@ _WHOLE = (
 # Settings of which one is given: a change of one takes the other out of the recipe.
 _ALTERNATIVES = {"train": ("num_steps", "num_epochs"), "train.optim": ("warmup_steps", "warmup_fraction")}
 NONE = "none"  # the word for null in a request, where null itself keeps the recipe's value
-
-MAX_RUNS = 64
+MAX_RUNS = 64  # largest number of points of a grid
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ PASSWORD_FILE = "password"
 USER = "athanor"
 _EVERYWHERE = ("0.0.0.0", "::")
 
-_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO  # permissions of all but the owner
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +139,34 @@ def client_logins(directory: Path, environment: Mapping[str, str] = os.environ) 
     return {name: value for name, value in logins.items() if value and not environment.get(name)}
 
 
+def use_service(root: StorePath) -> ServiceRecord | None:
+    """Let this process and its children use the service of the root, unless the user has set the address of another.
+
+    Must be called before Prefect is imported, because Prefect reads its address only once. The service's password is
+    set only for the servers of the service.
+
+    Returns:
+        the record of the service; None if no service is running.
+
+    Raises:
+        InputError: the service belongs to another user, who has not shared its password.
+    """
+    service = read_service(root)
+    if service is not None:
+        logins = client_logins(service_dir(root))
+        os.environ.setdefault("PREFECT_API_URL", service.prefect_api)
+        os.environ.setdefault("PREFECT_UI_URL", service.prefect_ui)
+        os.environ.setdefault("MLFLOW_TRACKING_URI", service.mlflow)
+        os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+        os.environ.update(past_the_proxy())
+        needed = {PREFECT_CLIENT_SECRET} if os.environ["PREFECT_API_URL"] == service.prefect_api else set()
+        if os.environ["MLFLOW_TRACKING_URI"] == service.mlflow:
+            needed |= {MLFLOW_USER, MLFLOW_PASSWORD}
+            os.environ[FILES_VARIABLE] = str(mlflow_files(root))
+        os.environ.update({name: value for name, value in logins.items() if name in needed})
+    return service
+
+
 def mlflow_login(login: str) -> dict[str, str]:
     """Return the variables by which MLflow's clients log in.
 
@@ -147,44 +175,6 @@ def mlflow_login(login: str) -> dict[str, str]:
     """
     user, _, password = login.partition(":")
     return {MLFLOW_USER: user, MLFLOW_PASSWORD: password}
-
-
-def _own_password(path: Path) -> str:
-    if (login := _read_password(path)) is None:
-        login = f"{USER}:{secrets.token_urlsafe(24)}"
-        path.unlink(missing_ok=True)
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-            file.write(login + "\n")
-    status = path.lstat()
-    if status.st_uid != os.getuid() or not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077:
-        raise InputError(
-            f"{path} can be read or was written by others (mode {stat.S_IMODE(status.st_mode):o}, "
-            f"user {status.st_uid}); delete it, and a new password is made"
-        )
-    return login
-
-
-def _read_password(path: Path) -> str | None:
-    """Return `user:password`; None if there is no file, or only an empty one that a killed process has left."""
-    try:
-        return path.read_text(encoding="utf-8").strip() or None
-    except FileNotFoundError:
-        return None
-    except PermissionError:
-        raise InputError(
-            f"{path} may be read by user {path.lstat().st_uid} alone, and the service of this root asks for the "
-            f"password in it; run as that user, or set {PREFECT_CLIENT_SECRET} (user:password), {MLFLOW_USER} and "
-            f"{MLFLOW_PASSWORD}"
-        ) from None
-
-
-def _own_addresses() -> set[str]:
-    addresses = (address for of_interface in psutil.net_if_addrs().values() for address in of_interface)
-    return {a.address for a in addresses if a.family in (socket.AF_INET, socket.AF_INET6) and "%" not in a.address}
-
-
-def _in_url(name: str) -> str:
-    return f"[{name}]" if ":" in name else name
 
 
 def make_private_root(root: Path) -> str | None:
@@ -224,29 +214,39 @@ def remove_unused_root(root: Path) -> None:
             shutil.rmtree(root)
 
 
-def use_service(root: StorePath) -> ServiceRecord | None:
-    """Let this process and its children use the service of the root, unless the user has set the address of another.
+def _own_password(path: Path) -> str:
+    if (login := _read_password(path)) is None:
+        login = f"{USER}:{secrets.token_urlsafe(24)}"
+        path.unlink(missing_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            file.write(login + "\n")
+    status = path.lstat()
+    if status.st_uid != os.getuid() or not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077:
+        raise InputError(
+            f"{path} can be read or was written by others (mode {stat.S_IMODE(status.st_mode):o}, "
+            f"user {status.st_uid}); delete it, and a new password is made"
+        )
+    return login
 
-    Must be called before Prefect is imported, because Prefect reads its address only once. The service's password is
-    set only for the servers of the service.
 
-    Returns:
-        the record of the service; None if no service is running.
+def _read_password(path: Path) -> str | None:
+    """Return `user:password`; None if there is no file, or only an empty one that a killed process has left."""
+    try:
+        return path.read_text(encoding="utf-8").strip() or None
+    except FileNotFoundError:
+        return None
+    except PermissionError:
+        raise InputError(
+            f"{path} may be read by user {path.lstat().st_uid} alone, and the service of this root asks for the "
+            f"password in it; run as that user, or set {PREFECT_CLIENT_SECRET} (user:password), {MLFLOW_USER} and "
+            f"{MLFLOW_PASSWORD}"
+        ) from None
 
-    Raises:
-        InputError: the service belongs to another user, who has not shared its password.
-    """
-    service = read_service(root)
-    if service is not None:
-        logins = client_logins(service_dir(root))
-        os.environ.setdefault("PREFECT_API_URL", service.prefect_api)
-        os.environ.setdefault("PREFECT_UI_URL", service.prefect_ui)
-        os.environ.setdefault("MLFLOW_TRACKING_URI", service.mlflow)
-        os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
-        os.environ.update(past_the_proxy())
-        needed = {PREFECT_CLIENT_SECRET} if os.environ["PREFECT_API_URL"] == service.prefect_api else set()
-        if os.environ["MLFLOW_TRACKING_URI"] == service.mlflow:
-            needed |= {MLFLOW_USER, MLFLOW_PASSWORD}
-            os.environ[FILES_VARIABLE] = str(mlflow_files(root))
-        os.environ.update({name: value for name, value in logins.items() if name in needed})
-    return service
+
+def _own_addresses() -> set[str]:
+    addresses = (address for of_interface in psutil.net_if_addrs().values() for address in of_interface)
+    return {a.address for a in addresses if a.family in (socket.AF_INET, socket.AF_INET6) and "%" not in a.address}
+
+
+def _in_url(name: str) -> str:
+    return f"[{name}]" if ":" in name else name

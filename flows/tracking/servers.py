@@ -30,7 +30,7 @@ FILES_VARIABLE = "ATHANOR_MLFLOW_FILES"  # the directory that `mlflow-artifacts:
 DEFAULT_ROOT = "athanor-root"
 SCHEMA_LOCK = "schema.lock"  # in Prefect's home, held while the tables of its database are made
 
-DEFAULTS = {"prefect": 4200, "mlflow": 5000}
+DEFAULT_PORTS = {"prefect": 4200, "mlflow": 5000}
 
 
 class ServiceRecord(Owner):
@@ -113,9 +113,9 @@ def reserve_ports(directory: Path, host: str) -> Iterator[dict[str, int]]:
     Yields:
         program -> its port.
     """
-    last, chosen = DEFAULTS | recorded_ports(directory), {}
+    last, chosen = DEFAULT_PORTS | recorded_ports(directory), {}
     with contextlib.ExitStack() as locks:
-        for name, usual in DEFAULTS.items():
+        for name, usual in DEFAULT_PORTS.items():
             candidates = [last[name], usual, *(any_port(host) for _ in range(5))]
             chosen[name] = next(port for port in candidates if is_free(host, port) and _lock(port, locks))
         write_json(directory / "ports.json", chosen)
@@ -167,7 +167,7 @@ def recorded_ports(directory: Path) -> Mapping[str, int]:
     """Return program -> its port of last time; empty if the service never ran."""
     with contextlib.suppress(OSError, ValueError):
         values = json.loads((directory / "ports.json").read_text(encoding="utf-8"))
-        return {name: values[name] for name in DEFAULTS if isinstance(values.get(name), int)}
+        return {name: values[name] for name in DEFAULT_PORTS if isinstance(values.get(name), int)}
     return {}
 
 

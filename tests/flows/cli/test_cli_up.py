@@ -158,7 +158,7 @@ def test_limits_are_names_with_slots():
 
 
 def test_ports_stay_the_same_and_are_nobody_elses(tmp_path, monkeypatch):
-    monkeypatch.setattr("flows.tracking.servers.DEFAULTS", {"prefect": free_port(), "mlflow": free_port()})
+    monkeypatch.setattr("flows.tracking.servers.DEFAULT_PORTS", {"prefect": free_port(), "mlflow": free_port()})
     mine, theirs = tmp_path / "mine", tmp_path / "theirs"
     mine.mkdir()
     theirs.mkdir()
