@@ -8,7 +8,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -77,18 +77,15 @@ def plan_rows(config: PipelineConfig, reading: SourceReading, source: StorePath,
         InputError: the builder refuses the source, or all its rows were read and a run would refuse them.
     """
     convert = config.convert
+    found, options = survey(source), str(reading.options)
+    unused = [name for like in found.readings if like.builder == reading.builder for name in like.unused]
     tried = Reading(
         builder=reading.builder,
         options=reading.options,
         subsets=reading.subsets,
         heldout_files=reading.heldout_files,
         why="",
-    )
-    found = survey(source)
-    options = str(reading.options)
-    unused = [name for like in found.readings if like.builder == reading.builder for name in like.unused]
-    tried = replace(
-        tried, unused=tuple(name for name in dict.fromkeys(unused) if not re.search(rf"\b{re.escape(name)}\b", options))
+        unused=tuple(name for name in dict.fromkeys(unused) if not re.search(rf"\b{re.escape(name)}\b", options)),
     )
     limits = ImageLimits(max_pixels=convert.max_image_pixels, min_side=convert.min_image_side)
     trial = try_reading(source, tried, limits=limits)
@@ -107,14 +104,8 @@ def plan_rows(config: PipelineConfig, reading: SourceReading, source: StorePath,
     stored = size if config.tokenize.codec == "original" else 3 * sum(_areas(config, trial.sizes, model)) * share
     bins = sum(kept) * share * train / (config.plan_bins.seq_len * _FULL)
     warnings = [*anomalies(source, found, trial, convert), *_few_steps(config, bins)]
-    return RowsPlan(
-        trial,
-        warnings,
-        tokens,
-        len(tokens) - len(kept),
-        bins,
-        {"samples": size, "tokenized": stored},
-    )
+    disk = {"samples": size, "tokenized": stored}
+    return RowsPlan(trial, warnings, tokens, len(tokens) - len(kept), bins, disk)
 
 
 def rows_table(plan: RowsPlan, config: PipelineConfig, root: StorePath) -> list[tuple[str, str]]:

@@ -55,7 +55,7 @@ def on_cluster(execution: ExecutionConfig, root: StorePath, sources: Sequence[St
     if execution.dask_address is None:
         yield
         return
-    distributed = _load("distributed", execution)
+    distributed = _distributed(execution)
     _knock(execution)
     with distributed.Client(execution.dask_address, set_as_default=True, timeout=_CONNECT_SECONDS) as client:
         _check_workers(client, execution, root, sources)
@@ -79,7 +79,7 @@ def with_cluster(resources: StageResources, execution: ExecutionConfig) -> Itera
     if execution.dask_address is None:
         yield resources
         return
-    distributed = _load("distributed", execution)
+    distributed = _distributed(execution)
     client = distributed.default_client()
     _wait_while_busy(client, execution, lambda _, is_unwanted: is_unwanted)
     executor = _ShardExecutor(client)
@@ -104,7 +104,7 @@ def with_cluster(resources: StageResources, execution: ExecutionConfig) -> Itera
 def _knock(execution: ExecutionConfig) -> None:
     """Raise InputError if no scheduler answers. This uses no Client, because a failed Client would remain the default
     client of the process."""
-    connect = _load("distributed", execution).comm.connect
+    connect = _distributed(execution).comm.connect
 
     async def knock() -> None:
         comm = await asyncio.wait_for(connect(execution.dask_address, timeout=_CONNECT_SECONDS), _CONNECT_SECONDS)
@@ -137,7 +137,7 @@ def _check_workers(client: Any, execution: ExecutionConfig, root: StorePath, sou
         question = (str(marker), token, [str(source) for source in sources])
         first = client.submit(look, *question, pure=False)
         try:
-            _load("distributed", execution).wait(first, timeout=_WORKER_SECONDS)
+            _distributed(execution).wait(first, timeout=_WORKER_SECONDS)
         except TimeoutError as error:
             raise InputError(
                 f"{_field(execution)}: no worker answered in {_WORKER_SECONDS:.0f} s; start some: "
@@ -211,12 +211,13 @@ def _wait_while_busy(client: Any, execution: ExecutionConfig, counts: Callable[[
         time.sleep(0.2)
 
 
-def _load(module: str, execution: ExecutionConfig) -> ModuleType:
+def _distributed(execution: ExecutionConfig) -> ModuleType:
     try:
-        return importlib.import_module(module)
+        return importlib.import_module("distributed")
     except ImportError as error:
+        missing = error.name or "distributed"
         raise InputError(
-            f"{_field(execution)} needs {error.name or module}, which is not installed: pip install -e '.[dask]', "
+            f"{_field(execution)} needs {missing}, which is not installed: pip install -e '.[dask]', "
             "or leave execution.dask_address out to use this machine alone"
         ) from error
 

@@ -22,11 +22,8 @@ from flows.pipeline.config import EASY_VQA, EMBEDDED, SOURCE, SOURCES, PipelineC
 RECIPES = Path(__file__).parents[1] / "recipes"
 
 DEFAULT_RECIPE = "embedded"
-_WHOLE = (
-    "data",
-    "model",
-    "options",
-)  # settings that a recipe replaces as a whole instead of merging them with its base
+# Settings that a recipe replaces as a whole instead of merging them with those of its base.
+_WHOLE = ("data", "model", "options")
 # Settings of which one is given: a change of one takes the other out of the recipe.
 _ALTERNATIVES = {"train": ("num_steps", "num_epochs"), "train.optim": ("warmup_steps", "warmup_fraction")}
 NONE = "none"  # the word for null in a request, where null itself keeps the recipe's value
