@@ -1,5 +1,5 @@
-"""What the first rows of a source show before a run: the samples, what looks wrong, and an estimate of the rows that
-are left out, the lengths, the bins and the disk. `athanor init` and `athanor plan` print it.
+"""The first rows of a source, looked at before a run: the samples, everything that looks wrong, and an estimate of the
+rows that are left out, the lengths, the bins and the disk. `athanor init` and `athanor plan` print it.
 """
 
 import math

@@ -1,6 +1,4 @@
-"""What is printed: the doors to the terminal, and tables for people.
-
-What is printed may quote data, which must not steer the terminal:
+"""The doors to the terminal, and tables for people. Printed text may quote data, which must not steer the terminal:
 
 print(...)                      through `PrintableStream`, with escapes in place of control characters
 print(..., file=raw_stdout())   as it is: only for colours and bars of our own, around text that is `printable`

@@ -1,6 +1,4 @@
-"""What athanor changes in Prefect for the flow runs of this process: errors in one line, cancelled subflow runs, and no
-stored results.
-"""
+"""Changes of Prefect for the flow runs of this process: one-line errors, cancelled subflow runs, no stored results."""
 
 import contextlib
 import logging
