@@ -148,98 +148,6 @@ def rows_table(plan: RowsPlan, config: PipelineConfig, root: StorePath) -> list[
     return [*rows, ("disk", disk)]
 
 
-def _check(config: PipelineConfig, trial: Trial, source: StorePath) -> None:
-    """Raise InputError if a run would refuse the source. Only checked if all its rows were read."""
-    if trial.tried < trial.rows:
-        return
-    limit = ("convert.max_skip_fraction", config.convert.max_skip_fraction)
-    first = next(iter(trial.details.values()), "")
-    check_lost(trial.reasons, trial.tried, limit, source, f"a run's quarantine.jsonl; the first is {first}")
-    if not config.convert.heldout_fraction and not trial.splits and len(config.sources) == 1:
-        raise InputError(
-            f"convert.heldout_fraction=0 leaves nothing of {source} to evaluate on; try convert.heldout_fraction=0.1"
-        )
-    if len(config.sources) == 1:
-        check_apart(trial, str(source))
-    least, distinct = config.convert.min_heldout, len(trial.samples) - trial.duplicates
-    if config.convert.heldout_fraction and not trial.splits and len(config.sources) == 1 and distinct < 2 * least:
-        raise InputError(
-            f"convert.min_heldout={least}: of {distinct} usable samples only {distinct // 2} can be held out if as "
-            "many are to be trained on; add data, or lower convert.min_heldout"
-        )
-
-
-def check_images(trial: Trial, shape: ModelShape, model: object, limit: float) -> None:
-    """Check that a model without a vision encoder gets no images.
-
-    Args:
-        model: the model's name, for the message.
-        limit: the recipe's tokenize.max_skip_fraction: the share of samples that may be left out.
-
-    Raises:
-        InputError: more of the samples have images.
-    """
-    shown, samples = sum(bool(sample.images) for sample in trial.samples), len(trial.samples)
-    if shape.images is not None or (shown < samples and (shown < MIN_LOST or shown <= limit * samples)):
-        return
-    raise InputError(
-        f"{shown} of {samples} samples have images, and {model} reads only text, so they would be left out; give a "
-        "model that reads images, as Qwen/Qwen3-VL-2B-Instruct, or data without images"
-    )
-
-
-def _lengths(
-    config: PipelineConfig, samples: Sequence[Sample], sizes: Sequence[tuple[int, int]], model: object
-) -> list[float]:
-    """Return the tokens of each sample: of its texts by the model's tokenizer, of its images by their area, and the
-    tokens that the chat template adds to each message and image."""
-    texts = [[m.reasoning + m.text.replace(IMAGE_SLOT, "") for m in sample.messages] for sample in samples]
-    file = None if model is None else opened_model(model).path / "tokenizer.json"
-    if file is not None and file.is_file():
-        tokenizer = Tokenizer.from_file(str(file))
-        counts = [sum(len(one.ids) for one in tokenizer.encode_batch(turns)) for turns in texts]
-    else:
-        counts = [sum(map(len, turns)) / _CHARS_PER_TOKEN for turns in texts]
-    areas, factor = iter(_areas(config, sizes, model)), _pixel_limits(config, model)[2]
-    return [
-        count
-        + _TURN_TOKENS * len(sample.messages)
-        + sum(next(areas) / factor**2 + _VISION_TOKENS for _ in sample.images)
-        for count, sample in zip(counts, samples)
-    ]
-
-
-def _areas(config: PipelineConfig, sizes: Sequence[tuple[int, int]], model: object) -> list[float]:
-    """Return the number of pixels of each image after scaling."""
-    low, high, _ = _pixel_limits(config, model)
-    return [min(high, max(low, width * height)) for width, height in sizes]
-
-
-def _pixel_limits(config: PipelineConfig, model: object) -> tuple[int, int, int]:
-    """Return the least and largest area of a scaled image, in pixels, and the side of the square of one token."""
-    low, high = config.tokenize.min_pixels, config.tokenize.max_pixels
-    if isinstance(config.model, EmbeddedModelConfig):
-        merge = config.model.shape.vision.spatial_merge_size if config.model.shape.vision else 1
-        return low or config.model.min_pixels, high or config.model.max_pixels, config.model.patch_size * merge
-    found = load_image_config(opened_model(model), low, high)
-    return found.min_pixels, found.max_pixels, found.factor
-
-
-def _steps(train: TrainConfig, bins: float) -> int:
-    return train.num_steps or max(1, math.ceil(train.num_epochs * max(1, round(bins)) / train.global_batch_size))
-
-
-def _few_steps(config: PipelineConfig, bins: float) -> Iterator[str]:
-    """Yield a line if the epochs of a recipe with one source are too few steps to learn anything."""
-    train, steps = config.train, _steps(config.train, bins)
-    if train.num_epochs is not None and steps < FEW_STEPS and len(config.sources) == 1:
-        epochs = math.ceil(FEW_STEPS * train.global_batch_size / max(1, round(bins)))
-        yield (
-            f"train.num_epochs={train.num_epochs:g} are about {steps} steps of global_batch_size="
-            f"{train.global_batch_size} bins, too few to learn from; add --set train.num_epochs={epochs}, or rows"
-        )
-
-
 def summary(found: Recognised, trial: Trial) -> Iterator[str]:
     """Yield the lines that say what was recognised, and why."""
     reading = trial.reading
@@ -307,23 +215,23 @@ def is_colourful() -> bool:
     return sys.stdout.isatty() and shutil.get_terminal_size().columns >= 2 * _SIDE
 
 
-def _blocks(data: bytes) -> Iterator[str]:
-    """Yield an image as lines of half blocks in 24-bit colour (ECMA-48, SGR 38 and 48), two pixels per character."""
-    pixels = read_rgb(data)
-    scale = _SIDE / max(pixels.shape[:2])
-    rows, columns = (max(2, round(side * scale)) for side in pixels.shape[:2])
-    rows -= rows % 2
-    small = pixels[np.arange(rows) * pixels.shape[0] // rows][:, np.arange(columns) * pixels.shape[1] // columns]
-    for upper, lower in zip(small[::2], small[1::2]):
-        yield "  " + "".join(f"{_colour(38, a)}{_colour(48, b)}\u2580" for a, b in zip(upper, lower)) + "\x1b[0m"
+def check_images(trial: Trial, shape: ModelShape, model: object, limit: float) -> None:
+    """Check that a model without a vision encoder gets no images.
 
+    Args:
+        model: the model's name, for the message.
+        limit: the recipe's tokenize.max_skip_fraction: the share of samples that may be left out.
 
-def _colour(ground: int, rgb: np.ndarray) -> str:
-    return f"\x1b[{ground};2;{rgb[0]};{rgb[1]};{rgb[2]}m"
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    Raises:
+        InputError: more of the samples have images.
+    """
+    shown, samples = sum(bool(sample.images) for sample in trial.samples), len(trial.samples)
+    if shape.images is not None or (shown < samples and (shown < MIN_LOST or shown <= limit * samples)):
+        return
+    raise InputError(
+        f"{shown} of {samples} samples have images, and {model} reads only text, so they would be left out; give a "
+        "model that reads images, as Qwen/Qwen3-VL-2B-Instruct, or data without images"
+    )
 
 
 def check_apart(trial: Trial, data: str) -> None:
@@ -342,3 +250,95 @@ def check_apart(trial: Trial, data: str) -> None:
             f"{data}: its {len(trial.samples)} usable rows are one sample, or share pictures and so stay together; "
             "none can be held out beside others to train on, so add rows with other pictures"
         )
+
+
+def _check(config: PipelineConfig, trial: Trial, source: StorePath) -> None:
+    """Raise InputError if a run would refuse the source. Only checked if all its rows were read."""
+    if trial.tried < trial.rows:
+        return
+    limit = ("convert.max_skip_fraction", config.convert.max_skip_fraction)
+    first = next(iter(trial.details.values()), "")
+    check_lost(trial.reasons, trial.tried, limit, source, f"a run's quarantine.jsonl; the first is {first}")
+    if not config.convert.heldout_fraction and not trial.splits and len(config.sources) == 1:
+        raise InputError(
+            f"convert.heldout_fraction=0 leaves nothing of {source} to evaluate on; try convert.heldout_fraction=0.1"
+        )
+    if len(config.sources) == 1:
+        check_apart(trial, str(source))
+    least, distinct = config.convert.min_heldout, len(trial.samples) - trial.duplicates
+    if config.convert.heldout_fraction and not trial.splits and len(config.sources) == 1 and distinct < 2 * least:
+        raise InputError(
+            f"convert.min_heldout={least}: of {distinct} usable samples only {distinct // 2} can be held out if as "
+            "many are to be trained on; add data, or lower convert.min_heldout"
+        )
+
+
+def _lengths(
+    config: PipelineConfig, samples: Sequence[Sample], sizes: Sequence[tuple[int, int]], model: object
+) -> list[float]:
+    """Return the tokens of each sample: of its texts by the model's tokenizer, of its images by their area, and the
+    tokens that the chat template adds to each message and image."""
+    texts = [[m.reasoning + m.text.replace(IMAGE_SLOT, "") for m in sample.messages] for sample in samples]
+    file = None if model is None else opened_model(model).path / "tokenizer.json"
+    if file is not None and file.is_file():
+        tokenizer = Tokenizer.from_file(str(file))
+        counts = [sum(len(one.ids) for one in tokenizer.encode_batch(turns)) for turns in texts]
+    else:
+        counts = [sum(map(len, turns)) / _CHARS_PER_TOKEN for turns in texts]
+    areas, factor = iter(_areas(config, sizes, model)), _pixel_limits(config, model)[2]
+    return [
+        count
+        + _TURN_TOKENS * len(sample.messages)
+        + sum(next(areas) / factor**2 + _VISION_TOKENS for _ in sample.images)
+        for count, sample in zip(counts, samples)
+    ]
+
+
+def _areas(config: PipelineConfig, sizes: Sequence[tuple[int, int]], model: object) -> list[float]:
+    """Return the number of pixels of each image after scaling."""
+    low, high, _ = _pixel_limits(config, model)
+    return [min(high, max(low, width * height)) for width, height in sizes]
+
+
+def _pixel_limits(config: PipelineConfig, model: object) -> tuple[int, int, int]:
+    """Return the least and largest area of a scaled image, in pixels, and the side of the square of one token."""
+    low, high = config.tokenize.min_pixels, config.tokenize.max_pixels
+    if isinstance(config.model, EmbeddedModelConfig):
+        merge = config.model.shape.vision.spatial_merge_size if config.model.shape.vision else 1
+        return low or config.model.min_pixels, high or config.model.max_pixels, config.model.patch_size * merge
+    found = load_image_config(opened_model(model), low, high)
+    return found.min_pixels, found.max_pixels, found.factor
+
+
+def _steps(train: TrainConfig, bins: float) -> int:
+    return train.num_steps or max(1, math.ceil(train.num_epochs * max(1, round(bins)) / train.global_batch_size))
+
+
+def _few_steps(config: PipelineConfig, bins: float) -> Iterator[str]:
+    """Yield a line if the epochs of a recipe with one source are too few steps to learn anything."""
+    train, steps = config.train, _steps(config.train, bins)
+    if train.num_epochs is not None and steps < FEW_STEPS and len(config.sources) == 1:
+        epochs = math.ceil(FEW_STEPS * train.global_batch_size / max(1, round(bins)))
+        yield (
+            f"train.num_epochs={train.num_epochs:g} are about {steps} steps of global_batch_size="
+            f"{train.global_batch_size} bins, too few to learn from; add --set train.num_epochs={epochs}, or rows"
+        )
+
+
+def _blocks(data: bytes) -> Iterator[str]:
+    """Yield an image as lines of half blocks in 24-bit colour (ECMA-48, SGR 38 and 48), two pixels per character."""
+    pixels = read_rgb(data)
+    scale = _SIDE / max(pixels.shape[:2])
+    rows, columns = (max(2, round(side * scale)) for side in pixels.shape[:2])
+    rows -= rows % 2
+    small = pixels[np.arange(rows) * pixels.shape[0] // rows][:, np.arange(columns) * pixels.shape[1] // columns]
+    for upper, lower in zip(small[::2], small[1::2]):
+        yield "  " + "".join(f"{_colour(38, a)}{_colour(48, b)}\u2580" for a, b in zip(upper, lower)) + "\x1b[0m"
+
+
+def _colour(ground: int, rgb: np.ndarray) -> str:
+    return f"\x1b[{ground};2;{rgb[0]};{rgb[1]};{rgb[2]}m"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
