@@ -67,6 +67,14 @@ def publish_sweep(
         create_link_artifact(key="mlflow-compare", link=url, link_text="Compare in MLflow", description=url)
 
 
+def page_url(root: StorePath, page: StorePath) -> str | None:
+    """Return the address of an artifact's page on the root's running service; None if no service serves it."""
+    service = read_record(root)
+    if service is None or not is_local(root) or not str(page).startswith(f"{absolute(root)}/artifacts/"):
+        return None
+    return f"{service.mlflow}/reports/{str(page).removeprefix(f'{absolute(root)}/artifacts/')}"
+
+
 def _linked(run: StageRun, root: StorePath) -> str:
     """Return the stage's name, as a link to its report if the service of the root serves it."""
     page = location(run["dir"]) / REPORT_HTML
@@ -85,11 +93,3 @@ def _figures(run: StageRun, root: StorePath) -> list[tuple[str, str, str]]:
         name = f"{name}: `{location(run['dir']) / REPORT_HTML}`"
     names = [name, *[""] * len(summary)]  # the name stands in the first of its rows only
     return [(name, figure, str(value)) for name, (figure, value) in zip(names, summary.items())]
-
-
-def page_url(root: StorePath, page: StorePath) -> str | None:
-    """Return the address of an artifact's page on the root's running service; None if no service serves it."""
-    service = read_record(root)
-    if service is None or not is_local(root) or not str(page).startswith(f"{absolute(root)}/artifacts/"):
-        return None
-    return f"{service.mlflow}/reports/{str(page).removeprefix(f'{absolute(root)}/artifacts/')}"

@@ -121,68 +121,6 @@ def stage_runs(plan: Plan) -> list[StageRun]:
     ]
 
 
-@contextlib.contextmanager
-def _resources(
-    step: Step,
-    config: PipelineConfig,
-    inputs: Mapping[str, Input],
-    tracker: Tracker,
-    work_dir: StorePath,
-    stop: threading.Event,
-) -> Iterator[StageResources]:
-    """Provide the stage's workers and listeners while the block lasts.
-
-    Args:
-        work_dir: work directory of the stage, in which a trainer writes its metrics.
-    """
-    execution, logger = config.execution, get_run_logger()
-    is_due = _every(_LOG_SECONDS)  # Prefect's log gets one line of progress, and one row of metrics, in that time
-
-    def on_progress(finished: int, total: int) -> None:
-        if stop.is_set():
-            raise StoppedBeside(f"{step.name} was stopped, since a stage beside it ended the run")
-        display().progressed(step.name, finished, total)
-        if finished < total and is_due():
-            logger.info("%s: %s of %s", step.name, f"{finished:,}", f"{total:,}")
-
-    resources = StageResources(
-        num_workers=execution.num_workers or os.cpu_count() or 1,
-        cluster=execution.cluster,
-        trainer=execution.trainer,
-        on_progress=on_progress,
-        on_line=log_lines(),
-    )
-    with contextlib.ExitStack() as stack:
-        if Needs.WORKERS in step.needs:
-            resources = stack.enter_context(with_cluster(resources, execution))
-        if Needs.METRICS in step.needs:
-            stack.enter_context(tracker.follow(work_dir / METRICS_JSONL))
-            num_steps = config.train.for_bins(inputs["bins"].manifest.stats["num_bins"]["train"]).num_steps
-            rows_are_due = _every(_LOG_SECONDS)
-
-            def on_rows(rows: list[MetricsRow]) -> None:
-                text = show_rows(step.name, rows, num_steps)
-                if rows_are_due():
-                    logger.info("%s: step %s of %s: %s", step.name, f"{rows[-1].step:,}", f"{num_steps:,}", text)
-
-            resources = dataclasses.replace(resources, on_rows=on_rows)
-        yield resources
-
-
-def _every(seconds: float) -> Callable[[], bool]:
-    """Return a function that returns True at its first call, and then at most once in a number of seconds."""
-    next_at = time.monotonic()
-
-    def is_due() -> bool:
-        nonlocal next_at
-        if (now := time.monotonic()) < next_at:
-            return False
-        next_at = now + seconds
-        return True
-
-    return is_due
-
-
 @task(name="register", **_POLICY)
 def register_task(plan: Plan, tracking_run: str | None) -> list[str]:
     """Log the model and its scores in MLflow. If the scores pass the gates, register the model and push it to the
@@ -245,6 +183,68 @@ def log_lines(clock: Callable[[], float] = time.monotonic) -> Callable[[str], No
         logger.log(level, "trainer: %s", line.rstrip()[:_MAX_CHARACTERS])
 
     return log_line
+
+
+@contextlib.contextmanager
+def _resources(
+    step: Step,
+    config: PipelineConfig,
+    inputs: Mapping[str, Input],
+    tracker: Tracker,
+    work_dir: StorePath,
+    stop: threading.Event,
+) -> Iterator[StageResources]:
+    """Provide the stage's workers and listeners while the block lasts.
+
+    Args:
+        work_dir: work directory of the stage, in which a trainer writes its metrics.
+    """
+    execution, logger = config.execution, get_run_logger()
+    is_due = _every(_LOG_SECONDS)  # Prefect's log gets one line of progress, and one row of metrics, in that time
+
+    def on_progress(finished: int, total: int) -> None:
+        if stop.is_set():
+            raise StoppedBeside(f"{step.name} was stopped, since a stage beside it ended the run")
+        display().progressed(step.name, finished, total)
+        if finished < total and is_due():
+            logger.info("%s: %s of %s", step.name, f"{finished:,}", f"{total:,}")
+
+    resources = StageResources(
+        num_workers=execution.num_workers or os.cpu_count() or 1,
+        cluster=execution.cluster,
+        trainer=execution.trainer,
+        on_progress=on_progress,
+        on_line=log_lines(),
+    )
+    with contextlib.ExitStack() as stack:
+        if Needs.WORKERS in step.needs:
+            resources = stack.enter_context(with_cluster(resources, execution))
+        if Needs.METRICS in step.needs:
+            stack.enter_context(tracker.follow(work_dir / METRICS_JSONL))
+            num_steps = config.train.for_bins(inputs["bins"].manifest.stats["num_bins"]["train"]).num_steps
+            rows_are_due = _every(_LOG_SECONDS)
+
+            def on_rows(rows: list[MetricsRow]) -> None:
+                text = show_rows(step.name, rows, num_steps)
+                if rows_are_due():
+                    logger.info("%s: step %s of %s: %s", step.name, f"{rows[-1].step:,}", f"{num_steps:,}", text)
+
+            resources = dataclasses.replace(resources, on_rows=on_rows)
+        yield resources
+
+
+def _every(seconds: float) -> Callable[[], bool]:
+    """Return a function that returns True at its first call, and then at most once in a number of seconds."""
+    next_at = time.monotonic()
+
+    def is_due() -> bool:
+        nonlocal next_at
+        if (now := time.monotonic()) < next_at:
+            return False
+        next_at = now + seconds
+        return True
+
+    return is_due
 
 
 class _Share:

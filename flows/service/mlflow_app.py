@@ -127,6 +127,23 @@ def make_app() -> ASGIApp:
     )
 
 
+def with_reports(app: ASGIApp, root: Path) -> ASGIApp:
+    """Return an application that also serves the pages at the top of the artifacts' directories, and no other file."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not scope["path"].startswith("/reports/"):
+            await app(scope, receive, send)
+            return
+        match = _PAGE.fullmatch(scope["path"])
+        path = root / "artifacts" / match["place"] / match["name"] if match else None
+        if path is None or not path.is_file():
+            await PlainTextResponse("there is no such page\n", 404)(scope, receive, send)
+        else:
+            await FileResponse(path, headers=_HEADERS)(scope, receive, send)
+
+    return answer
+
+
 def replace_run_reader(runs: type[SqlRun]) -> None:
     """Make the table of runs give each run with its metrics in reading order: results, metrics, subsets, machine."""
     read = runs.to_mlflow_entity
@@ -188,20 +205,3 @@ def own_files(uri: str, *arguments: Any) -> ArtifactRepository:
 def _own_directory() -> Path:
     """Return the root's directory for MLflow's files."""
     return Path(local_file_uri_to_path(os.environ[ARTIFACT_ROOT_ENV_VAR])).resolve()
-
-
-def with_reports(app: ASGIApp, root: Path) -> ASGIApp:
-    """Return an application that also serves the pages at the top of the artifacts' directories, and no other file."""
-
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not scope["path"].startswith("/reports/"):
-            await app(scope, receive, send)
-            return
-        match = _PAGE.fullmatch(scope["path"])
-        path = root / "artifacts" / match["place"] / match["name"] if match else None
-        if path is None or not path.is_file():
-            await PlainTextResponse("there is no such page\n", 404)(scope, receive, send)
-        else:
-            await FileResponse(path, headers=_HEADERS)(scope, receive, send)
-
-    return answer
