@@ -62,12 +62,6 @@ def on_cluster(execution: ExecutionConfig, root: StorePath, sources: Sequence[St
         yield
 
 
-def check_cluster(execution: ExecutionConfig, root: StorePath, sources: Sequence[StorePath]) -> None:
-    """Raise the errors of `on_cluster` at the start of a flow that uses the cluster later."""
-    with on_cluster(execution, root, sources):
-        pass
-
-
 @contextlib.contextmanager
 def with_cluster(resources: StageResources, execution: ExecutionConfig) -> Iterator[StageResources]:
     """Yield the resources, with the cluster as their executor if there is a `dask_address`. Use inside `on_cluster`.

@@ -13,7 +13,7 @@ from prefect.futures import PrefectFuture, wait
 from prefect.runtime import flow_run
 
 from dataset_builders.errors import InputError
-from flows.pipeline.dask_pool import check_cluster, on_cluster
+from flows.pipeline.dask_pool import on_cluster
 from flows.pipeline.limits import has_server
 from flows.pipeline.mlflow_run import tracked
 from flows.pipeline.plan import Plan
@@ -104,7 +104,8 @@ def vlm_sft(plan: Plan) -> dict[str, Any]:
     if plan.config.trains_here:  # this machine will generate the answers, after hours of training
         check_engine(plan.config.evaluate.engine)
     check_push(execution.registry.push_to)
-    check_cluster(execution, plan.root, [item.dir for item in plan.given.values()])
+    with on_cluster(execution, plan.root, [item.dir for item in plan.given.values()]):
+        pass  # its errors come now, and not when the first data stage needs the cluster
     with tracked(plan) as tracker:
         prepare_data(plan, tracker.key)
         check_heldout(plan)

@@ -150,7 +150,8 @@ class _Form:
             shape |= {"anyOf": [number, _NO_VALUE], **bounds}
         elif bounds:
             shape["allOf"] = [bounds]
-        text = _described(schema.get("description", ""), _bounds(plain[0]), is_nullable)
+        limits = ", ".join(text.format(_number(plain[0][key])) for key, text in _BOUNDS.items() if key in plain[0])
+        text = _described(schema.get("description", ""), limits, is_nullable)
         values = [f"`{'.'.join(path)}`", *self._recipe_values(path)]
         return {**shape, "title": _title(path), "description": f"{text} {'; '.join(values)}".strip()}
 
@@ -180,10 +181,6 @@ class _Form:
             if place is not self:
                 texts[name] = NONE if place is None else place if isinstance(place, str) else json.dumps(place)
         return [f"recipe {name}: `{value}`" for name, value in texts.items()]
-
-
-def _bounds(schema: Mapping[str, Any]) -> str:
-    return ", ".join(text.format(_number(schema[key])) for key, text in _BOUNDS.items() if key in schema)
 
 
 def _number(value: object) -> str:

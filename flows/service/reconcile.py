@@ -55,8 +55,13 @@ def reconcile(root: StorePath, worker: str | None = None, active: Collection[UUI
     with get_client(sync_client=True) as client:
         free_dead_slots(client, root)
         settled = sum(_settle_record(client, root, record, active) for record in dead)
-        if worker:
-            settled += sum(_settle_lost(client, run) for run in _lost_runs(client, root, worker, active))
+        # Runs without a record, whose worker died before or just when the run's process started.
+        for run in _lost_runs(client, root, worker, active) if worker else ():
+            if run.state.type == StateType.PENDING:
+                _set(client, run, Scheduled(message=AGAIN))
+                settled += 1
+            else:
+                settled += sum(_settle(client, member) for member in _with_those_below(client, _outermost(client, run)))
     return settled
 
 
@@ -78,14 +83,6 @@ def _settle_record(client: SyncPrefectClient, root: StorePath, record: RunRecord
         pass
     forget_run(root, record)
     return settled
-
-
-def _settle_lost(client: SyncPrefectClient, run: FlowRun) -> int:
-    """Settle a run without a record, whose worker died before or just when the run's process started."""
-    if run.state.type == StateType.PENDING:
-        _set(client, run, Scheduled(message=AGAIN))
-        return 1
-    return sum(_settle(client, member) for member in _with_those_below(client, _outermost(client, run)))
 
 
 def _settle(client: SyncPrefectClient, run: FlowRun) -> int:

@@ -323,7 +323,10 @@ class Supervisor:
         self._signal("worker", signal.SIGTERM)
         self._signal("worker", signal.SIGCONT)
         self._wait_for("worker")
-        self._kill_others()
+        for process in self._others():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        _wait(lambda: not self._others(), 5)
         for name in ("mlflow", "prefect"):
             self._signal(name, signal.SIGTERM)  # only once: at a second SIGTERM uvicorn drops its work
         for name in ("mlflow", "prefect"):
@@ -371,12 +374,6 @@ class Supervisor:
         ours = {program.process.pid for program in self.programs.values() if program.process is not None}
         below = psutil.Process().children(recursive=True)
         return [process for process in below if process.pid not in ours and runs(process)]
-
-    def _kill_others(self) -> None:
-        for process in self._others():
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-        _wait(lambda: not self._others(), 5)
 
 
 def _answers(program: Program) -> bool:
