@@ -1,10 +1,11 @@
 """The pipeline as Prefect flows: the order of the stages and how they run. The only package that imports prefect.
 
 In: a recipe. Out: a pipeline run, in Prefect and in MLflow.
-Read first: `pipeline/steps.py`, `pipeline/plan.py`, then `pipeline/flow.py`.
+Read first: `pipeline/steps.py`, `pipeline/plan.py`, then `pipeline/flow.py`. The rooms import downwards: `cli/`,
+`service/`, `pipeline/`, `tracking/`, and the private parts of libraries in `libraries/`.
 
 The defaults below must be in the environment before prefect is imported, because prefect reads them only once. The
-umask makes every file of a root private (see `prefect_server/private_root.py`); the processes that a flow starts
+umask makes every file of a root private (see `service/access.py`); the processes that a flow starts
 inherit it.
 """
 

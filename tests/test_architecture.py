@@ -36,11 +36,11 @@ ALLOWED = {
 # heavy package -> the modules that may import it
 IMPORTERS = {
     "prefect": ("flows.",),
-    "distributed": ("flows.resources.dask_pool",),
-    "dask": ("flows.resources.dask_pool",),
+    "distributed": ("flows.pipeline.dask_pool",),
+    "dask": ("flows.pipeline.dask_pool",),
     "mlflow": (
-        *("flows.tracking.store", "flows.tracking.publish", "flows.tracking.run_writer"),
-        *("flows.tracking.registry", "flows.tracking.system"),
+        *("flows.tracking.store", "flows.tracking.publish", "flows.tracking.parts"),
+        *("flows.tracking.run_writer", "flows.tracking.registry", "flows.tracking.system"),
         "flows.service.mlflow_app",  # the server's own process
         "stages.release.mlflow_model",  # copied into a release, never imported here
     ),
@@ -70,20 +70,19 @@ RANK_READERS = (
 ENVIRONMENT_WRITERS = (
     *(
         "flows",
-        "flows.cli.bytecode",
         "flows.cli.main",
-        "flows.prefect_server.service_record",
-        "flows.prefect_server.temporary",
+        "flows.service.access",
+        "flows.pipeline.temporary_server",
         "flows.tracking",
     ),
-    "flows.cli.commands.chat",  # where Gradio keeps uploaded images, and no analytics
+    "flows.cli.chat",  # where Gradio keeps uploaded images, and no analytics
     "stages.answer.worker",  # selects the GPU that vLLM may use
     "trainer.layers.modules.choice",  # where FlashAttention 4 keeps compiled kernels
 )
 CHILD_ENVIRONMENT_WRITERS = (
     "stages.shared.launchers.torchrun",
     "stages.shared.launchers.slurm",
-    "flows.prefect_server.processes",
+    "flows.pipeline.processes",
 )
 VAGUE = {"utils", "util", "base", "common", "helpers", "misc", "core", "types", "interfaces"}
 
@@ -231,20 +230,31 @@ def test_no_ring_of_folders():
     assert not left, left
 
 
-# Of these folders of the trainer, each may import those before it and no later one.
-TRAINER_FLOORS = ("trainer.model", "trainer.layers", "trainer.parts", "trainer.families")
+# Of the folders of each line, each may import those before it and no later one, also inside a function. A process that
+# is started by the name of its module (`python -m`, `uvicorn --factory`) is no import: the temporary server of
+# flows/pipeline is the application of flows/service.
+FLOORS = (
+    ("trainer.model", "trainer.layers", "trainer.parts", "trainer.families"),
+    ("flows.libraries", "flows.tracking", "flows.pipeline", "flows.service", "flows.cli"),
+)
 
 
-def test_layers_know_no_part_and_parts_no_family():
+@pytest.mark.parametrize("floors", FLOORS, ids=["trainer", "flows"])
+def test_a_floor_imports_only_those_below(floors):
     """A folder below trainer/layers that imports one part makes no ring, and so escapes the tests of rings."""
     fail_with(
-        f"{at(path)}: {name_of(path)} imports {imported}; it may import {TRAINER_FLOORS[:floor]} alone"
-        for floor, folder in enumerate(TRAINER_FLOORS)
+        f"{at(path)}: {name_of(path)} imports {imported}; it may import {floors[:floor]} alone"
+        for floor, folder in enumerate(floors)
         for path in MODULES
         if is_within(name_of(path), folder)
         for imported in imports(path)
-        if any(is_within(imported, above) for above in TRAINER_FLOORS[floor + 1 :])
+        if any(is_within(imported, above) for above in floors[floor + 1 :])
     )
+
+
+def test_the_rooms_of_flows_are_the_floors():
+    folders = {name_of(path.parent / "__init__.py") for path in MODULES if is_within(name_of(path), "flows")}
+    assert folders == {"flows", *FLOORS[1]}
 
 
 def test_stages_and_flows_know_only_the_trainers_contract():

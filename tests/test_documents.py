@@ -130,7 +130,7 @@ def test_every_message_of_the_page_of_troubles_is_in_the_code():
     folders = ("flows", "stages", "dataset_builders", "trainer", "infra")
     modules = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     code = "\n".join(text for path in modules for text in texts_of(ast.parse(path.read_text())))
-    code += "\n should be less than or equal to "  # messages of pydantic, reworded by flows/pipeline/explain.py
+    code += "\n should be less than or equal to "  # messages of pydantic, reworded by flows/pipeline/recipe.py
     gone = []
     for message in messages:
         pieces = re.split(r"<[\w ]+>", message)

@@ -8,12 +8,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from dataset_builders.errors import InputError
-from flows.deployments.grid import expand, parse_grid
 from flows.pipeline.plan import Plan
-from flows.pipeline.recipe import Recipe, load_recipe
-from flows.prefect_server.access import check_host
-from flows.prefect_server.ports import is_free
+from flows.pipeline.recipe import Recipe, expand, load_recipe, parse_grid
+from flows.service.access import check_host
 from flows.service.programs import parse_limits
+from flows.tracking.servers import is_free
 from stages.shared.artifacts.verify import check_written
 from stages.shared.inputs.adapter_directory import open_model_to_answer
 from stages.shared.inputs.model_directory import resolve_hf_dir

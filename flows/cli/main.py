@@ -10,6 +10,7 @@ import contextlib
 import errno
 import gc
 import importlib
+import importlib.util
 import logging
 import os
 import resource
@@ -27,10 +28,9 @@ from pydantic import ValidationError
 
 from dataset_builders.errors import LONGEST_LINE, InputError, first_line, printable, shown, without_middle
 from dataset_builders.storage.store import absolute, check_reachable, location, side_dir
-from flows.cli.bytecode import keep_bytecode
-from flows.prefect_server.private_root import make_private_root, remove_unused_root
-from flows.prefect_server.service_record import DEFAULT_ROOT, check_prefect_database, prefect_home, use_service
-from flows.resources.terminal import FirstLines, PrintableLines, PrintableParser, PrintableStream
+from flows.cli.terminal import FirstLines, PrintableLines, PrintableParser, PrintableStream
+from flows.service.access import make_private_root, remove_unused_root, use_service
+from flows.tracking.servers import DEFAULT_ROOT, check_prefect_database, prefect_home
 from trainer.contract.names import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED
 
 
@@ -53,22 +53,22 @@ class Command:
     starts_prefect: bool = False
 
 
-_AT = "flows.cli.commands."
+_AT = "flows.cli."
 COMMANDS = {
     "init": Command(f"{_AT}init:init_command", writes=True),
-    "run": Command(f"{_AT}run:run_command", "flows.cli.check:open_plan", writes=True, served=True, starts_prefect=True),
-    "plan": Command(f"{_AT}plan:plan_command", "flows.cli.check:open_plan"),
+    "run": Command(f"{_AT}run:run_command", f"{_AT}check:open_plan", writes=True, served=True, starts_prefect=True),
+    "plan": Command(f"{_AT}plan:plan_command", f"{_AT}check:open_plan"),
     "doctor": Command(f"{_AT}doctor:doctor_command"),
-    "ask": Command(f"{_AT}ask:ask_command", "flows.cli.check:check_model_dir"),
-    "chat": Command(f"{_AT}chat:chat_command", "flows.cli.check:check_chat"),
-    "preview": Command(f"{_AT}preview:preview_command", writes=True),
+    "ask": Command(f"{_AT}chat:ask_command", f"{_AT}check:check_model_dir"),
+    "chat": Command(f"{_AT}chat:chat_command", f"{_AT}check:check_chat"),
+    "preview": Command(f"{_AT}commands:preview_command", writes=True),
     "sweep": Command(
-        f"{_AT}sweep:sweep_command", "flows.cli.check:check_points", writes=True, served=True, starts_prefect=True
+        f"{_AT}run:sweep_command", f"{_AT}check:check_points", writes=True, served=True, starts_prefect=True
     ),
-    "up": Command(f"{_AT}up:up_command", "flows.cli.check:check_service", writes=True),
-    "sync": Command(f"{_AT}sync:sync_command", served=True),
+    "up": Command(f"{_AT}commands:up_command", f"{_AT}check:check_service", writes=True),
+    "sync": Command(f"{_AT}commands:sync_command", served=True),
     "status": Command(f"{_AT}status:status_command", served=True),
-    "recipes": Command(f"{_AT}recipes:recipes_command"),
+    "recipes": Command(f"{_AT}commands:recipes_command"),
 }
 
 _CLEANING_SECONDS = 5.0  # after a SIGTERM; a later one is obeyed, because a library may have swallowed the first
@@ -156,6 +156,26 @@ def _keep_streams() -> None:
     sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8")
 
 
+def keep_bytecode() -> None:
+    """Let this process and its child processes keep compiled modules in the user's cache, if they are not kept yet.
+
+    Some container images have packages without compiled modules and do not let Python write any
+    (PYTHONDONTWRITEBYTECODE is set, or the files belong to another user). There, every process compiles every module
+    that it imports: 10 of the 16 s that the trainer's imports took on a GPU host.
+    """
+    spec = None if sys.pycache_prefix else importlib.util.find_spec("torch")  # every slow process imports it
+    if spec is None or spec.cached is None or Path(spec.cached).is_file():
+        return
+    if not sys.dont_write_bytecode and os.access(Path(spec.origin).parent, os.W_OK):
+        return
+    try:
+        directory = Path.home() / ".cache" / "athanor" / "bytecode"
+    except RuntimeError:  # the user has no home directory
+        return
+    sys.pycache_prefix, sys.dont_write_bytecode = str(directory), False
+    os.environ |= {"PYTHONPYCACHEPREFIX": str(directory), "PYTHONDONTWRITEBYTECODE": ""}
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
     parser = PrintableParser(prog="athanor", description="From raw vision-language data to a scored model.")
@@ -188,16 +208,64 @@ def make_parser() -> argparse.ArgumentParser:
     ask.add_argument("question", help="text of the question")
     ask.add_argument("--adapter", type=Path, metavar="DIR", help="PEFT directory of an adapter to use with the model")
     chat = commands.add_parser("chat", help="open a page to ask one or two models about images")
-    _add_chat(chat)
+    chat.add_argument("models", nargs="+", metavar="MODEL", help="one or two model directories or hub names")
+    chat.add_argument("--adapter", type=Path, metavar="DIR", help="PEFT directory of an adapter for the last model")
+    chat.add_argument("--port", type=_positive, default=7860, help="port of 127.0.0.1 (default: %(default)s)")
+    chat.add_argument(
+        "--max-tokens",
+        type=_positive,
+        default=256,
+        metavar="N",
+        help="maximal number of tokens of an answer (default: %(default)s)",
+    )
     preview = commands.add_parser("preview", help="write one HTML page that shows an artifact")
-    _add_preview(preview)
+    preview.add_argument(
+        "path",
+        help="directory or URL of an artifact, or a shard; for artifacts of the root, the name of a stage or the first "
+        "characters of a fingerprint",
+    )
+    preview.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="file of the page (default: previews/<stage>-<fingerprint>.html in the root)",
+    )
+    preview.add_argument(
+        "--samples", type=int, default=24, metavar="N", help="number of samples or bins to show (default: %(default)s)"
+    )
+    preview.add_argument("--key", help="show only the sample with this key, or the bin that holds it")
+    preview.add_argument(
+        "--model",
+        help="model directory or hub name whose tokenizer turns tokens into text; needed if the root has no record of "
+        "the model",
+    )
     sweep = commands.add_parser("sweep", help="run a recipe once for every combination of some settings")
     _add_recipe(sweep)
     sweep.add_argument(
         "--grid", metavar="A.B=[V1,V2]", action="append", default=[], help="a setting and its values to try; repeatable"
     )
     up = commands.add_parser("up", help="start Prefect, MLflow and a worker on this machine, until Ctrl-C")
-    _add_up(up)
+    up.add_argument(
+        "--host",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="address that the servers listen on (default: %(default)s)",
+    )
+    up.add_argument(
+        "--max-runs",
+        type=_positive,
+        default=2,
+        metavar="N",
+        help="number of flow runs that may run at the same time (default: %(default)s)",
+    )
+    up.add_argument(
+        "--limit",
+        dest="limits",
+        metavar="NAME=SLOTS",
+        action="append",
+        default=[],
+        help="set the number of slots of a concurrency limit; repeatable",
+    )
     commands.add_parser("sync", help="send to MLflow what earlier runs could not send")
     commands.add_parser("status", help="list the newest runs, what they are doing and what they wait for")
     commands.add_parser("recipes", help="list the recipes that are part of athanor")
@@ -225,66 +293,6 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_up(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--host",
-        default="127.0.0.1",
-        metavar="ADDRESS",
-        help="address that the servers listen on (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--max-runs",
-        type=_positive,
-        default=2,
-        metavar="N",
-        help="number of flow runs that may run at the same time (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--limit",
-        dest="limits",
-        metavar="NAME=SLOTS",
-        action="append",
-        default=[],
-        help="set the number of slots of a concurrency limit; repeatable",
-    )
-
-
-def _add_chat(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("models", nargs="+", metavar="MODEL", help="one or two model directories or hub names")
-    parser.add_argument("--adapter", type=Path, metavar="DIR", help="PEFT directory of an adapter for the last model")
-    parser.add_argument("--port", type=_positive, default=7860, help="port of 127.0.0.1 (default: %(default)s)")
-    parser.add_argument(
-        "--max-tokens",
-        type=_positive,
-        default=256,
-        metavar="N",
-        help="maximal number of tokens of an answer (default: %(default)s)",
-    )
-
-
-def _add_preview(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "path",
-        help="directory or URL of an artifact, or a shard; for artifacts of the root, the name of a stage or the first "
-        "characters of a fingerprint",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="file of the page (default: previews/<stage>-<fingerprint>.html in the root)",
-    )
-    parser.add_argument(
-        "--samples", type=int, default=24, metavar="N", help="number of samples or bins to show (default: %(default)s)"
-    )
-    parser.add_argument("--key", help="show only the sample with this key, or the bin that holds it")
-    parser.add_argument(
-        "--model",
-        help="model directory or hub name whose tokenizer turns tokens into text; needed if the root has no record of "
-        "the model",
-    )
-
-
 def _positive(text: str) -> int:
     """Return a whole number of 1 or more; another text is an error of the command line."""
     if not (text.isdecimal() and int(text) > 0):
@@ -300,7 +308,7 @@ def _load(command: Command) -> Callable[[argparse.Namespace], int]:
     gc.disable()  # saves a seventh of the import time
     try:
         if command.starts_prefect:
-            _function("flows.prefect_server.temporary:start_early")()
+            _function("flows.pipeline.temporary_server:start_early")()
         return _function(command.run)
     finally:
         gc.enable()

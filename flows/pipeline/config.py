@@ -1,4 +1,6 @@
-"""PipelineConfig: all settings of a recipe, checked together and across stages."""
+"""PipelineConfig: all settings of a recipe, checked together and across stages. ExecutionConfig: those of where and how
+a pipeline runs, none of which changes a byte of an artifact.
+"""
 
 import os
 import re
@@ -10,7 +12,7 @@ from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.errors import shown
 from dataset_builders.sources.registry import get_builder
 from dataset_builders.storage.store import check_no_userinfo
-from flows.resources.execution import ExecutionConfig
+from flows.tracking.config import RegistryConfig, TrackingConfig
 from stages.contamination.config import ContaminationConfig
 from stages.convert.config import RAW, ConvertConfig, MixedConvertConfig, SourceReading, raw_role
 from stages.encode_images.config import EncodeImagesConfig
@@ -18,20 +20,45 @@ from stages.evaluate.config import CompareConfig, EvaluateConfig
 from stages.export.config import ExportConfig
 from stages.plan_bins.config import PlanBinsConfig
 from stages.shared.inputs.config import EmbeddedDataConfig, EmbeddedEasyVqaConfig, EmbeddedModelConfig
+from stages.shared.launchers.config import ClusterConfig
 from stages.shared.scoring.names import SAME_ANSWERS
 from stages.tokenize.config import TokenizeConfig
 from stages.verify.config import VerifyConfig
-from trainer.contract.run import TrainConfig
+from trainer.contract.run import TrainConfig, TrainerExecution
 from trainer.model.shape import ModelShape
 from trainer.plan.layout import FieldNames, check_layout
 
+# The kinds of `data` and `model`.
 EMBEDDED = "embedded"
 EASY_VQA = "easy_vqa"
 SOURCE = "source"
 SOURCES = "sources"
-
-
 EMBEDDED_RECIPES = ("embedded", "adapter", "easy-vqa")  # names of the recipes whose data a stage makes
+
+
+class ExecutionConfig(TrainerExecution):
+    """Settings of where and how a pipeline runs. They change no result and are part of no fingerprint."""
+
+    num_workers: int = Field(default=0, ge=0, le=1024, description="processes of the data stages; 0: one per CPU core")
+    dask_address: str | None = Field(
+        default=None,
+        description="scheduler of a Dask cluster that makes the shards of the data stages, for example "
+        "tcp://host:8786; null: processes of this machine make them",
+    )
+    cluster: ClusterConfig = ClusterConfig()
+    model_code_sha256: str | None = Field(
+        default=None,
+        pattern="^[0-9a-f]{64}$",
+        description="SHA-256 of the Python files in the model's directory, without which such a directory is refused; "
+        "the files are never run",
+    )
+    registry: RegistryConfig = RegistryConfig()
+    tracking: TrackingConfig = TrackingConfig()
+
+    @property
+    def trainer(self) -> TrainerExecution:
+        """The settings of the trainer."""
+        return TrainerExecution(**{name: getattr(self, name) for name in TrainerExecution.model_fields})
 
 
 def _kind(value: object) -> str:

@@ -13,16 +13,14 @@ from prefect.futures import PrefectFuture, wait
 from prefect.runtime import flow_run
 
 from dataset_builders.errors import InputError
+from flows.pipeline.dask_pool import on_cluster
+from flows.pipeline.limits import has_server
 from flows.pipeline.mlflow_run import tracked
-from flows.pipeline.one_line_errors import shorten_errors
 from flows.pipeline.plan import Plan
+from flows.pipeline.prefect_changes import inner_run_cancelled, refuse_stored_results, shorten_errors
 from flows.pipeline.prefect_pages import publish_mlflow, publish_scores, publish_stages
-from flows.pipeline.steps import EVALUATE, PREPARE_DATA, TRAIN, Needs, Step
+from flows.pipeline.steps import EVALUATE, PREPARE_DATA, TRAIN, Needs
 from flows.pipeline.tasks import register_task, stage_runs, stage_task
-from flows.prefect_server.stored_results import refuse_stored_results
-from flows.resources.cancelling import inner_run_cancelled
-from flows.resources.dask_pool import check_cluster, on_cluster
-from flows.resources.limits import has_server
 from flows.tracking.notes import run_name
 from stages.answer.engine import check_engine
 from stages.answer.heldout import heldout_samples
@@ -45,7 +43,9 @@ def run_steps(plan: Plan, flow_name: str, tracking_run: str | None) -> None:
     waiting = [step for step in plan.steps if step.artifact is None]
     main = [step for step in waiting if step.flow == flow_name]
     names = {step.name for step in main}
-    beside = [step for step in waiting if step.beside in names and may_run_beside(step)]
+    # If a server shares out the slots of this machine, a step that needs a slot waits for its turn.
+    shares_slots = has_server()
+    beside = [s for s in waiting if s.beside in names and not (shares_slots and Needs.SLOT in s.needs)]
     futures: list[PrefectFuture[None]] = []
     stop = threading.Event()
     with inner_run_cancelled():
@@ -61,12 +61,6 @@ def run_steps(plan: Plan, flow_name: str, tracking_run: str | None) -> None:
             stop.set()
             wait(futures)
             raise
-
-
-def may_run_beside(step: Step) -> bool:
-    """Whether a step gets the resources to run beside another. If a server shares out the slots of this machine, a step
-    that needs a slot waits for its turn."""
-    return Needs.SLOT not in step.needs or not has_server()
 
 
 @flow(name=PREPARE_DATA, flow_run_name="prepare data", persist_result=False)
@@ -111,7 +105,8 @@ def vlm_sft(plan: Plan) -> dict[str, Any]:
     if plan.config.trains_here:  # this machine will generate the answers, after hours of training
         check_engine(plan.config.evaluate.engine)
     check_push(execution.registry.push_to)
-    check_cluster(execution, plan.root, [item.dir for item in plan.given.values()])
+    with on_cluster(execution, plan.root, [item.dir for item in plan.given.values()]):
+        pass  # its errors come now, and not when the first data stage needs the cluster
     with tracked(plan) as tracker:
         prepare_data(plan, tracker.key)
         check_heldout(plan)

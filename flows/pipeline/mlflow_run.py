@@ -2,7 +2,9 @@
 
 import contextlib
 import shlex
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import yaml
 from prefect.runtime import flow_run
@@ -13,7 +15,6 @@ from dataset_builders.storage.store import absolute
 from flows.pipeline.config import PipelineConfig
 from flows.pipeline.plan import Plan
 from flows.pipeline.recipe import known_recipes, load_recipe
-from flows.pipeline.source_version import source_version
 from flows.tracking.notes import run_name
 from flows.tracking.tracker import Opening, Tracker, open_run
 
@@ -45,6 +46,9 @@ def open_tracking(plan: Plan) -> str | None:
     identity = fingerprint({"config": config.identity(), "versions": versions, "inputs": digests})
     differences = ", ".join(f"`{key}` = `{value}`" for key, value in differs.items())
     about = f"What differs: {differences}." if differs else "Nothing differs from it."
+    again = "Run it again, with `recipe.yaml` from this run's artifacts:\n\n```\nathanor run ./recipe.yaml\n```"
+    if (command := reproducing_command(config, recipe)) is not None:
+        again = f"Run it again:\n\n```\n{command}\n```"
     source = source_version()
     tags = {
         "athanor.recipe": recipe,
@@ -61,7 +65,7 @@ def open_tracking(plan: Plan) -> str | None:
         identity=identity,
         params=config.identity(),
         tags=tags,
-        note=f"Recipe **{recipe}**. {about}\n\n{_how_to_repeat(config, recipe)}",
+        note=f"Recipe **{recipe}**. {about}\n\n{again}",
         execution_yaml=execution_yaml(config),
         recipe_yaml=yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False),
         registry=config.execution.registry,
@@ -92,14 +96,26 @@ def reproducing_command(config: PipelineConfig, recipe: str) -> str | None:
     return " \\\n    ".join([f"athanor run {recipe}", *words])
 
 
-def _how_to_repeat(config: PipelineConfig, recipe: str) -> str:
-    command = reproducing_command(config, recipe)
-    if command is not None:
-        return f"Run it again:\n\n```\n{command}\n```"
-    return "Run it again, with `recipe.yaml` from this run's artifacts:\n\n```\nathanor run ./recipe.yaml\n```"
-
-
 def _as_yaml(value: object) -> str:
     """Return one line that YAML reads as the value. JSON does not work, since YAML reads its 1e-05 as a text."""
     text = yaml.safe_dump(value, default_flow_style=True, width=10**9, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...")
+
+
+def source_version(directory: Path = Path(__file__).parent) -> dict[str, str]:
+    """Return {"commit": 40 hex digits, "dirty": "true" | "false"}; {} outside a checkout or without git."""
+    commit = _git(directory, "rev-parse", "HEAD")
+    if commit is None:
+        return {}
+    status = _git(directory, "status", "--porcelain", "--untracked-files=normal")
+    return {"commit": commit, "dirty": "true" if status else "false"}
+
+
+def _git(directory: Path, *arguments: str) -> str | None:
+    try:
+        answer = subprocess.run(
+            ["git", "-C", str(directory), *arguments], capture_output=True, text=True, timeout=10, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.strip() if answer.returncode == 0 else None

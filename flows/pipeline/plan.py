@@ -15,9 +15,9 @@ from dataset_builders.errors import InputError
 from dataset_builders.sources.embedded import check_easy_vqa
 from dataset_builders.storage.store import StorePath, side_dir
 from flows.pipeline.config import PipelineConfig
+from flows.pipeline.host import this_host
 from flows.pipeline.recipe import Recipe
 from flows.pipeline.steps import Step, make_steps
-from flows.resources.host import this_host
 from stages.shared.artifacts.artifact import Artifact, Input, artifact_dir, changed_inputs, stage_identity
 from stages.shared.artifacts.run_stage import why_rebuild
 from stages.shared.chat_format.images import load_image_config

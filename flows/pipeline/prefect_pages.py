@@ -6,10 +6,10 @@ from typing import Any
 
 from prefect.artifacts import create_link_artifact, create_markdown_artifact
 
-from dataset_builders.storage.store import StorePath, location
+from dataset_builders.storage.store import StorePath, absolute, is_local, location
 from flows.pipeline.tasks import StageRun
-from flows.prefect_server.reports import page_url
 from flows.tracking.notes import markdown_table, score_text
+from flows.tracking.servers import read_record
 from stages.shared.pages.page import REPORT_HTML
 from stages.shared.pages.report import REPORT_JSON, read_report
 from stages.shared.scoring.names import OVERALL
@@ -65,6 +65,14 @@ def publish_sweep(
     create_markdown_artifact(key="sweep", markdown=text, description="Every run of the sweep")
     if url:
         create_link_artifact(key="mlflow-compare", link=url, link_text="Compare in MLflow", description=url)
+
+
+def page_url(root: StorePath, page: StorePath) -> str | None:
+    """Return the address of an artifact's page on the root's running service; None if no service serves it."""
+    service = read_record(root)
+    if service is None or not is_local(root) or not str(page).startswith(f"{absolute(root)}/artifacts/"):
+        return None
+    return f"{service.mlflow}/reports/{str(page).removeprefix(f'{absolute(root)}/artifacts/')}"
 
 
 def _linked(run: StageRun, root: StorePath) -> str:

@@ -8,11 +8,11 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from flows.resources.terminal import raw_stdout
 from trainer.contract.result import MetricsRow
 
 _LINE_SECONDS = 5.0
@@ -53,11 +53,11 @@ class LineDisplay(Display):
 class BarDisplay(Display):
     """A display that draws one progress bar per stage."""
 
-    def __init__(self) -> None:
+    def __init__(self, terminal: TextIO) -> None:
         columns = [TextColumn("{task.description:<15}"), BarColumn(28), MofNCompleteColumn(), TimeElapsedColumn()]
         columns += [TimeRemainingColumn(), TextColumn("{task.fields[text]}")]
         # rich would print what others print, without escapes.
-        self._progress = Progress(*columns, console=Console(file=raw_stdout()), redirect_stdout=False)
+        self._progress = Progress(*columns, console=Console(file=terminal), redirect_stdout=False)
         self._tasks: dict[str, int] = {}
         self._progress.start()
 
@@ -85,10 +85,10 @@ def display() -> Display:
 
 
 @contextlib.contextmanager
-def shown(is_terminal: bool) -> Iterator[Display]:
-    """Show the tasks' reports while the block lasts: as bars on a terminal, as lines in a file or a pipe."""
+def shown(terminal: TextIO | None) -> Iterator[Display]:
+    """Show the tasks' reports while the block lasts: as bars on a terminal, or as printed lines if there is none."""
     global _display
-    _display = BarDisplay() if is_terminal else LineDisplay()
+    _display = LineDisplay() if terminal is None else BarDisplay(terminal)
     try:
         yield _display
     finally:

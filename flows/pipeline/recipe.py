@@ -1,5 +1,9 @@
-"""Recipes: reads a YAML file, applies overrides and checks the result. An error is one line."""
+"""Recipes: reads a YAML file, applies overrides and the points of a grid, and checks the result. An error is one line:
+the field, its value, its bounds or the nearest known field.
+"""
 
+import difflib
+import itertools
 import re
 import typing
 from collections.abc import Collection, Mapping, Sequence
@@ -11,22 +15,19 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from dataset_builders.contracts.manifest import flatten
-from dataset_builders.errors import InputError, one_line, shown
+from dataset_builders.errors import InputError, one_line, plain_message, shown, without_middle
 from dataset_builders.storage.store import home_expanded
-from flows.pipeline.config import PipelineConfig
-from flows.pipeline.explain import explain, submodels
+from flows.pipeline.config import EASY_VQA, EMBEDDED, SOURCE, SOURCES, PipelineConfig
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 
 DEFAULT_RECIPE = "embedded"
-_WHOLE = (
-    "data",
-    "model",
-    "options",
-)  # settings that a recipe replaces as a whole instead of merging them with its base
+# Settings that a recipe replaces as a whole instead of merging them with those of its base.
+_WHOLE = ("data", "model", "options")
 # Settings of which one is given: a change of one takes the other out of the recipe.
 _ALTERNATIVES = {"train": ("num_steps", "num_epochs"), "train.optim": ("warmup_steps", "warmup_fraction")}
 NONE = "none"  # the word for null in a request, where null itself keeps the recipe's value
+MAX_RUNS = 64  # largest number of points of a grid
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,3 +259,108 @@ def _check_numbers(value: Any, taken: Any, what: str, dotted: str = "") -> None:
         fields = taken if isinstance(taken, dict) else dict(taken) if isinstance(taken, BaseModel) else {}
         for name, item in value.items():
             _check_numbers(item, fields.get(name, item), what, f"{dotted}.{name}" if dotted else str(name))
+
+
+def parse_grid(texts: Sequence[str]) -> dict[str, list[Any]]:
+    """Parse texts of the form `a.b=[1, 2]`, with the list in YAML.
+
+    Raises:
+        InputError: a text is not of that form, or a field is given twice.
+    """
+    grid: dict[str, list[Any]] = {}
+    for text in texts:
+        dotted, equals, values = text.partition("=")
+        parsed = read_yaml(values, f"the list of --grid {shown(text)}") if equals else None
+        if not dotted.strip() or not isinstance(parsed, list):
+            raise InputError(
+                f"--grid {shown(text)} is not of the form a.b=[v1,v2], for example train.optim.lr=[1e-3,3e-3]"
+            )
+        if dotted.strip() in grid:
+            raise InputError(f"--grid {dotted.strip()} appears twice; give all its values in one list")
+        grid[dotted.strip()] = parsed
+    return grid
+
+
+def expand(grid: Mapping[str, Sequence[object]]) -> list[dict[str, object]]:
+    """Return every combination of the grid's values. The value of the last field changes fastest.
+
+    Raises:
+        InputError: the grid is empty, a field has no list of values, or there are more than MAX_RUNS combinations.
+    """
+    if not grid:
+        raise InputError("the grid is empty; give a field and its values, for example train.optim.lr=[1e-3,3e-3]")
+    total = 1
+    for dotted, values in grid.items():
+        if not isinstance(values, list | tuple) or not values:
+            raise InputError(f"grid: {dotted}={shown(values)} is not a list of values to try, for example [1e-3, 3e-3]")
+        total *= len(values)
+    if total > MAX_RUNS:
+        raise InputError(
+            f"the grid has {total} combinations, more than {MAX_RUNS}; leave out values, or sweep in parts"
+        )
+    return [dict(zip(grid, values)) for values in itertools.product(*grid.values())]
+
+
+def explain(error: ValidationError, model: type[BaseModel]) -> str:
+    """Return the first error of a validation in one line: the dotted field, the value, the bound or the nearest key."""
+    details = error.errors(include_url=False)
+    # An unknown key is the likely cause of a missing one, so it comes first.
+    first = min(details, key=lambda d: d["type"] != "extra_forbidden")
+    # The location holds the tag of a union's member, either second, as in ("data", "embedded", "seed"), or in brackets.
+    tags = (EMBEDDED, EASY_VQA, SOURCE, SOURCES)
+    untagged = [part for i, part in enumerate(first["loc"]) if i != 1 or part not in tags]
+    path = [part for part in map(str, untagged) if not part.startswith("(")]
+    dotted, more = without_middle(".".join(path), 200), f" (and {len(details) - 1} more)" if len(details) > 1 else ""
+    if first["type"] == "extra_forbidden":
+        return f"unknown key {dotted}{_nearest(path, model)}{more}"
+    if first["type"] == "missing":
+        return f"{dotted} is missing{_description(path, model)}{more}"
+    message = plain_message(first["type"], first["msg"])
+    if not path or isinstance(first["input"], dict):
+        return (f"{dotted}: " if dotted else "") + message + more
+    return f"{dotted}={shown(first['input'])} {message}{_description(path, model)}{more}"
+
+
+def _nearest(path: Sequence[str], model: type[BaseModel]) -> str:
+    here = list(dict.fromkeys(name for holder in _models_at(model, path[:-1]) for name in holder.model_fields))
+    if close := difflib.get_close_matches(path[-1], here, n=1, cutoff=0.6):
+        return f"; did you mean {'.'.join([*path[:-1], close[0]])}?"
+    owners: dict[str, dict[str, None]] = {}  # last name of a field -> the parts that have it, in order
+    for owner, _, name in (dotted.rpartition(".") for dotted in _all_fields(model)):
+        owners.setdefault(name, {})[f"`{owner}`" if owner else "the top of a recipe"] = None
+    for name in difflib.get_close_matches(path[-1], owners, n=1, cutoff=0.8):
+        places = " or ".join([*owners[name]][:3])
+        return f"; `{name}` belongs to {places}" if name == path[-1] else f"; did you mean `{name}` of {places}?"
+    return f"; known here: {', '.join(here)}"
+
+
+def _models_at(model: type[BaseModel], path: Sequence[str]) -> list[type[BaseModel]]:
+    models, keys = [model], (key for key in path if not key.isdigit())  # a digit is an index of a list
+    for key in keys:
+        annotations = [model.model_fields[key].annotation for model in models if key in model.model_fields]
+        models = [inner for annotation in annotations for inner in submodels(annotation)]
+        if any(typing.get_origin(annotation) is dict for annotation in annotations):
+            next(keys, None)  # skip a key that the user chose, such as the name of a subset
+    return models
+
+
+def _all_fields(model: type[BaseModel], prefix: str = "") -> list[str]:
+    names = []
+    for name, field in model.model_fields.items():
+        names.append(prefix + name)
+        for inner in submodels(field.annotation):
+            names += _all_fields(inner, f"{prefix}{name}.")
+    return names
+
+
+def _description(path: Sequence[str], model: type[BaseModel]) -> str:
+    holders = _models_at(model, path[:-1]) if path else []
+    field = next((holder.model_fields[path[-1]] for holder in holders if path[-1] in holder.model_fields), None)
+    return f" [{field.description}]" if field is not None and field.description else ""
+
+
+def submodels(annotation: object) -> list[type[BaseModel]]:
+    """Return the pydantic models of an annotation; all of them for a union."""
+    if isinstance(annotation, type):
+        return [annotation] if issubclass(annotation, BaseModel) else []
+    return [model for part in typing.get_args(annotation) for model in submodels(part)]

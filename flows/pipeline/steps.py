@@ -12,14 +12,13 @@ from types import ModuleType
 from pydantic import BaseModel
 
 from flows.pipeline.config import PipelineConfig
-from flows.resources.host import this_host
+from flows.pipeline.host import this_host
 from stages.convert.config import RAW
-from stages.encode_images.config import EncodeImagesConfig, EncodingConfig
+from stages.encode_images.config import EncodingConfig
 from stages.release.config import ReleaseConfig
 from stages.shared.artifacts.artifact import Artifact, Input, Stage, StageResult
 from stages.shared.inputs.config import EmbeddedEasyVqaConfig
 from stages.shared.inputs.model_directory import opened_model, processor_input
-from trainer.contract.run import TrainConfig
 
 PREPARE_DATA, TRAIN, EVALUATE = FLOWS = ("prepare-data", "vlm-sft", "evaluate")
 
@@ -133,7 +132,8 @@ def make_steps(config: PipelineConfig, given: Mapping[str, Input]) -> list[Step]
     start = {"model": model, "tokenized": tokens}
     features = None
     if config.encode_images is not None:
-        encoding = encoding_config(config.encode_images, config.train)
+        precision = "float32" if config.train.precision == "float32" else "bfloat16"  # as the encoder has in training
+        encoding = EncodingConfig(**config.encode_images.model_dump(), precision=precision)
         features = step("encode_images", encode_images, encoding, Needs.SLOT, **start)
     learnt_from = {**start, "bins": bins, "features": features, "adapter": given.get("adapter")}
     trained = step("train", train, config.train, Needs.SLOT | Needs.METRICS, **learnt_from)
@@ -162,12 +162,6 @@ def make_steps(config: PipelineConfig, given: Mapping[str, Input]) -> list[Step]
     made = {"export": exported, "train": trained, "evaluate": scores, **scored, "verify": verified, "compare": compared}
     step("release", release, release_config(config), **made)
     return steps
-
-
-def encoding_config(settings: EncodeImagesConfig, train: TrainConfig) -> EncodingConfig:
-    """Return the settings of encode_images, with the precision that the vision encoder has in the training."""
-    precision = "float32" if train.precision == "float32" else "bfloat16"
-    return EncodingConfig(**settings.model_dump(), precision=precision)
 
 
 def release_config(config: PipelineConfig) -> ReleaseConfig:

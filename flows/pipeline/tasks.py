@@ -10,7 +10,9 @@ then gives the trainer time to save, and ends it.
 
 import contextlib
 import dataclasses
+import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,17 +25,16 @@ from dataset_builders.contracts.manifest import MANIFEST
 from dataset_builders.errors import InputError
 from dataset_builders.storage.store import StorePath, local_dir
 from flows.pipeline.config import PipelineConfig
+from flows.pipeline.dask_pool import with_cluster
+from flows.pipeline.limits import slot_of, wait_for_server
 from flows.pipeline.plan import Plan
 from flows.pipeline.progress import display, show_rows
+from flows.pipeline.run_record import record_run
 from flows.pipeline.steps import Needs, Step
-from flows.pipeline.trainer_log import log_lines
-from flows.resources.dask_pool import with_cluster
-from flows.resources.limits import slot_of, wait_for_server
-from flows.resources.run_record import record_run
 from flows.tracking.config import refusals
 from flows.tracking.tracker import Tracker
 from stages.release.hub import push_to_hub
-from stages.shared.artifacts.artifact import Input, StageResult, artifact_dir, stage_identity
+from stages.shared.artifacts.artifact import Input, artifact_dir, stage_identity
 from stages.shared.artifacts.left_out import reason_words
 from stages.shared.artifacts.run_stage import run_stage, scratch_dir
 from stages.shared.artifacts.workers import StageResources
@@ -42,6 +43,14 @@ from trainer.contract.names import HF_EXPORT, METRICS_JSONL
 from trainer.contract.result import MetricsRow
 
 _LOG_SECONDS = 10.0
+
+BURST_LINES = 100
+LINES_A_SECOND = 2.0
+_MAX_CHARACTERS = 2000
+_ERROR = re.compile(r"^\s*Traceback|\b\w+(Error|Exception)\b:|\bERROR\b|\bCRITICAL\b")
+_WARNING = re.compile(r"\bWARN(ING)?\b")
+_STEP = re.compile(r"^[\d:]+ step \d+ loss ")
+_OF_LIBRARIES = re.compile(r":\d+: \w*Warning: ")  # the next line, which is indented, is the line of code
 
 
 class StageRun(TypedDict):
@@ -93,7 +102,12 @@ def stage_task(plan: Plan, name: str, tracking_run: str | None, stop: threading.
             display().started(name)
             step.result = run_stage(stage, step.config, inputs, plan.root, resources)
         wait_for_server()
-        _report(name, step.result)
+        result = step.result
+        display().ended(name, result.reused, result.seconds)
+        how = "reused" if result.reused else f"made in {result.seconds:.1f} s:"
+        skips = result.artifact.manifest.skips
+        left_out = f"; left out: {reason_words(skips)}" if skips else ""
+        get_run_logger().info("%s %s %s%s", name, how, result.artifact.dir, left_out)
     step.artifact = step.result.artifact
     tracker.log_stage(step.artifact, name, stage.dataset)
 
@@ -105,82 +119,6 @@ def stage_runs(plan: Plan) -> list[StageRun]:
         StageRun(stage=name, dir=str(result.artifact.dir), reused=result.reused, seconds=round(result.seconds, 2))
         for name, result in done
     ]
-
-
-def _report(name: str, result: StageResult) -> None:
-    """Show and log how a stage ended."""
-    display().ended(name, result.reused, result.seconds)
-    how = "reused" if result.reused else f"made in {result.seconds:.1f} s:"
-    skips = result.artifact.manifest.skips
-    left_out = f"; left out: {reason_words(skips)}" if skips else ""
-    get_run_logger().info("%s %s %s%s", name, how, result.artifact.dir, left_out)
-
-
-@contextlib.contextmanager
-def _resources(
-    step: Step,
-    config: PipelineConfig,
-    inputs: Mapping[str, Input],
-    tracker: Tracker,
-    work_dir: StorePath,
-    stop: threading.Event,
-) -> Iterator[StageResources]:
-    """Provide the stage's workers and listeners while the block lasts.
-
-    Args:
-        work_dir: work directory of the stage, in which a trainer writes its metrics.
-    """
-    execution, logger, is_due = config.execution, get_run_logger(), _every(_LOG_SECONDS)
-
-    def on_progress(finished: int, total: int) -> None:
-        if stop.is_set():
-            raise StoppedBeside(f"{step.name} was stopped, since a stage beside it ended the run")
-        display().progressed(step.name, finished, total)
-        if finished < total and is_due():
-            logger.info("%s: %s of %s", step.name, f"{finished:,}", f"{total:,}")
-
-    resources = StageResources(
-        num_workers=execution.num_workers or os.cpu_count() or 1,
-        cluster=execution.cluster,
-        trainer=execution.trainer,
-        on_progress=on_progress,
-        on_line=log_lines(),
-    )
-    with contextlib.ExitStack() as stack:
-        if Needs.WORKERS in step.needs:
-            resources = stack.enter_context(with_cluster(resources, execution))
-        if Needs.METRICS in step.needs:
-            stack.enter_context(tracker.follow(work_dir / METRICS_JSONL))
-            num_bins = inputs["bins"].manifest.stats["num_bins"]["train"]
-            train = config.train.for_bins(num_bins)
-            resources = dataclasses.replace(resources, on_rows=_listener(step.name, train.num_steps))
-        yield resources
-
-
-def _listener(name: str, num_steps: int) -> Callable[[list[MetricsRow]], None]:
-    """Return a listener that passes rows to the display, and the newest row to the Prefect log every _LOG_SECONDS."""
-    logger, is_due = get_run_logger(), _every(_LOG_SECONDS)
-
-    def on_rows(rows: list[MetricsRow]) -> None:
-        text = show_rows(name, rows, num_steps)
-        if is_due():
-            logger.info("%s: step %s of %s: %s", name, f"{rows[-1].step:,}", f"{num_steps:,}", text)
-
-    return on_rows
-
-
-def _every(seconds: float) -> Callable[[], bool]:
-    """Return a function that returns True at its first call, and then at most once in a number of seconds."""
-    next_at = time.monotonic()
-
-    def is_due() -> bool:
-        nonlocal next_at
-        if (now := time.monotonic()) < next_at:
-            return False
-        next_at = now + seconds
-        return True
-
-    return is_due
 
 
 @task(name="register", **_POLICY)
@@ -208,3 +146,120 @@ def register_task(plan: Plan, tracking_run: str | None) -> list[str]:
         page = push_to_hub(local_dir(hf_dir), registry.push_to, registry.push_private)
         get_run_logger().info("the model is at %s", page)
     return failed_gates
+
+
+def log_lines(clock: Callable[[], float] = time.monotonic) -> Callable[[str], None]:
+    """Return a listener that writes a trainer's lines (those of rank 0) to the current run's log, each with its level.
+
+    All lines are in the file logs/trainer.log of the training. Prefect gets only as many per second as its server can
+    take, no line of each step (`_resources` writes a row every ten seconds), and no warning that a library gives to
+    programmers.
+
+    The listener writes up to BURST_LINES at once and then LINES_A_SECOND, and counts the lines that it drops. Errors
+    have a share of their own, of the same size, so that other lines never displace them.
+
+    Returns:
+        a function of one line, which raises nothing.
+    """
+    logger = get_run_logger()
+    shares = {logging.ERROR: _Share(clock), logging.INFO: _Share(clock)}
+
+    is_code = False
+
+    def log_line(line: str) -> None:
+        nonlocal is_code
+        was_warned, is_code = is_code, bool(_OF_LIBRARIES.search(line))
+        if not line.strip() or is_code or (was_warned and line[0].isspace()) or _STEP.match(line):
+            return
+        level = logging.WARNING if _WARNING.search(line) else logging.INFO
+        if _ERROR.search(line):
+            level = logging.ERROR
+        share = shares[logging.ERROR if level == logging.ERROR else logging.INFO]
+        if not share.takes():
+            return
+        if share.num_dropped:
+            logger.info("(%d lines of the trainer left out here; all are in its log file)", share.num_dropped)
+            share.num_dropped = 0
+        logger.log(level, "trainer: %s", line.rstrip()[:_MAX_CHARACTERS])
+
+    return log_line
+
+
+@contextlib.contextmanager
+def _resources(
+    step: Step,
+    config: PipelineConfig,
+    inputs: Mapping[str, Input],
+    tracker: Tracker,
+    work_dir: StorePath,
+    stop: threading.Event,
+) -> Iterator[StageResources]:
+    """Provide the stage's workers and listeners while the block lasts.
+
+    Args:
+        work_dir: work directory of the stage, in which a trainer writes its metrics.
+    """
+    execution, logger = config.execution, get_run_logger()
+    is_due = _every(_LOG_SECONDS)  # Prefect's log gets one line of progress, and one row of metrics, in that time
+
+    def on_progress(finished: int, total: int) -> None:
+        if stop.is_set():
+            raise StoppedBeside(f"{step.name} was stopped, since a stage beside it ended the run")
+        display().progressed(step.name, finished, total)
+        if finished < total and is_due():
+            logger.info("%s: %s of %s", step.name, f"{finished:,}", f"{total:,}")
+
+    resources = StageResources(
+        num_workers=execution.num_workers or os.cpu_count() or 1,
+        cluster=execution.cluster,
+        trainer=execution.trainer,
+        on_progress=on_progress,
+        on_line=log_lines(),
+    )
+    with contextlib.ExitStack() as stack:
+        if Needs.WORKERS in step.needs:
+            resources = stack.enter_context(with_cluster(resources, execution))
+        if Needs.METRICS in step.needs:
+            stack.enter_context(tracker.follow(work_dir / METRICS_JSONL))
+            num_steps = config.train.for_bins(inputs["bins"].manifest.stats["num_bins"]["train"]).num_steps
+            rows_are_due = _every(_LOG_SECONDS)
+
+            def on_rows(rows: list[MetricsRow]) -> None:
+                text = show_rows(step.name, rows, num_steps)
+                if rows_are_due():
+                    logger.info("%s: step %s of %s: %s", step.name, f"{rows[-1].step:,}", f"{num_steps:,}", text)
+
+            resources = dataclasses.replace(resources, on_rows=on_rows)
+        yield resources
+
+
+def _every(seconds: float) -> Callable[[], bool]:
+    """Return a function that returns True at its first call, and then at most once in a number of seconds."""
+    next_at = time.monotonic()
+
+    def is_due() -> bool:
+        nonlocal next_at
+        if (now := time.monotonic()) < next_at:
+            return False
+        next_at = now + seconds
+        return True
+
+    return is_due
+
+
+class _Share:
+    """A number of lines that may still be written, which grows with time up to BURST_LINES."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock, self.room, self.last, self.num_dropped = clock, float(BURST_LINES), clock(), 0
+
+    def takes(self) -> bool:
+        """Take room for one line. Return False, and count the line as dropped, if there is no room."""
+        now = self.clock()
+        self.room = min(BURST_LINES, self.room + (now - self.last) * LINES_A_SECOND)
+        self.last = now
+        if self.room < 1:
+            self.num_dropped += 1
+            return False
+        self.room -= 1
+        return True

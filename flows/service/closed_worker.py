@@ -2,7 +2,7 @@
 
 Whoever may call Prefect's API may create deployments with other code, give a run a command or environment variables,
 and change the work pool. This worker uses only the name of the deployment. The command and the entrypoint are set here.
-Any other difference from the registration by `offers.py` is refused, with a line in the run's state.
+Any other difference from the registration by `deployments.py` is refused, with a line in the run's state.
 """
 
 import logging
@@ -20,10 +20,10 @@ from prefect.workers import process
 
 from dataset_builders.errors import InputError
 from dataset_builders.storage.row_objects import DATA_STORES_VARIABLE
-from flows.deployments.offers import JOB_TEMPLATE, OFFERS
-from flows.deployments.request import service_root
 from flows.libraries.prefect_private import ENTRYPOINT_VARIABLE, replace_flow_loader
+from flows.service.deployments import JOB_TEMPLATE, OFFERS
 from flows.service.reconcile import reconcile
+from flows.service.request import service_root
 
 TYPE = "athanor"  # for `prefect worker start --type`; the pool's own type is `process`
 _WAY_OUT = "restart athanor's worker, which registers everything again"

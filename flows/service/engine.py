@@ -12,7 +12,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from flows.prefect_server.processes import SERVICE_VARIABLE
+from flows.pipeline.processes import SERVICE_VARIABLE
 from stages.shared.launchers.parent import end_with_parent
 
 
@@ -30,8 +30,8 @@ if __name__ == "__main__":
         print_into(Path(os.environ[SERVICE_VARIABLE], "service", "worker.log"))
 
     from dataset_builders.errors import InputError
-    from flows.deployments.request import service_root
-    from flows.resources.run_record import record_run
+    from flows.pipeline.run_record import record_run
+    from flows.service.request import service_root
 
     with contextlib.suppress(InputError):  # the flow says that it has no root
         record_run(service_root())  # before the run's state says that it is running: see `reconcile`

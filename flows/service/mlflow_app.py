@@ -11,10 +11,15 @@ application serves only files in the root's own directory, and deletes none. End
 model's commands or call other machines are closed. Parts of MLflow 3.17.2 are replaced for this: the types of the
 columns of addresses, the opener of every file, the order of a run's metrics, and the first page. They are compared with
 the installed MLflow in `tests/flows/libraries/test_mlflow_private.py`.
+
+Links of Prefect's and MLflow's pages open the pages of the root's artifacts in a browser, which this server serves too:
+
+/reports/<stage>/<fingerprint>/report.html      the file of that name in the artifact's directory
 """
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +38,13 @@ from mlflow.store.tracking.dbmodels.models import SqlRun
 from mlflow.utils.file_utils import local_file_uri_to_path
 from mlflow.utils.uri import is_local_uri
 from sqlalchemy import Dialect, String, TypeDecorator
-from starlette.types import ASGIApp
+from starlette.responses import FileResponse, PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dataset_builders.known_version import check_version
 from flows.libraries.mlflow_private import ADDRESSES, KNOWN, first_view
-from flows.prefect_server.access import MLFLOW_PASSWORD, MLFLOW_USER
-from flows.prefect_server.guard import guarded
-from flows.prefect_server.reports import with_reports
+from flows.service.access import MLFLOW_PASSWORD, MLFLOW_USER
+from flows.service.guard import guarded
 from flows.tracking.store import make_tables, migrate
 
 check_version("mlflow", KNOWN, __name__, "the server could give out or change any file of this machine", refuses=True)
@@ -95,6 +100,10 @@ _FIRST_METRICS = (
 )
 _LAST_METRICS = ("timing/", "usage/")
 
+_PAGE = re.compile(r"/reports/(?P<place>[a-z0-9_]+/[0-9a-f]{16})/(?P<name>[a-z_]+\.html)")
+# A page shows texts of raw data. So it may run its own scripts, but has no origin and calls no server.
+_HEADERS = {"Content-Security-Policy": "sandbox allow-scripts; connect-src 'none'"}
+
 
 def make_app() -> ASGIApp:
     """Return MLflow's API and pages on the store that the environment names. Make its tables if they are missing."""
@@ -116,6 +125,23 @@ def make_app() -> ASGIApp:
     return guarded(
         with_reports(app, _own_directory().parent), f"{os.environ[MLFLOW_USER]}:{os.environ[MLFLOW_PASSWORD]}", CLOSED
     )
+
+
+def with_reports(app: ASGIApp, root: Path) -> ASGIApp:
+    """Return an application that also serves the pages at the top of the artifacts' directories, and no other file."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not scope["path"].startswith("/reports/"):
+            await app(scope, receive, send)
+            return
+        match = _PAGE.fullmatch(scope["path"])
+        path = root / "artifacts" / match["place"] / match["name"] if match else None
+        if path is None or not path.is_file():
+            await PlainTextResponse("there is no such page\n", 404)(scope, receive, send)
+        else:
+            await FileResponse(path, headers=_HEADERS)(scope, receive, send)
+
+    return answer
 
 
 def replace_run_reader(runs: type[SqlRun]) -> None:

@@ -15,18 +15,19 @@ from dataset_builders.errors import InputError
 from dataset_builders.storage.store import StorePath, side_dir
 from flows import NO_TELEMETRY
 from flows.libraries.mlflow_private import server_variables
-from flows.prefect_server.access import (
-    MLFLOW_PASSWORD,
-    MLFLOW_USER,
+from flows.pipeline.processes import ROOT_VARIABLE, SERVICE_VARIABLE, answer_of, server_command
+from flows.service.access import MLFLOW_PASSWORD, MLFLOW_USER, Access, mlflow_login
+from flows.tracking.servers import (
+    FILES_VARIABLE,
     NAMES_VARIABLE,
+    POOL,
     PREFECT_CLIENT_SECRET,
     PREFECT_SECRET,
-    Access,
-    mlflow_login,
+    mlflow_files,
     past_the_proxy,
+    prefect_home,
+    service_dir,
 )
-from flows.prefect_server.processes import ROOT_VARIABLE, SERVICE_VARIABLE, answer_of, server_command
-from flows.prefect_server.service_record import FILES_VARIABLE, POOL, mlflow_files, prefect_home, service_dir
 
 # Variables that the service's programs must not inherit, because they configure other servers or hold passwords.
 _NOT_INHERITED = (
@@ -125,7 +126,7 @@ def prefect_server(service: Service) -> Program:
         PREFECT_SECRET: service.access.prefect,
         PREFECT_CLIENT_SECRET: service.access.prefect,
     }
-    factory = "flows.prefect_server.prefect_app:make_app"
+    factory = "flows.service.prefect_app:make_app"
     return Program(
         name="prefect",
         command=server_command(factory, service.access.host, port, "--log-level", "warning"),

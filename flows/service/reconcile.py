@@ -5,7 +5,7 @@ run of this root and host whose process has died to Crashed (or to Cancelled, if
 that says how to resume. A run that no process had started yet is scheduled again. Runs of other roots and hosts are
 never changed.
 
-A process that runs a flow writes a record when it starts and removes it when it ends (`flows/resources/run_record.py`).
+A process that runs a flow writes a record when it starts and removes it when it ends (`flows/pipeline/run_record.py`).
 So a record whose process is dead is of a killed process. A worker reconciles at each heartbeat, `athanor run` at its
 start.
 """
@@ -24,10 +24,10 @@ from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Crashed, Scheduled
 
 from dataset_builders.storage.store import StorePath
-from flows.prefect_server.service_record import POOL
-from flows.resources.cancelling import CANCELLED
-from flows.resources.limits import free_dead_slots
-from flows.resources.run_record import RunRecord, forget_run, read_runs
+from flows.pipeline.limits import free_dead_slots
+from flows.pipeline.prefect_changes import CANCELLED
+from flows.pipeline.run_record import RunRecord, forget_run, read_runs
+from flows.tracking.servers import POOL
 from flows.tracking.tracker import Tracker
 
 OPEN = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING]
@@ -55,8 +55,13 @@ def reconcile(root: StorePath, worker: str | None = None, active: Collection[UUI
     with get_client(sync_client=True) as client:
         free_dead_slots(client, root)
         settled = sum(_settle_record(client, root, record, active) for record in dead)
-        if worker:
-            settled += sum(_settle_lost(client, run) for run in _lost_runs(client, root, worker, active))
+        # Runs without a record, whose worker died before or just when the run's process started.
+        for run in _lost_runs(client, root, worker, active) if worker else ():
+            if run.state.type == StateType.PENDING:
+                _set(client, run, Scheduled(message=AGAIN))
+                settled += 1
+            else:
+                settled += sum(_settle(client, member) for member in _with_those_below(client, _outermost(client, run)))
     return settled
 
 
@@ -78,14 +83,6 @@ def _settle_record(client: SyncPrefectClient, root: StorePath, record: RunRecord
         pass
     forget_run(root, record)
     return settled
-
-
-def _settle_lost(client: SyncPrefectClient, run: FlowRun) -> int:
-    """Settle a run without a record, whose worker died before or just when the run's process started."""
-    if run.state.type == StateType.PENDING:
-        _set(client, run, Scheduled(message=AGAIN))
-        return 1
-    return sum(_settle(client, member) for member in _with_those_below(client, _outermost(client, run)))
 
 
 def _settle(client: SyncPrefectClient, run: FlowRun) -> int:

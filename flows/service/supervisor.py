@@ -23,10 +23,11 @@ import psutil
 from dataset_builders.errors import InputError
 from dataset_builders.storage.files import check_database, write_json
 from dataset_builders.storage.store import StorePath, side_dir
-from flows.prefect_server.access import MLFLOW_PASSWORD, MLFLOW_USER, PREFECT_SECRET, USER, Access, make_access
-from flows.prefect_server.ports import reserve_ports
-from flows.prefect_server.processes import begin_log, end_process, kill_after, log_tail, start_process, trim_log
-from flows.prefect_server.service_record import (
+from flows.pipeline.processes import begin_log, end_process, kill_after, log_tail, start_process, trim_log
+from flows.service.access import MLFLOW_PASSWORD, MLFLOW_USER, USER, Access, make_access
+from flows.service.programs import Program, Service, mlflow_server, prefect_server, worker
+from flows.tracking.servers import (
+    PREFECT_SECRET,
     SCHEMA_LOCK,
     ServiceRecord,
     check_prefect_database,
@@ -34,10 +35,10 @@ from flows.prefect_server.service_record import (
     prefect_home,
     read_record,
     remove_record,
+    reserve_ports,
     service_dir,
     write_record,
 )
-from flows.service.programs import Program, Service, mlflow_server, prefect_server, worker
 from stages.shared.launchers.parent import adopt_orphans
 from stages.shared.launchers.processes import Owner, runs
 from trainer.contract.names import EXIT_FAILED
@@ -185,7 +186,7 @@ def schemas_alone(root: StorePath) -> Iterator[None]:
     home = prefect_home(root)
     home.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as locks:
-        # the locks that flows/tracking/store.py and flows/prefect_server/temporary.py hold
+        # the locks that flows/tracking/store.py and flows/pipeline/temporary_server.py hold
         for path in (side_dir(root) / "mlflow.db.lock", home / SCHEMA_LOCK):
             try:
                 locks.enter_context(filelock.FileLock(path, timeout=SCHEMA_SECONDS))
@@ -320,7 +321,10 @@ class Supervisor:
         self._signal("worker", signal.SIGTERM)
         self._signal("worker", signal.SIGCONT)
         self._wait_for("worker")
-        self._kill_others()
+        for process in self._others():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        _wait(lambda: not self._others(), 5)
         for name in ("mlflow", "prefect"):
             self._signal(name, signal.SIGTERM)  # only once: at a second SIGTERM uvicorn drops its work
         for name in ("mlflow", "prefect"):
@@ -368,12 +372,6 @@ class Supervisor:
         ours = {program.process.pid for program in self.programs.values() if program.process is not None}
         below = psutil.Process().children(recursive=True)
         return [process for process in below if process.pid not in ours and runs(process)]
-
-    def _kill_others(self) -> None:
-        for process in self._others():
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-        _wait(lambda: not self._others(), 5)
 
 
 def _answers(program: Program) -> bool:

@@ -14,13 +14,13 @@ from prefect.cli import app
 from dataset_builders.errors import InputError
 from dataset_builders.storage.row_objects import named_stores
 from dataset_builders.storage.store import side_dir
-from flows.deployments.offers import register
-from flows.deployments.request import service_root
-from flows.prefect_server.private_root import make_private_root
-from flows.prefect_server.service_record import POOL
-from flows.resources.limits import create_limits, wait_for_server
+from flows.pipeline.limits import create_limits, wait_for_server
+from flows.service.access import make_private_root
 from flows.service.closed_worker import TYPE
+from flows.service.deployments import register
 from flows.service.programs import parse_limits
+from flows.service.request import service_root
+from flows.tracking.servers import POOL
 
 SERVER_SECONDS = 240.0
 

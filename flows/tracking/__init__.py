@@ -1,7 +1,7 @@
 """MLflow: one pipeline run is one MLflow run, whose content follows from the run's record and artifacts.
 
 In: the run record, artifacts, metrics.jsonl. Out: the MLflow run, which is the same however often it is published.
-Read first: `tracker.py`, then `record.py` and `publish.py`.
+Read first: `tracker.py`, then `record.py`, `publish.py` and `parts.py`.
 
 The defaults below must be in the environment before mlflow is imported, because mlflow reads them at its import.
 """

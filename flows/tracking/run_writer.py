@@ -18,8 +18,8 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, Run, RunTag
 
 from dataset_builders.storage.store import StorePath, is_local, local_copy, walk_files
-from flows.prefect_server.service_record import FILES_VARIABLE
 from flows.tracking.config import ArtifactLevel
+from flows.tracking.servers import FILES_VARIABLE
 from stages.shared.artifacts.artifact import Artifact
 from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT, PROFILE
 

@@ -22,8 +22,7 @@ from dataset_builders.errors import InputError
 from dataset_builders.storage.files import check_database
 from dataset_builders.storage.store import StorePath, side_dir, without_userinfo
 from flows.libraries.mlflow_private import update_addresses
-from flows.prefect_server.ports import kept_ports
-from flows.prefect_server.service_record import mlflow_files, service_dir
+from flows.tracking.servers import kept_ports, mlflow_files, service_dir
 
 # Error codes after which the same call can never succeed.
 _FINAL = {

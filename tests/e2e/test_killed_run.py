@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flows.resources.run_record import read_runs
+from flows.pipeline.run_record import read_runs
 from tests.helpers.service import clean_environment, processes_with, wait_for
 from tests.helpers.small_run import SMALL
 

@@ -16,7 +16,7 @@ from pydantic_core import PydanticUndefined
 
 from dataset_builders.readers.image_refs import ImageRefOptions
 from dataset_builders.sources.registry import BUILDERS, get_builder
-from flows.cli.commands.recipes import purpose_of
+from flows.cli.commands import purpose_of
 from flows.cli.main import make_parser
 from flows.pipeline.config import PipelineConfig
 from flows.pipeline.recipe import known_recipes

@@ -17,10 +17,9 @@ from typing import Any
 
 import psutil
 
-from flows.prefect_server.access import PREFECT_CLIENT_SECRET, client_logins
-from flows.prefect_server.ports import is_free
-from flows.prefect_server.processes import SERVICE_VARIABLE
-from flows.prefect_server.service_record import ServiceRecord, read_service, service_dir
+from flows.pipeline.processes import SERVICE_VARIABLE
+from flows.service.access import client_logins
+from flows.tracking.servers import PREFECT_CLIENT_SECRET, ServiceRecord, is_free, read_service, service_dir
 from tests.helpers.patience import at_most, wait_for
 from tests.helpers.small_run import SMALL
 

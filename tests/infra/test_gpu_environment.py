@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from packaging.requirements import Requirement
 
-from flows.cli.commands import doctor
+from flows.cli import doctor
 from infra import gpu_environment
 from tests.helpers.compose_file import INFRA
 

@@ -58,7 +58,7 @@ def _is_other(name: re.Match | None) -> bool:
 def test_every_install_line_has_the_one_spelling():
     lines = install_lines()
     files = {where.partition(":")[0] for where, _ in lines}
-    assert {"docs/operations.md", "Makefile", "infra/Dockerfile.train", "flows/cli/commands/doctor.py"} <= files
+    assert {"docs/operations.md", "Makefile", "infra/Dockerfile.train", "flows/cli/doctor.py"} <= files
     assert {where: why for where, line in lines if (why := why_wrong(where, line))} == {}
     assert set(_EXTRAS.values()) <= set(EXTRAS)
 

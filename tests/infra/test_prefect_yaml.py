@@ -1,8 +1,8 @@
-"""prefect.yaml has the same deployments that flows/deployments/offers.py registers."""
+"""prefect.yaml has the same deployments that flows/service/deployments.py registers."""
 
 import yaml
 
-from flows.deployments.offers import OFFERS, POOL, make_deployment
+from flows.service.deployments import OFFERS, POOL, make_deployment
 from tests.helpers.compose_file import INFRA
 
 

@@ -21,8 +21,8 @@ from prefect import flow
 from prefect.automations import AutomationCore, CallWebhook, EventTrigger, Posture
 from prefect.blocks.webhook import Webhook
 from prefect.client.orchestration import get_client
-from flows.deployments.flows import refusal, tell_champion
-from flows.deployments.offers import TAG
+from flows.service.deployments import refusal, tell_champion
+from flows.service.deployments import TAG
 
 @flow(name="vlm-sft")
 def nothing(): ...

@@ -97,7 +97,7 @@ def test_a_schedule_of_every_minute_fires_and_its_run_completes(service, client,
 
 def check_that_a_restart_keeps_the_schedule(service: RunningService, client: SyncPrefectClient, nightly) -> None:
     """Check that schedules survive, although `athanor up` registers deployments at every start."""
-    command = [sys.executable, "-c", "import flows; from flows.deployments.offers import register; register()"]
+    command = [sys.executable, "-c", "import flows; from flows.service.deployments import register; register()"]
     subprocess.run(command, env=service.env(), check=True, timeout=at_most(120))
     after = client.read_deployment(nightly.id)
     (schedule,) = after.schedules

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 
 import flows.tracking.tracker
-from flows.prefect_server.service_record import use_service
+from flows.service.access import use_service
 from flows.tracking.publish import Publication
 from flows.tracking.record import load_record
 from flows.tracking.store import connect

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from flows.prefect_server.service_record import read_record
+from flows.tracking.servers import read_record
 from flows.tracking.store import server_url
 from stages.shared.launchers.config import ClusterConfig
 from tests.helpers.service import RunningService, answers, nested, run_athanor, running_service, wait_for

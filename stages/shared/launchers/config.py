@@ -56,5 +56,5 @@ class ClusterConfig(StrictModel):
 
     @property
     def limit(self) -> str:
-        """The name of the concurrency limit that a job holds while it runs (flows/resources/limits.py)."""
+        """The name of the concurrency limit that a job holds while it runs (flows/pipeline/limits.py)."""
         return "gpu-host" if self.launcher == "torchrun" else f"{self.launcher}:{self.job_file.stem}"

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-WHERE = "from flows.cli.bytecode import keep_bytecode; keep_bytecode(); import sys; print(sys.pycache_prefix)"
+WHERE = "from flows.cli.main import keep_bytecode; keep_bytecode(); import sys; print(sys.pycache_prefix)"
 WITNESS = "import torch, os; print(os.environ['PYTHONPYCACHEPREFIX'], torch.__cached__)"
 
 

@@ -14,9 +14,9 @@ import pytest
 
 from dataset_builders.contracts.sample import Message
 from flows.cli import check
-from flows.cli.commands.chat import _reply, _show, conversation_of
+from flows.cli.chat import _reply, _show, conversation_of
 from flows.cli.main import main
-from flows.prefect_server.ports import any_port
+from flows.tracking.servers import any_port
 from stages.answer.ask import ChatModel, ask, user_message
 from tests.helpers.evaluation import picture, talkative_hf_dir
 from tests.helpers.patience import at_most

@@ -9,16 +9,17 @@ import psutil
 import pytest
 
 from flows.cli.main import main, make_parser
-from flows.prefect_server.ports import is_free, reserve_ports
-from flows.prefect_server.service_record import (
+from flows.service.access import use_service
+from flows.service.programs import parse_limits
+from flows.tracking.servers import (
     ServiceRecord,
+    is_free,
     read_record,
     read_service,
+    reserve_ports,
     service_dir,
-    use_service,
     write_record,
 )
-from flows.service.programs import parse_limits
 from tests.helpers.object_store import free_port
 
 LOGINS = (
@@ -157,7 +158,7 @@ def test_limits_are_names_with_slots():
 
 
 def test_ports_stay_the_same_and_are_nobody_elses(tmp_path, monkeypatch):
-    monkeypatch.setattr("flows.prefect_server.ports.DEFAULTS", {"prefect": free_port(), "mlflow": free_port()})
+    monkeypatch.setattr("flows.tracking.servers.DEFAULT_PORTS", {"prefect": free_port(), "mlflow": free_port()})
     mine, theirs = tmp_path / "mine", tmp_path / "theirs"
     mine.mkdir()
     theirs.mkdir()

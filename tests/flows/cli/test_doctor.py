@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from packaging.requirements import Requirement
 
-from flows.cli.commands import doctor
+from flows.cli import doctor
 from flows.cli.main import main
 
 

@@ -19,7 +19,7 @@ import pytest
 from dataset_builders.contracts.manifest import Manifest, ShardEntry
 from dataset_builders.contracts.shard_io import iter_records
 from dataset_builders.errors import InputError
-from flows.cli.closing import left_out_lines
+from flows.cli.run import left_out_lines
 from stages.convert.config import ConvertConfig
 from stages.convert.stage import STAGE
 from stages.shared.artifacts.artifact import Artifact, External

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from dataset_builders.errors import InputError
+from flows.cli import plan
 from flows.cli.check import open_plan
-from flows.cli.commands import plan
 from flows.pipeline.plan import Plan
 from flows.pipeline.recipe import load_recipe
 from stages.shared.artifacts.run_stage import run_stage

@@ -1,8 +1,8 @@
 """The plan prints the host memory that the saves of a training take, and the tensors that an export copies."""
 
 from dataset_builders.contracts.manifest import Manifest
-from flows.cli.commands.plan import size_rows
 from flows.cli.main import main
+from flows.cli.plan import size_rows
 from flows.pipeline.recipe import load_recipe
 from stages.shared.artifacts.artifact import Artifact
 from tests.helpers.plans import unopened

@@ -12,8 +12,7 @@ import pytest
 
 from dataset_builders.errors import LONGEST_LINE, printable
 from flows.cli.main import main
-from flows.cli.text_table import print_table
-from flows.resources.terminal import PrintableStream
+from flows.cli.terminal import PrintableStream, print_table
 from tests.helpers.tiers import full
 from tests.helpers.tiny_model import tiny_hf_dir
 

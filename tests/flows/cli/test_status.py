@@ -4,9 +4,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from flows.cli.commands.status import _now, _when
 from flows.cli.main import main
-from flows.prefect_server.runs import Run
+from flows.cli.status import Run, _now, _when
 
 HOUR = timedelta(hours=1)
 

@@ -6,8 +6,8 @@ from argparse import Namespace
 
 import pytest
 
-from flows.cli.commands import plan
-from flows.cli.vision_table import COLUMNS, advice, is_worth_showing, vision_rows
+from flows.cli import plan
+from flows.cli.plan import COLUMNS, advice, is_worth_showing, vision_rows
 from flows.pipeline.plan import Plan
 from flows.pipeline.recipe import load_recipe
 from tests.helpers.shapes import QWEN_2B

@@ -10,8 +10,15 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.schedules import CronSchedule
 from prefect.flows import load_flow_from_entrypoint
 
-from flows.deployments.flows import evaluate_request, prepare_data_request, vlm_sft_request
-from flows.deployments.offers import NIGHTLY, OFFERS, make_deployment, register
+from flows.service.deployments import (
+    NIGHTLY,
+    OFFERS,
+    evaluate_request,
+    make_deployment,
+    prepare_data_request,
+    register,
+    vlm_sft_request,
+)
 from flows.service.work import main
 from tests.flows.deployments.test_sweep import nested
 from tests.helpers.small_run import SMALL
@@ -52,7 +59,7 @@ def test_an_entrypoint_is_a_module_that_loads_anywhere(tmp_path):
         [sys.executable, "-c", code, *entrypoints], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "['evaluate', 'prepare-data', 'sweep', 'vlm-sft']"
-    assert load_flow_from_entrypoint("flows.deployments.flows.vlm_sft_request").name == "vlm-sft"
+    assert load_flow_from_entrypoint("flows.service.deployments.vlm_sft_request").name == "vlm-sft"
 
 
 @pytest.mark.full

@@ -7,11 +7,10 @@ import pytest
 
 from dataset_builders.errors import InputError
 from dataset_builders.storage.store import location
-from flows.deployments.allowed import is_recipe_only
-from flows.deployments.form import form_schema
-from flows.deployments.request import resolve_request, service_root
 from flows.pipeline.config import PipelineConfig
 from flows.pipeline.recipe import DEFAULT_RECIPE, load_recipe
+from flows.service.form import form_schema
+from flows.service.request import is_recipe_only, resolve_request, service_root
 
 pytestmark = pytest.mark.promise(
     "The form, a watched run and MLflow's pages work in headless Chromium; a wrong value is refused with its path."
@@ -28,7 +27,7 @@ def leaves(schema: dict, path: str = "") -> Iterator[tuple[str, dict]]:
 
 
 def model_leaves(model, path: str = "") -> Iterator[str]:
-    from flows.pipeline.explain import submodels
+    from flows.pipeline.recipe import submodels
 
     for name, field in model.model_fields.items():
         inner = [] if "dict" in str(field.annotation) else submodels(field.annotation)

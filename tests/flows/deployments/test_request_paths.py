@@ -10,15 +10,9 @@ import pytest
 from dataset_builders.errors import InputError
 from dataset_builders.storage.row_objects import DATA_STORES_VARIABLE, named_stores
 from dataset_builders.storage.store import location
-from flows.deployments.allowed import (
-    CORES_AT_MOST,
-    DATA_DIRS_VARIABLE,
-    RECIPE_ONLY,
-    check_request_paths,
-    is_recipe_only,
-)
 from flows.pipeline.config import PipelineConfig
 from flows.pipeline.recipe import load_recipe
+from flows.service.request import CORES_AT_MOST, DATA_DIRS_VARIABLE, RECIPE_ONLY, check_request_paths, is_recipe_only
 
 pytestmark = pytest.mark.promise(
     "A page of another origin, another user of the machine, and somebody with the password run no command."

@@ -8,8 +8,8 @@ from urllib.parse import unquote
 import pytest
 
 from flows.cli.main import main
-from flows.deployments.grid import MAX_RUNS, expand, parse_grid
-from flows.deployments.sweep import check_grid
+from flows.pipeline.recipe import MAX_RUNS, expand, parse_grid
+from flows.service.sweep import check_grid
 from flows.tracking.store import connect
 from tests.helpers.service import nested
 from tests.helpers.small_run import SMALL, error_line
@@ -102,7 +102,7 @@ def test_data_stages_are_made_once_and_every_run_has_its_own_mlflow_run(root, ca
 def test_a_run_that_fails_does_not_stop_the_others(small_run, tmp_path, capsys, monkeypatch):
     """The first of two runs fails in its export with a full disk, which is not an error of athanor's own. The second
     one finds every stage finished."""
-    from flows.deployments import sweep as module
+    from flows.service import sweep as module
 
     real, started = module.vlm_sft, []
 
@@ -126,7 +126,7 @@ def test_a_run_that_fails_does_not_stop_the_others(small_run, tmp_path, capsys, 
 def test_the_deployed_flow_refuses_in_its_state_and_keeps_the_table(root, monkeypatch):
     from prefect.client.orchestration import get_client
 
-    from flows.deployments.sweep import sweep_request
+    from flows.service.deployments import sweep_request
 
     monkeypatch.setenv("ATHANOR_ROOT", str(root))
     settings = {"data": {}, "convert": {"heldout_fraction": 0.3}}

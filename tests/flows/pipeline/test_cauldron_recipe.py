@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from flows.cli.closing import registration
 from flows.cli.main import main
+from flows.cli.run import registration
 from flows.pipeline.recipe import load_recipe
 from flows.tracking.record import MlflowState
 from tests.helpers.drawn.suite import SUBSETS

@@ -6,7 +6,7 @@ import pytest
 from prefect.exceptions import FailedRun
 
 from dataset_builders.errors import InputError
-from flows.pipeline.one_line_errors import OneLine
+from flows.pipeline.prefect_changes import OneLine
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.cli.commands.plan import size_rows
+from flows.cli.plan import size_rows
 from flows.pipeline import recipe
 from flows.pipeline.flow import check_chat
 from flows.pipeline.plan import Plan, first_lines

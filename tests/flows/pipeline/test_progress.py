@@ -1,11 +1,12 @@
 """The display of progress: lines for a file, bars for a terminal, nothing under a worker."""
 
 import io
+import sys
 
 import pytest
 from rich.console import Console
 
-from flows.cli.text_table import print_table
+from flows.cli.terminal import print_table
 from flows.pipeline import progress
 from flows.pipeline.progress import BarDisplay, Display, LineDisplay, display, show_rows, shown
 from tests.helpers.fake_trainer import metrics_row
@@ -13,7 +14,7 @@ from tests.helpers.fake_trainer import metrics_row
 
 def test_lines_are_few_and_say_what_happened(capsys, monkeypatch):
     monkeypatch.setattr(progress, "_LINE_SECONDS", 1000.0)
-    with shown(is_terminal=False) as lines:
+    with shown(None) as lines:
         assert isinstance(lines, LineDisplay)
         lines.started("train")
         for step in (1, 2, 3):
@@ -30,7 +31,7 @@ def test_lines_are_few_and_say_what_happened(capsys, monkeypatch):
 def test_bars_on_a_terminal(monkeypatch):
     screen = io.StringIO()
     monkeypatch.setattr(progress, "Console", lambda file: Console(file=screen, force_terminal=True, width=120))
-    with pytest.raises(KeyboardInterrupt), shown(is_terminal=True) as bars:
+    with pytest.raises(KeyboardInterrupt), shown(sys.stdout) as bars:
         assert isinstance(bars, BarDisplay)
         bars.started("train")
         show_rows("train", [metrics_row(2, heldout_loss=1.5)], 4)

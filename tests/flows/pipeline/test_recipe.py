@@ -12,11 +12,10 @@ from safetensors.numpy import save_file
 
 from dataset_builders.errors import InputError
 from dataset_builders.sources.registry import BUILDERS, get_builder
-from flows.cli.commands.plan import size_rows
+from flows.cli.plan import size_rows
 from flows.pipeline.config import EMBEDDED_RECIPES, PipelineConfig
-from flows.pipeline.explain import submodels
 from flows.pipeline.plan import Plan, check_model
-from flows.pipeline.recipe import RECIPES, known_recipes, load_recipe, whole_recipes
+from flows.pipeline.recipe import RECIPES, known_recipes, load_recipe, submodels, whole_recipes
 from flows.pipeline.steps import release_config
 from tests.helpers.plans import sources_of, steps_of, unopened
 from tests.helpers.tiny_model import tiny_hf_dir

@@ -3,7 +3,7 @@
 import re
 import subprocess
 
-from flows.pipeline.source_version import source_version
+from flows.pipeline.mlflow_run import source_version
 
 
 def _git(directory, *arguments):

@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from flows.pipeline import trainer_log
-from flows.pipeline.trainer_log import BURST_LINES, LINES_A_SECOND, log_lines
+from flows.pipeline import tasks
+from flows.pipeline.tasks import BURST_LINES, LINES_A_SECOND, log_lines
 
 
 class Clock:
@@ -28,7 +28,7 @@ def heard(monkeypatch) -> list[tuple[int, str]]:
 
     logger = logging.Logger("of-a-run")
     logger.addHandler(Keeper())
-    monkeypatch.setattr(trainer_log, "get_run_logger", lambda: logger)
+    monkeypatch.setattr(tasks, "get_run_logger", lambda: logger)
     return lines
 
 

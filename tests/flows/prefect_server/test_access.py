@@ -11,8 +11,8 @@ from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
 from dataset_builders.errors import InputError
-from flows.prefect_server.access import check_host, client_logins, make_access
-from flows.prefect_server.guard import guarded
+from flows.service.access import check_host, client_logins, make_access
+from flows.service.guard import guarded
 
 pytestmark = pytest.mark.promise(
     "A page of another origin, another user of the machine, and somebody with the password run no command."

@@ -7,7 +7,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from flows.prefect_server import prefect_app
+from flows.service import prefect_app
 
 
 class Locked(Exception):

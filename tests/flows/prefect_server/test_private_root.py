@@ -9,7 +9,7 @@ import pytest
 
 from dataset_builders.errors import InputError
 from flows.cli.main import main
-from flows.prefect_server.private_root import make_private_root
+from flows.service.access import make_private_root
 from tests.helpers.own_data import csv_paths, draw_rows
 
 pytestmark = pytest.mark.promise(

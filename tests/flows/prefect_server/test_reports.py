@@ -5,9 +5,9 @@ from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
 from flows.pipeline import prefect_pages
+from flows.pipeline.prefect_pages import page_url
 from flows.pipeline.tasks import StageRun
-from flows.prefect_server import reports
-from flows.prefect_server.reports import page_url, with_reports
+from flows.service.mlflow_app import with_reports
 from stages.shared.pages.report import write_report
 
 PLACE = "convert/0123456789abcdef"
@@ -45,7 +45,7 @@ def test_nothing_else_is(client, path):
 def test_a_link_needs_a_service(tmp_path, monkeypatch):
     page = tmp_path / "artifacts" / PLACE / "report.html"
     assert page_url(tmp_path, page) is None
-    monkeypatch.setattr(reports, "read_record", lambda root: type("Record", (), {"mlflow": "http://h:5"}))
+    monkeypatch.setattr(prefect_pages, "read_record", lambda root: type("Record", (), {"mlflow": "http://h:5"}))
     assert page_url(tmp_path, page) == f"http://h:5/reports/{PLACE}/report.html"
     assert page_url(tmp_path, tmp_path / "elsewhere.html") is None
 

@@ -9,7 +9,7 @@ import pytest
 from prefect import flow, get_run_logger, task
 from prefect.states import Scheduled
 
-from flows.prefect_server.runs import served_runs, stored_runs
+from flows.cli.status import served_runs, stored_runs
 from tests.helpers.patience import at_most
 
 

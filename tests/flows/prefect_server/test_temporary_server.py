@@ -21,23 +21,23 @@ from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
 
 from dataset_builders.errors import InputError
-from flows.prefect_server import temporary as temporary_server
-from flows.prefect_server.temporary import TemporaryServer, is_temporary, server_of, start_early, start_prefect
-from flows.resources.limits import has_server
+from flows.pipeline import temporary_server
+from flows.pipeline.limits import has_server
+from flows.pipeline.temporary_server import TemporaryServer, is_temporary, server_of, start_early, start_prefect
 from tests.helpers.patience import at_most
 from tests.helpers.service import clean_environment, processes_with, wait_for
 
 RUN = """
 import sys
 import flows
-from flows.prefect_server.temporary import start_early, start_prefect
+from flows.pipeline.temporary_server import start_early, start_prefect
 start_early()
 start_prefect()
 from prefect.client.orchestration import get_client
 with get_client(sync_client=True) as client:
     client.create_flow_from_name("asked")
 assert "prefect.server.api.server" not in sys.modules, "loads for two seconds"
-from flows.prefect_server.temporary import server_of
+from flows.pipeline.temporary_server import server_of
 from prefect.settings import PREFECT_HOME
 print(server_of(PREFECT_HOME.value()).process.pid, flush=True)
 """

@@ -16,15 +16,14 @@ from distributed import Client, LocalCluster
 from dataset_builders.errors import InputError
 from dataset_builders.readers.source_files import ROOT_MARK
 from flows.cli.main import main
-from flows.pipeline import progress
+from flows.pipeline import dask_pool, progress
+from flows.pipeline.config import ExecutionConfig
+from flows.pipeline.dask_pool import on_cluster, with_cluster
+from flows.pipeline.dask_worker import look, run_shard_task, versions
 from flows.pipeline.flow import flow, prepare_data
 from flows.pipeline.plan import Plan
 from flows.pipeline.recipe import load_recipe
 from flows.pipeline.tasks import task
-from flows.resources import dask_pool
-from flows.resources.dask_pool import on_cluster, with_cluster
-from flows.resources.dask_worker import look, run_shard_task, versions
-from flows.resources.execution import ExecutionConfig
 from stages.shared.artifacts.workers import StageResources, run_tasks
 from tests.helpers.kill_worker import kill_itself, kill_itself_once, slow_or_failing, work_until_released
 from tests.helpers.patience import at_most
@@ -240,5 +239,5 @@ def test_a_worker_of_many_threads_does_one_task_at_a_time():
 
 def test_nothing_of_dask_is_needed_without_an_address():
     code = "import sys\nfor name in ('dask', 'distributed'): sys.modules[name] = None\n"
-    code += "import flows.resources.dask_pool\n"
+    code += "import flows.pipeline.dask_pool\n"
     subprocess.run([sys.executable, "-c", code], cwd=REPO, check=True, timeout=at_most(120))

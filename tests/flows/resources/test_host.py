@@ -8,9 +8,9 @@ import pytest
 
 from dataset_builders.errors import InputError
 from flows.cli.main import main
+from flows.pipeline import host
 from flows.pipeline.plan import check_model, modules_line
 from flows.pipeline.recipe import load_recipe
-from flows.resources import host
 from trainer.contract.modules import Host
 
 

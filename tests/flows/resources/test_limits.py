@@ -22,9 +22,9 @@ from prefect.server.api.server import SubprocessASGIServer
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from dataset_builders.errors import InputError
-from flows.resources import limits
-from flows.resources.limits import HOST_LIMIT, create_limits, has_server, slot_of
-from flows.resources.run_record import RunRecord, read_runs
+from flows.pipeline import limits
+from flows.pipeline.limits import HOST_LIMIT, create_limits, has_server, slot_of
+from flows.pipeline.run_record import RunRecord, read_runs
 from stages.shared.launchers.config import ClusterConfig
 from tests.helpers.patience import at_most
 from tests.helpers.service import wait_for

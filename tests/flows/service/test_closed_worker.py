@@ -24,10 +24,10 @@ from prefect.workers.base import BaseWorker
 
 from dataset_builders.errors import InputError
 from dataset_builders.storage.row_objects import DATA_STORES_VARIABLE
-from flows.deployments.offers import JOB_TEMPLATE, OFFERS, make_deployment, register
-from flows.prefect_server.service_record import POOL
-from flows.prefect_server.stored_results import refuse_stored_results
+from flows.pipeline.prefect_changes import refuse_stored_results
 from flows.service.closed_worker import TYPE, ClosedConfiguration, ClosedWorker, entrypoint_to_run
+from flows.service.deployments import JOB_TEMPLATE, OFFERS, make_deployment, register
+from flows.tracking.servers import POOL
 
 pytestmark = pytest.mark.promise(
     "A page of another origin, another user of the machine, and somebody with the password run no command."
@@ -134,7 +134,7 @@ def test_a_pool_and_deployments_of_before_are_put_right():
         register()
         after, own = client.read_deployment(there.id), client.read_work_pool(POOL)
         assert own.base_job_template == JOB_TEMPLATE and own.concurrency_limit == 5
-        assert entrypoint_to_run(run(), after, own) == "flows.deployments.flows.prepare_data_request"
+        assert entrypoint_to_run(run(), after, own) == "flows.service.deployments.prepare_data_request"
         for values in ({"command": "x"}, {"env": {"A": "1"}}, {"working_dir": "/"}, {"image": "x"}, {"env.A": "1"}):
             with pytest.raises(PrefectHTTPStatusError, match="422"):
                 client.create_flow_run_from_deployment(there.id, job_variables=values)
@@ -181,8 +181,8 @@ print(ResultRecord.deserialize.__module__)
 def test_every_process_that_runs_a_flow_refuses_them():
     """The engine imports the flow's module; `athanor run` and `sweep` import their own modules."""
     modules = {make_deployment(offer, POOL).entrypoint.rpartition(".")[0] for offer in OFFERS}
-    modules |= {"flows.cli.commands.run", "flows.cli.commands.sweep"}
+    modules |= {"flows.cli.run"}
     command = [sys.executable, "-c", IMPORT_EACH, *sorted(modules)]
     *found, before = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert found == [f"{module} flows.prefect_server.stored_results" for module in sorted(modules)]
+    assert found == [f"{module} flows.pipeline.prefect_changes" for module in sorted(modules)]
     assert before.startswith("prefect.")

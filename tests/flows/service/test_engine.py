@@ -5,8 +5,8 @@ import signal
 import subprocess
 import sys
 
-from flows.prefect_server.processes import ROOT_VARIABLE, SERVICE_VARIABLE
-from flows.resources.run_record import read_runs
+from flows.pipeline.processes import ROOT_VARIABLE, SERVICE_VARIABLE
+from flows.pipeline.run_record import read_runs
 from tests.helpers.patience import at_most
 from tests.helpers.service import wait_for
 

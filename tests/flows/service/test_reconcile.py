@@ -22,10 +22,10 @@ from prefect.exceptions import ObjectAlreadyExists
 from prefect.runtime import flow_run
 from prefect.states import Cancelling, Pending, Running
 
-from flows.prefect_server.service_record import POOL
-from flows.resources.run_record import RunRecord, read_runs, record_run, record_slot
+from flows.pipeline.run_record import RunRecord, read_runs, record_run, record_slot
 from flows.service import reconcile
 from flows.service.reconcile import reconcile as put_right
+from flows.tracking.servers import POOL
 from stages.shared.launchers.processes import Owner
 from tests.helpers.service import wait_for
 

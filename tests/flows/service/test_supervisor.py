@@ -14,11 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flows.prefect_server.ports import is_free
-from flows.prefect_server.processes import log_tail, trim_log
+from flows.pipeline.processes import log_tail, trim_log
 from flows.service import supervisor as supervised
 from flows.service.programs import Program
 from flows.service.supervisor import StartFailed, StatusLines, Supervisor
+from flows.tracking.servers import is_free
 from stages.shared.launchers.processes import Owner
 from tests.helpers.object_store import free_port
 from tests.helpers.patience import at_most
@@ -279,7 +279,7 @@ def test_what_a_killed_service_left_is_ended_before_its_ports_are_taken(tmp_path
 
 
 def test_a_long_log_moves_aside_while_it_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr("flows.prefect_server.processes.MAX_LOG_BYTES", 1000)
+    monkeypatch.setattr("flows.pipeline.processes.MAX_LOG_BYTES", 1000)
     path = tmp_path / "log"
     with path.open("ab") as writer:
         writer.write(b"old\n" * 500)

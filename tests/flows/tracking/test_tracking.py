@@ -12,10 +12,10 @@ import flows.tracking.tracker
 from dataset_builders.contracts.manifest import ShardEntry
 from dataset_builders.contracts.sample import to_fields
 from dataset_builders.contracts.shard_io import ShardWriter
-from flows.prefect_server.ports import reserve_ports
-from flows.tracking.publish import wrong_first
+from flows.tracking.parts import wrong_first
 from flows.tracking.record import load_record, records_dir
 from flows.tracking.run_writer import metric_name
+from flows.tracking.servers import reserve_ports
 from flows.tracking.store import compare_url, connect, server_url
 from flows.tracking.tracker import Opening, Tracker, open_run, publish_waiting, sender_of
 from stages.shared.artifacts.artifact import Artifact

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flows.pipeline.explain import explain
+from flows.pipeline.recipe import explain
 from tests.helpers.tiny_model import tiny_hf_dir
 from trainer.contract.run import PartConfig, TrainConfig
 from trainer.families.qwen3_vl.family import FAMILY, part_of, rules

@@ -188,7 +188,7 @@ def test_settings_with_which_a_model_fits(tmp_path, capsys, model, memory, words
 
 @pytest.mark.parametrize(("most", "codec"), [(1e9, "u8"), (1e5, "original")])
 def test_pixels_are_stored_where_they_take_little_space(tmp_path, capsys, monkeypatch, most, codec):
-    monkeypatch.setattr("flows.cli.init.choice._MOST_PIXEL_BYTES", most)
+    monkeypatch.setattr("flows.cli.fit._MOST_PIXEL_BYTES", most)
     csv_paths(tmp_path / "data", draw_rows(1, 30))
     assert init(tmp_path, capsys, tmp_path / "data", "--gpu-memory", "80")[0] == 0
     assert load_recipe(str(tmp_path / "my.yaml")).config.tokenize.codec == codec

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from flows.cli.init.fit import estimate
+from flows.cli.fit import estimate
 from stages.shared.inputs.config import EmbeddedModelConfig
 from tests.tiers.plugin import ROOT
 from trainer.model.registry import get_family

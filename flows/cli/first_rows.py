@@ -1,0 +1,341 @@
+"""The first rows of a source, looked at before a run: the samples, everything that looks wrong, and an estimate of the
+rows that are left out, the lengths, the bins and the disk. `athanor init` and `athanor plan` print it.
+"""
+
+import math
+import re
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from dataset_builders.contracts.sample import IMAGE_SLOT, Sample, image_digests
+from dataset_builders.errors import InputError, printable
+from dataset_builders.pictures.images import ImageLimits, read_rgb
+from dataset_builders.recognise.columns import CLASSIFY
+from dataset_builders.recognise.layouts import unread
+from dataset_builders.recognise.recognise import Reading, Recognised, Survey, Trial, survey, try_reading
+from dataset_builders.storage.store import StorePath, is_local
+from flows.cli.fit import FEW_STEPS
+from flows.cli.terminal import bytes_text
+from flows.pipeline.config import PipelineConfig
+from stages.convert.config import ConvertConfig, SourceReading
+from stages.shared.artifacts.left_out import MIN_LOST, check_lost, reason_words
+from stages.shared.chat_format.images import load_image_config
+from stages.shared.inputs.config import EmbeddedModelConfig
+from stages.shared.inputs.model_directory import opened_model
+from trainer.contract.run import TrainConfig
+from trainer.model.shape import ModelShape
+
+_CHARS_PER_TOKEN = 2.0  # for a tokenizer that is still to be trained on these texts
+_TURN_TOKENS = 5  # <|im_start|>, the role, two line ends, <|im_end|>
+_VISION_TOKENS = 2  # one before and one after an image
+_FULL = 0.97  # share of a bin's tokens that packing fills
+
+SHOWN = 3
+_CHARS = 300  # longest text that is shown
+_SIDE = 36  # columns of an image on the terminal
+_FEW = 5  # largest number of names in a list
+
+
+@dataclass(frozen=True, slots=True)
+class RowsPlan:
+    """The first rows of a source, and an estimate of what a run would make of the whole source.
+
+    Attributes:
+        trial: the trial of the recipe's builder on the first rows.
+        warnings: a line for each thing that a user should check before a run.
+        tokens: approximate number of tokens of each usable sample.
+        too_long: number of samples that are longer than `tokenize.max_seq_len`.
+        bins: approximate number of training bins of the whole source.
+        disk: "samples" and "tokenized" -> bytes of the shards.
+    """
+
+    trial: Trial
+    warnings: Sequence[str]
+    tokens: Sequence[float]
+    too_long: int
+    bins: float
+    disk: Mapping[str, float]
+
+
+def plan_rows(config: PipelineConfig, reading: SourceReading, source: StorePath, model: object) -> RowsPlan:
+    """Read the first rows of a source of the recipe.
+
+    Args:
+        model: the external model; None means the embedded model, whose tokenizer is trained on these rows.
+
+    Raises:
+        InputError: the builder refuses the source, or all its rows were read and a run would refuse them.
+    """
+    convert = config.convert
+    found, options = survey(source), str(reading.options)
+    unused = [name for like in found.readings if like.builder == reading.builder for name in like.unused]
+    tried = Reading(
+        builder=reading.builder,
+        options=reading.options,
+        subsets=reading.subsets,
+        heldout_files=reading.heldout_files,
+        why="",
+        unused=tuple(name for name in dict.fromkeys(unused) if not re.search(rf"\b{re.escape(name)}\b", options)),
+    )
+    limits = ImageLimits(max_pixels=convert.max_image_pixels, min_side=convert.min_image_side)
+    trial = try_reading(source, tried, limits=limits)
+    if trial.refused:
+        raise InputError(trial.refused)
+    if not trial.rows:
+        raise InputError(f"the files below {source} hold no rows; give a source with some")
+    _check(config, trial, source)
+    if model is not None:
+        check_images(trial, opened_model(model).shape, config.model, config.tokenize.max_skip_fraction)
+    tokens = _lengths(config, trial.samples, trial.sizes, model)
+    kept = [number for number in tokens if number <= config.tokenize.max_seq_len]
+    share = trial.rows / trial.tried
+    train = 1 - (trial.heldout / trial.rows if trial.splits else convert.heldout_fraction)
+    size = sum(len(image) for sample in trial.samples for image in sample.images) * share
+    stored = size if config.tokenize.codec == "original" else 3 * sum(_areas(config, trial.sizes, model)) * share
+    bins = sum(kept) * share * train / (config.plan_bins.seq_len * _FULL)
+    warnings = [*anomalies(source, found, trial, convert), *_few_steps(config, bins)]
+    disk = {"samples": size, "tokenized": stored}
+    return RowsPlan(trial, warnings, tokens, len(tokens) - len(kept), bins, disk)
+
+
+def rows_table(plan: RowsPlan, config: PipelineConfig, root: StorePath) -> list[tuple[str, str]]:
+    """Return the (name, value) pairs of the table about the rows."""
+    trial, samples = plan.trial, plan.trial.samples
+    images = sum(len(sample.images) for sample in samples)
+    rows = [("rows", f"{trial.rows:,}, of which {trial.tried:,} were read")]
+    left_out = f"; left out: {reason_words(trial.reasons)}" if trial.reasons else ""
+    rows.append(("usable", f"{len(samples):,}{left_out}"))
+    rows += [(f"  {reason}", trial.details[reason]) for reason in trial.reasons]
+    convert, usable = config.convert, trial.rows * trial.usable
+    heldout = f"{trial.heldout:,} rows, by the names of their files, folders or splits"
+    if not trial.splits:
+        number = max(min(convert.min_heldout, usable // 2), convert.heldout_fraction * usable)
+        share = f"convert.heldout_fraction={convert.heldout_fraction:g}"
+        heldout = f"about {number:,.0f} rows, those of {share} of the images"
+    rows.append(("held out", heldout))
+    if samples:
+        mean, longest = sum(plan.tokens) / len(plan.tokens), max(plan.tokens)
+        rows.append(("images", f"{images / len(samples):.2g} a sample"))
+        rows.append(("tokens", f"about {mean:,.0f} a sample, {longest:,.0f} the longest"))
+    if plan.too_long:
+        cut = f"tokenize.max_seq_len={config.tokenize.max_seq_len}"
+        rows.append(("too long", f"{plan.too_long} samples are longer than {cut} and would be left out"))
+    rows.append(
+        ("train bins", f"about {max(1, round(plan.bins)):,} of {config.plan_bins.seq_len:,} tokens to train on")
+    )
+    if len(config.sources) == 1:
+        train, steps = config.train, _steps(config.train, plan.bins)
+        counted = f"{steps:,} step{'s' if steps > 1 else ''}"
+        epochs = f"{counted} are about {steps * train.global_batch_size / max(1.0, plan.bins):.2g} epochs"
+        of_epochs = train.num_epochs is not None
+        rows.append(("length", f"{train.num_epochs:g} epochs are about {counted}" if of_epochs else epochs))
+    need = sum(plan.disk.values())
+    disk = f"about {bytes_text(need)} ({', '.join(f'{name} {bytes_text(value)}' for name, value in plan.disk.items())})"
+    if is_local(root):
+        place = next(parent for parent in (Path(root), *Path(root).resolve().parents) if parent.exists())
+        free = shutil.disk_usage(place).free
+        disk += f"; {bytes_text(free)} are free{'' if need < free else ': TOO LITTLE'}"
+    return [*rows, ("disk", disk)]
+
+
+def summary(found: Recognised, trial: Trial) -> Iterator[str]:
+    """Yield the lines that say what was recognised, and why."""
+    reading = trial.reading
+    options = ", ".join(f"{name}={value!r}" for name, value in reading.options.items())
+    yield f"Recognised: builder {reading.builder}{f' with {options}' if options else ''}"
+    yield f"  because {reading.why}"
+    subsets = ", ".join(f"{name} ({rows:,})" for name, rows in trial.subsets.most_common(_FEW))
+    more = f" and {len(trial.subsets) - _FEW} more" if len(trial.subsets) > _FEW else ""
+    yield f"  {trial.rows:,} rows in {_counted(len(trial.subsets), 'subset')}: {subsets}{more}"
+    if trial.heldout:
+        yield f"  {trial.heldout:,} of these rows are held out by the names of their files, folders or splits"
+    yield f"  {len(trial.samples):,} of the {trial.tried:,} rows that were read can be used"
+    others = [other.reading for other in found.trials if other is not trial and other.samples]
+    for other in others:
+        yield f"  it could also be {other.builder}: {other.why}"
+
+
+def sample_lines(sample: Sample, is_terminal: bool) -> Iterator[str]:
+    """Yield the lines of a sample: its images, if the terminal has colours, and its texts, which are printable."""
+    yield f"{sample.key}: {_counted(len(sample.images), 'image')}"
+    if is_terminal:
+        for data in sample.images[:2]:
+            yield from _blocks(data)
+    for message in sample.messages:
+        text = printable(" ".join(message.text.replace(IMAGE_SLOT, "<image> ").split()))
+        yield f"  {message.role}: {text if len(text) <= _CHARS else text[:_CHARS] + ' ...'}"
+
+
+def anomalies(source: StorePath, found: Survey, trial: Trial, convert: ConvertConfig) -> Iterator[str]:
+    """Yield one line for each thing that a user should check before a run."""
+    limit = convert.max_skip_fraction
+    for reason, number in trial.reasons.most_common():
+        yield f"{number} of {trial.tried} rows are left out as {reason}; the first: {trial.details[reason]}"
+    lost = trial.tried - len(trial.samples)
+    if lost > limit * trial.tried and lost >= MIN_LOST:
+        yield (
+            f"{lost} of {trial.tried} rows cannot be used, and a run stops above convert.max_skip_fraction={limit}; "
+            "mend the data, or raise the limit in the recipe"
+        )
+    if trial.duplicates:
+        yield f"{trial.duplicates} of {len(trial.samples)} samples repeat one before them, and will be left out"
+    if convert.min_heldout < ConvertConfig.model_fields["min_heldout"].default and not trial.splits:
+        yield f"convert.min_heldout={convert.min_heldout}: scores of so few held-out samples say little; add rows"
+    if trial.reading.unused:
+        what = "columns" if trial.reading.builder == "table" else "fields"
+        yield f"{what} that are not used: {', '.join(trial.reading.unused)}"
+    yield from found.problems
+    yield from unread(source, found.others)
+    used = sum(len(sample.images) for sample in trial.samples)
+    if found.images and not used:
+        yield f"no row uses one of the {len(found.images):,} image files, for example {found.images[0]}"
+    if found.others:
+        names = ", ".join(found.others[:_FEW]) + (" ..." if len(found.others) > _FEW else "")
+        yield f"files that are not read: {names}"
+    answers = Counter(sample.messages[-1].text for sample in trial.samples)
+    if str(trial.reading.options.get("question")).endswith(CLASSIFY) and all(text.isdigit() for text in answers):
+        yield "the answers are the numbers of classes; write the names in their place, or the model learns numbers"
+    text, times = answers.most_common(1)[0]
+    if len(trial.samples) >= 10 and times > 0.9 * len(trial.samples):
+        yield f"{times} of {len(trial.samples)} answers are {text[:60]!r}: there is little to learn"
+
+
+def is_colourful() -> bool:
+    """Whether output goes to a terminal that is wide enough for an image."""
+    return sys.stdout.isatty() and shutil.get_terminal_size().columns >= 2 * _SIDE
+
+
+def check_images(trial: Trial, shape: ModelShape, model: object, limit: float) -> None:
+    """Check that a model without a vision encoder gets no images.
+
+    Args:
+        model: the model's name, for the message.
+        limit: the recipe's tokenize.max_skip_fraction: the share of samples that may be left out.
+
+    Raises:
+        InputError: more of the samples have images.
+    """
+    shown, samples = sum(bool(sample.images) for sample in trial.samples), len(trial.samples)
+    if shape.images is not None or (shown < samples and (shown < MIN_LOST or shown <= limit * samples)):
+        return
+    raise InputError(
+        f"{shown} of {samples} samples have images, and {model} reads only text, so they would be left out; give a "
+        "model that reads images, as Qwen/Qwen3-VL-2B-Instruct, or data without images"
+    )
+
+
+def check_apart(trial: Trial, data: str) -> None:
+    """Raise InputError if samples could not be both trained on and held out: there is one, or all share pictures.
+
+    Only checked if all rows were read, and the source does not say which rows are held out.
+    """
+    if trial.tried < trial.rows or trial.splits or not trial.samples:
+        return
+    groups: list[set[object]] = []  # digests of pictures of samples that stay together
+    for sample in trial.samples:
+        own = {*image_digests(sample)} or {sample.digest()}
+        groups = [group for group in groups if not group & own] + [own.union(*(g for g in groups if g & own))]
+    if len(groups) == 1:
+        raise InputError(
+            f"{data}: its {len(trial.samples)} usable rows are one sample, or share pictures and so stay together; "
+            "none can be held out beside others to train on, so add rows with other pictures"
+        )
+
+
+def _check(config: PipelineConfig, trial: Trial, source: StorePath) -> None:
+    """Raise InputError if a run would refuse the source. Only checked if all its rows were read."""
+    if trial.tried < trial.rows:
+        return
+    limit = ("convert.max_skip_fraction", config.convert.max_skip_fraction)
+    first = next(iter(trial.details.values()), "")
+    check_lost(trial.reasons, trial.tried, limit, source, f"a run's quarantine.jsonl; the first is {first}")
+    if not config.convert.heldout_fraction and not trial.splits and len(config.sources) == 1:
+        raise InputError(
+            f"convert.heldout_fraction=0 leaves nothing of {source} to evaluate on; try convert.heldout_fraction=0.1"
+        )
+    if len(config.sources) == 1:
+        check_apart(trial, str(source))
+    least, distinct = config.convert.min_heldout, len(trial.samples) - trial.duplicates
+    if config.convert.heldout_fraction and not trial.splits and len(config.sources) == 1 and distinct < 2 * least:
+        raise InputError(
+            f"convert.min_heldout={least}: of {distinct} usable samples only {distinct // 2} can be held out if as "
+            "many are to be trained on; add data, or lower convert.min_heldout"
+        )
+
+
+def _lengths(
+    config: PipelineConfig, samples: Sequence[Sample], sizes: Sequence[tuple[int, int]], model: object
+) -> list[float]:
+    """Return the tokens of each sample: of its texts by the model's tokenizer, of its images by their area, and the
+    tokens that the chat template adds to each message and image."""
+    texts = [[m.reasoning + m.text.replace(IMAGE_SLOT, "") for m in sample.messages] for sample in samples]
+    file = None if model is None else opened_model(model).path / "tokenizer.json"
+    if file is not None and file.is_file():
+        tokenizer = Tokenizer.from_file(str(file))
+        counts = [sum(len(one.ids) for one in tokenizer.encode_batch(turns)) for turns in texts]
+    else:
+        counts = [sum(map(len, turns)) / _CHARS_PER_TOKEN for turns in texts]
+    areas, factor = iter(_areas(config, sizes, model)), _pixel_limits(config, model)[2]
+    return [
+        count
+        + _TURN_TOKENS * len(sample.messages)
+        + sum(next(areas) / factor**2 + _VISION_TOKENS for _ in sample.images)
+        for count, sample in zip(counts, samples)
+    ]
+
+
+def _areas(config: PipelineConfig, sizes: Sequence[tuple[int, int]], model: object) -> list[float]:
+    """Return the number of pixels of each image after scaling."""
+    low, high, _ = _pixel_limits(config, model)
+    return [min(high, max(low, width * height)) for width, height in sizes]
+
+
+def _pixel_limits(config: PipelineConfig, model: object) -> tuple[int, int, int]:
+    """Return the least and largest area of a scaled image, in pixels, and the side of the square of one token."""
+    low, high = config.tokenize.min_pixels, config.tokenize.max_pixels
+    if isinstance(config.model, EmbeddedModelConfig):
+        merge = config.model.shape.vision.spatial_merge_size if config.model.shape.vision else 1
+        return low or config.model.min_pixels, high or config.model.max_pixels, config.model.patch_size * merge
+    found = load_image_config(opened_model(model), low, high)
+    return found.min_pixels, found.max_pixels, found.factor
+
+
+def _steps(train: TrainConfig, bins: float) -> int:
+    return train.num_steps or max(1, math.ceil(train.num_epochs * max(1, round(bins)) / train.global_batch_size))
+
+
+def _few_steps(config: PipelineConfig, bins: float) -> Iterator[str]:
+    """Yield a line if the epochs of a recipe with one source are too few steps to learn anything."""
+    train, steps = config.train, _steps(config.train, bins)
+    if train.num_epochs is not None and steps < FEW_STEPS and len(config.sources) == 1:
+        epochs = math.ceil(FEW_STEPS * train.global_batch_size / max(1, round(bins)))
+        yield (
+            f"train.num_epochs={train.num_epochs:g} are about {steps} steps of global_batch_size="
+            f"{train.global_batch_size} bins, too few to learn from; add --set train.num_epochs={epochs}, or rows"
+        )
+
+
+def _blocks(data: bytes) -> Iterator[str]:
+    """Yield an image as lines of half blocks in 24-bit colour (ECMA-48, SGR 38 and 48), two pixels per character."""
+    pixels = read_rgb(data)
+    scale = _SIDE / max(pixels.shape[:2])
+    rows, columns = (max(2, round(side * scale)) for side in pixels.shape[:2])
+    rows -= rows % 2
+    small = pixels[np.arange(rows) * pixels.shape[0] // rows][:, np.arange(columns) * pixels.shape[1] // columns]
+    for upper, lower in zip(small[::2], small[1::2]):
+        yield "  " + "".join(f"{_colour(38, a)}{_colour(48, b)}\u2580" for a, b in zip(upper, lower)) + "\x1b[0m"
+
+
+def _colour(ground: int, rgb: np.ndarray) -> str:
+    return f"\x1b[{ground};2;{rgb[0]};{rgb[1]};{rgb[2]}m"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

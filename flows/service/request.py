@@ -1,0 +1,158 @@
+"""A request to a deployment, by a person or a schedule: the name of a recipe and the settings that differ from it, and
+the checks that it changes only what it may.
+
+The root is not part of a request. It belongs to the service, and the worker gets it from its environment.
+
+A request comes from anybody who may fill in the form of the Prefect UI. A recipe and the worker's environment come from
+the person who set up the service. So these rules hold for a request:
+
+- Local paths (`data`, `model`, `start_adapter`), with links followed, must be below the root or below a directory of
+  ATHANOR_DATA_DIRS (separated as in PATH). The person who starts `athanor up` sets this variable.
+- URLs must be below one of ATHANOR_DATA_STORES (separated by spaces or commas), below a URL that the recipe names, or
+  below the root. Hub names are allowed. The rows of a request's data may name objects of these stores alone
+  (`dataset_builders/storage/row_objects.py`), or below the data itself.
+- Processes and threads are limited to this machine's cores, or to the recipe's number if that is larger.
+- RECIPE_ONLY settings must be as in the recipe, because they are code, or let other machines run or send code.
+
+A value that equals the recipe's value passes, because the recipe itself is not checked.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dataset_builders.contracts.manifest import flatten
+from dataset_builders.errors import InputError, one_line
+from dataset_builders.storage.row_objects import DATA_STORES_VARIABLE, STORE_URL, is_below, named_stores
+from dataset_builders.storage.store import StorePath, absolute, is_local, location
+from flows.pipeline.config import PipelineConfig
+from flows.pipeline.processes import ROOT_VARIABLE
+from flows.pipeline.recipe import Recipe, dotted_changes, known_recipes, load_recipe
+
+DATA_DIRS_VARIABLE = "ATHANOR_DATA_DIRS"
+# Dotted settings that a request cannot change, each with everything below it; the form leaves them out.
+RECIPE_ONLY = (
+    "execution.cluster.job_file",  # lines of a shell script, or images, mounts and accounts of pods
+    "execution.cluster.launcher",  # decides whose machines are used
+    "execution.cluster.nodes",
+    "execution.dask_address",  # the process unpickles the data that the scheduler sends
+    "execution.model_code_sha256",  # accepts a model directory with code in it
+    "execution.registry.other_heldout",  # makes a version the champion without a comparison
+    "execution.registry.push_private",
+    "execution.registry.push_to",  # gives the model away
+)
+# Settings that are numbers of processes or threads of this machine.
+CORES_AT_MOST = (
+    "execution.cluster.num_threads",
+    "execution.cluster.processes",
+    "execution.loader_workers",
+    "execution.num_workers",
+)
+_PATHS = ("data", "model", "start_adapter", "convert.options.image_root")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+
+
+def service_root() -> StorePath:
+    """Return the root of this worker's service.
+
+    Raises:
+        InputError: ATHANOR_ROOT is not set.
+    """
+    text = os.environ.get(ROOT_VARIABLE)
+    if not text:
+        raise InputError(
+            f"{ROOT_VARIABLE} is not set, so this worker serves no root; start workers by `athanor up`, or set it"
+        )
+    return absolute(location(text))
+
+
+def resolve_request(
+    recipe: str, overrides: Mapping[str, Any], root: StorePath, changes: Mapping[str, object] | None = None
+) -> Recipe:
+    """Return the checked configuration that a request asks for.
+
+    Args:
+        recipe: a known name. A path is refused, because a request may come from anybody who sees the form.
+        overrides: nested as PipelineConfig; None keeps the recipe's value, "none" means null.
+        changes: dotted fields of a grid, applied after the overrides.
+
+    Raises:
+        InputError: something is wrong with the request; the message names the field.
+    """
+    if recipe not in known_recipes():
+        raise InputError(f"recipe={recipe!r} is not known; one of {', '.join(known_recipes())}")
+    resolved = load_recipe(recipe, changes={**dotted_changes(overrides), **(changes or {})})
+    check_request_paths(resolved.config, root, load_recipe(recipe).config)
+    return resolved
+
+
+def is_recipe_only(dotted: str) -> bool:
+    """Whether a setting cannot be changed by a request."""
+    return any(dotted == field or dotted.startswith(field + ".") for field in RECIPE_ONLY)
+
+
+def check_request_paths(config: PipelineConfig, root: StorePath, recipe: PipelineConfig | None = None) -> None:
+    """Check that a request changes only what it may.
+
+    Args:
+        config: the recipe with the request's overrides.
+        recipe: the recipe without the overrides; if None, RECIPE_ONLY settings must have their defaults.
+
+    Raises:
+        InputError: a field may not have its value; the message names the field, the value and the way out.
+    """
+    base = flatten(recipe.model_dump(mode="json")) if recipe else {}
+    values = flatten(config.model_dump(mode="json"))
+    usual = base or flatten({"execution": PipelineConfig.model_fields["execution"].default.model_dump(mode="json")})
+    for field in sorted(values.keys() | usual.keys()):
+        if is_recipe_only(field) and values.get(field) != usual.get(field):
+            raise InputError(f"{field}={values.get(field)!r} cannot be set by a request; put it in a recipe")
+    cores = os.cpu_count() or 1
+    for field in CORES_AT_MOST:
+        if values[field] > (most := max(cores, base.get(field, 0))):
+            raise InputError(f"{field}={values[field]} is more than a request may ask for here; give {most} or less")
+    for field in (*_PATHS, *(field for field in values if field.startswith("convert.options.image_root."))):
+        if isinstance(value := values.get(field), str) and value != base.get(field):
+            _check_path(field, value, root, [str(base[name]) for name in ("data", "model") if name in base])
+
+
+def _check_path(field: str, text: str, root: StorePath, of_recipe: Sequence[str]) -> None:
+    if field.startswith("convert.options.image_root"):
+        if text.startswith("/") or ".." in Path(text).parts:
+            raise InputError(f"{field}={text!r} must be below the source; give a relative path without ..")
+        return
+    if "://" in text or "::" in text:
+        stores = [*named_stores(), *filter(STORE_URL.fullmatch, [*of_recipe, str(root)])]
+        if not is_below(text, stores):
+            raise InputError(
+                f"{field}={text!r} is not an address that a request may name; give one below "
+                f"{' or '.join(stores) or 'a store of the service, which has none'}, add its store to "
+                f"{DATA_STORES_VARIABLE} where the service is started, or put it in a recipe"
+            )
+        return
+    if _HUB_NAME.fullmatch(text) and not os.path.lexists(text):
+        return
+    real, allowed = _resolve(field, text), list(_allowed(root))
+    if not any(real.is_relative_to(directory) for directory in allowed):
+        raise InputError(
+            f"{field}={text!r} leads to {str(real)!r}, which a request may not name; give a path below "
+            f"{' or '.join(map(str, allowed)) or 'an object store'}, add its directory to {DATA_DIRS_VARIABLE} where "
+            "the service is started, or put it in a recipe"
+        )
+
+
+def _resolve(field: str, text: str) -> Path:
+    try:
+        return Path(text).expanduser().resolve()
+    except (ValueError, RuntimeError, OSError) as error:  # not a path, a loop of links, an unknown user
+        raise InputError(f"{field}={text!r} is not a path ({one_line(error)}); mend it") from error
+
+
+def _allowed(root: StorePath) -> Iterator[Path]:
+    if is_local(root):
+        yield root.resolve()
+    for text in os.environ.get(DATA_DIRS_VARIABLE, "").split(os.pathsep):
+        if text.strip():
+            yield Path(text).expanduser().resolve()
