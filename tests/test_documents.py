@@ -97,6 +97,18 @@ def test_every_decision_has_a_date_and_at_most_twelve_lines():
     assert count > 50 and not wrong, "\n" + "\n".join(wrong)
 
 
+def test_every_name_of_the_walk_exists():
+    rows = re.findall(r"^\| .* \| `(\S+\.py)` \| `([\w.]+)` \|$", (ROOT / "docs" / "walk.md").read_text(), re.MULTILINE)
+    missing = []
+    for file, dotted in rows:
+        body = ast.parse((ROOT / file).read_text()).body
+        for name in dotted.split("."):
+            found = [node for node in body if getattr(node, "name", None) == name]
+            body = found[0].body if found else []
+            missing += [] if found else [f"{file}: {dotted}"]
+    assert len(rows) > 30 and not missing, missing
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_tables_of_a_page_are_what_the_code_says(page):
     text = page.read_text()
