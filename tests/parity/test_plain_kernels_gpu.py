@@ -34,7 +34,7 @@ def exact_norm(x: torch.Tensor, weight: torch.Tensor, centre: float) -> torch.Te
 @pytest.mark.parametrize("centred", [False, True])
 @pytest.mark.parametrize("shape", [(1000, 1, 2048), (7, 1, 5120), (333, 16, 256), (5, 96), (4097, 40)])
 def test_rms_norm(shape, centred, dtype):
-    from trainer.layers import kernels as rms_norm
+    from trainer.layers.kernels import rms_norm
 
     torch.manual_seed(0)
     like = {"device": "cuda", "dtype": dtype, "requires_grad": True}
@@ -52,8 +52,7 @@ def test_rms_norm(shape, centred, dtype):
 @pytest.mark.parametrize("shape", [(1000, 1, 2560), (7, 1, 5120), (5, 96)])
 def test_sum_and_norm(shape, centred, dtype):
     """Both have the bits of a sum and a norm one by one; the gradient of the sum is that of both uses."""
-    from trainer.layers import kernels as rms_norm
-    from trainer.layers.kernels import sum_and_norm
+    from trainer.layers.kernels import rms_norm, sum_and_norm
 
     torch.manual_seed(0)
     x, delta, d_total, d_normed = (torch.randn(*shape, device="cuda", dtype=dtype) for _ in range(4))
@@ -79,7 +78,7 @@ def test_sum_and_norm(shape, centred, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1000, 1, 2 * 6144), (3, 2 * 40), (129, 1, 2 * 1025)])
 def test_swiglu(shape, dtype):
-    from trainer.layers import kernels as swiglu
+    from trainer.layers.kernels import swiglu
 
     torch.manual_seed(0)
     inputs = [torch.randn(*shape, device="cuda", dtype=dtype, requires_grad=True)]

@@ -15,9 +15,7 @@ from trainer.layers.vocabulary import add_product
 from trainer.libraries.megatron_private import OneRankProduct
 
 if can_import():
-    from trainer.layers import kernels as rms_norm
-    from trainer.layers import kernels as swiglu
-    from trainer.layers.kernels import sum_and_norm
+    from trainer.layers.kernels import rms_norm, sum_and_norm, swiglu
 
 
 class OnePassNorm(TorchNorm):
