@@ -128,8 +128,8 @@ def test_a_port_that_somebody_took_meanwhile_is_given_up(server, monkeypatch):
         second.begin()
         assert second.port == taken
         with pytest.MonkeyPatch.context() as patch:  # whoever took it does not answer as Prefect does
-            answers = TemporaryServer._answers
-            patch.setattr(TemporaryServer, "_answers", lambda self: self.port != taken and answers(self))
+            answer_of = temporary_server.answer_of
+            patch.setattr(temporary_server, "answer_of", lambda url: None if f":{taken}/" in url else answer_of(url))
             second.wait()
         try:
             assert second.port != taken
