@@ -240,7 +240,7 @@ def test_no_token_begins_a_conversation_twice(chat):
     first = "<|im_start|>"
     begins = [(first, chat.tokenizer.convert_tokens_to_ids(first))]
     chat.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{first} $A", special_tokens=begins)
-    text = chat._render(turns("Say yes.", "yes"), add_generation_prompt=False)
+    text = chat.render_one(turns("Say yes.", "yes"), add_generation_prompt=False)
 
     def check(ids: Sequence[int]) -> None:
         assert chat.tokenizer.decode(ids) == text and text.startswith(first)
