@@ -132,7 +132,7 @@ def print_submission(plan: Plan) -> None:
         return
     first, *others = (_JOBS[step.name](work_dir_of(step, plan.root)) for step in steps)
     text = make_launcher(cluster).plan(first)
-    who = {"slurm": "sbatch gets", "kubernetes": "the cluster gets"}.get(cluster.launcher, "this machine runs")
+    who = {"slurm": "sbatch gets", "kubernetes": "the cluster gets", "torchrun": "this machine runs"}[cluster.launcher]
     note = f" ({UNKNOWN_FINGERPRINT}: {UNKNOWN})" if UNKNOWN_FINGERPRINT in first.name else ""
     print(f"\nFor {steps[0].name}, {who}{note}:\n{RULER}\n{text}", end="" if text.endswith("\n") else "\n")
     print(RULER)

@@ -1,6 +1,7 @@
 """Triton kernels over rows, for CUDA: the RMS norm with the sum before it, SwiGLU, the cross entropy, float8 weights.
 
-Each is tested against plain torch. Import this file only where `kernel_support.can_import` allows it.
+`tests/parity/test_plain_kernels_gpu.py` and `test_loss_kernel_gpu.py` compare them with plain torch. Import this file
+only where `kernel_support.can_import` allows it.
 """
 
 import torch
@@ -14,7 +15,8 @@ from torch.autograd.function import once_differentiable
 # more passes. In a layer the norm's input is a sum, to which the layer adds again. One by one, the sum, the norm and
 # their gradients would read and write 11 times in place of 8.
 
-_NORM_NUMBERS = 2048  # values that a program handles at a time, but at least one row
+# Values that a program handles at a time, but at least one row; of vision's layer norm too (`norm_kernel.py`).
+_NORM_NUMBERS = 2048
 # For the backward pass, by the width of a row: rows at a time, warps, and programs, each of which sums the weight's
 # gradient over its rows. On an H200 it takes 14% to 36% less time than with the values of `row_blocks`, 264 programs.
 _NORM_BACKWARD = {2048: (2, 8, 132 * 3), 4096: (2, 4, 132 * 2)}

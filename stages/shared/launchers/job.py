@@ -113,6 +113,11 @@ class Launcher(Protocol):
     what `submit` would run, even if `check` fails. `poll` returns None while the job runs, then its exit status. It
     calls `on_line` with new lines of the log, and raises JobFailed (status 124) after the job's deadline. `cancel` lets
     the job save, ends it, and returns when no process of it is left; it does nothing to an ended job.
+
+    `submit` first ends what an earlier try of the same work has left, and removes its logs (`remove_rank_logs`). Ranks
+    get `rank_environment`; a process without torchrun needs torchrun's variables too. run.json, logs and results go
+    through a file system that this process and the ranks see. Whether a request may choose the launcher or a new field
+    of it is decided in `flows/service/request.py`.
     """
 
     def check(self) -> None: ...

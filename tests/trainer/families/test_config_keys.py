@@ -130,6 +130,7 @@ def base_config(model_type: str) -> dict[str, Any]:
         return copy.deepcopy(experts_config(EXPERTS[model_type]))
     if model_type == "qwen3_5":
         return hybrid_config()
+    assert model_type == "qwen3_vl", f"which config has {model_type}?"
     return json.loads((tiny_hf_dir() / "config.json").read_text())
 
 
