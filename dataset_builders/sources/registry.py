@@ -1,6 +1,6 @@
 """The known datasets: BUILDERS, the subsets on the Hugging Face hub, and their licences.
 
-A new dataset needs one module and one line in BUILDERS: name -> module and attribute of its Builder.
+BUILDERS has name -> module and attribute of a Builder. See "Add a dataset" in CONTRIBUTING.md.
 """
 
 import importlib

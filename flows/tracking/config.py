@@ -34,7 +34,7 @@ class Gate(StrictModel):
     max: float | None = Field(
         default=None,
         allow_inf_nan=False,
-        description="a model with a higher score is refused, for scores where lower is better",
+        description="a model with a higher score is refused, such as an error rate or mean_answer_tokens",
     )
     min_gain: float | None = Field(
         default=None,
@@ -73,7 +73,7 @@ class RegistryConfig(StrictModel):
     )
     gates: dict[str, Gate] = Field(
         default={},
-        description="metric or metric/subset -> its bounds; a model outside them is not registered. "
+        description="score or score/subset -> its bounds; a model outside them is not registered. "
         "same_answers is the share of answers that other programs give alike",
     )
     push_to: str | None = Field(

@@ -21,6 +21,8 @@ class MetricsRow(StrictModel):
     {part}_grad_norm, before clipping, None if the part is frozen; {part}_seconds, forward and backward;
     {part}_tflops, model TFLOP/s over all ranks, without padding. Then come the numbers that layers report:
     layers_{name}, as the loads of experts (trainer/parts/experts/part.py).
+
+    A field that is added later has a default, or older lines would be taken for lines that a crash has cut short.
     """
 
     model_config = ConfigDict(frozen=True, extra="allow")

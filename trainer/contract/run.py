@@ -1,7 +1,6 @@
 """The trainer's input as run.json: RunConfig, or EncodeRun for a job that encodes images.
 
-To add a hyperparameter, add a field here with its bounds and one line of description, the code that reads the field,
-and a value in the recipes if it is a decision. The command line, the form and the tracking need no change.
+To add a hyperparameter, see CONTRIBUTING.md.
 """
 
 import math

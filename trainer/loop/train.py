@@ -267,7 +267,7 @@ class StepMetrics:
     def _row(self, step: int, interval: _Interval, grad_norm: float, numbers: list[float]) -> MetricsRow:
         """Return the line of an interval; a collective, if the held-out loss is measured or layers report."""
         trainer, context, totals = self.trainer, self._context, interval.totals
-        # In the order in which `end_step` has joined them.
+        # In the order of `end_step` and, inside it, of `Totals.over_ranks`.
         values = iter(numbers)
         part_norms = {name: math.sqrt(next(values)) for name in self._parts}
         squared_norm, loss_sum, loss_tokens = islice(values, 3)

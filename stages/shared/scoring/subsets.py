@@ -1,6 +1,7 @@
 """The metrics by name, and those of each subset, with reasons: the fifty subsets of the_cauldron, and CORD-V2.
 
-A new metric needs its class, one line in `METRICS` and its name in names.py.
+A new metric needs its class, one line in `_METRICS` and its name in names.py. A subset with other metrics than its
+group has a `_table` of its own.
 
 the_cauldron ends nearly every short answer with a full stop ("Yes.", "14."), even if the source has none, and keeps one
 answer of ten annotators. If a task's own metric is plain equality, the headline here is therefore vqa_em, which ignores
