@@ -136,7 +136,7 @@ def _holds_a_pair(fields: Iterable[str]) -> bool:
 
 
 def _answer_and_question(texts: Sequence[str], values: Mapping[str, list[Any]]) -> tuple[str | None, str | None]:
-    question = _first_of(_QUESTIONS, texts) or next((name for name in texts if _are_questions(values[name])), None)
+    question = _first_of(_QUESTIONS, texts) or next((name for name in texts if are_questions(values[name])), None)
     others = [name for name in texts if name != question]
     answer = _first_of((*_ANSWERS, *_CAPTIONS, *_TRANSCRIPTS, *_LABELS), others)
     if answer is None:
@@ -206,7 +206,8 @@ def _is_text(values: Sequence[Any]) -> bool:
     return bool(items) and all(isinstance(item, str | int | float | bool) for item in items)
 
 
-def _are_questions(values: Sequence[Any]) -> bool:
+def are_questions(values: Sequence[Any]) -> bool:
+    """Whether more than half of the values are texts that end with a question mark."""
     return sum(isinstance(value, str) and value.strip().endswith("?") for value in values) > 0.5 * len(values)
 
 

@@ -16,7 +16,7 @@ from dataset_builders.readers.parts import HELDOUT, TRAIN, split_of, words_of
 from dataset_builders.readers.source_files import IMAGE_SUFFIXES, SourceFile, open_at
 from dataset_builders.readers.text_files import CSV_SUFFIXES, MAX_ROW_BYTES
 from dataset_builders.recognise import rewrite
-from dataset_builders.recognise.columns import Columns, find_columns
+from dataset_builders.recognise.columns import Columns, are_questions, find_columns
 from dataset_builders.recognise.rewrite import parsed_cell
 from dataset_builders.storage.store import is_local
 
@@ -170,7 +170,8 @@ def _of_object(value: Mapping[str, Any], file: SourceFile, images: Sequence[str]
     if "question_id" in question and not any("answer" in name for name in question):
         return Rewrite("VQAv2's questions without answers; docs/data-formats.md has a script that joins them")
     for parent in dict.fromkeys(path[:-1] for path in lists):
-        splits = [path[-1] for path in lists if path[:-1] == parent and _is_split(path[-1])]
+        names = [path[-1] for path in lists if path[:-1] == parent and split_of(path[-1]) is not None]
+        splits = [name for name in names if name.replace("_", "").replace("-", "").isalnum()]
         if len(splits) > 1:
             pointers = tuple(_pointer([*parent, name]) for name in splits)
             return Rewrite(f"one object with the splits {', '.join(map(ascii, splits))}", "splits", pointers)
@@ -217,10 +218,6 @@ def _pointer(path: Sequence[str]) -> str:
     return "".join("/" + name.replace("~", "~0").replace("/", "~1") for name in path)
 
 
-def _is_split(name: str) -> bool:
-    return split_of(name) is not None and name.replace("_", "").replace("-", "").isalnum()
-
-
 def _lists_in(value: Mapping[str, Any], depth: int = 3) -> Iterator[tuple[tuple[str, ...], list[dict]]]:
     """Yield (keys that lead there, list) for each list of objects in an object."""
     for name, each in value.items():
@@ -244,7 +241,7 @@ def _of_lists(rows: Sequence[list], file: SourceFile, images: Sequence[str]) -> 
     texts = [
         name for name, each in columns.items() if name != image[0] and all(isinstance(value, str) for value in each)
     ]
-    question = next((name for name in texts if _ask(columns[name])), None)
+    question = next((name for name in texts if are_questions(columns[name])), None)
     if question is None and len(texts) == 2:  # a question is longer than its answer
         short, long = sorted(texts, key=lambda name: len(" ".join(columns[name])))
         question = long if len(" ".join(columns[long])) > 2 * len(" ".join(columns[short])) else None
@@ -256,10 +253,6 @@ def _of_lists(rows: Sequence[list], file: SourceFile, images: Sequence[str]) -> 
     fields = [f"image={image[1]}"] if image[1] else []
     fields += [f"question={{{question}}}"] if question else []
     return Rewrite(what, "lists", (*fields, f"answer={{{answers[0]}}}"))
-
-
-def _ask(texts: Sequence[str]) -> bool:
-    return sum(text.strip().endswith("?") for text in texts) > len(texts) / 2
 
 
 def _image_of(column: str, values: Sequence[Any], file: SourceFile, images: Sequence[str]) -> str:
