@@ -202,9 +202,12 @@ FORMS: dict[str, Callable[..., Iterable[Row]]] = {"list": list_at, **{each.__nam
 
 def write_anew(path: str, form: str, arguments: list[str]) -> list[str]:
     """Write a file's rows anew, keep the old file as NAME.old, and return the names of the new files."""
+    if os.path.exists(f"{path}.old"):
+        raise ValueError(f"{path}.old is there already; move it away")  # or the oldest file would be lost
     if form == "tar_names":
+        rename_members(path, f"{path}.new")
         os.rename(path, f"{path}.old")
-        rename_members(f"{path}.old", path)
+        os.rename(f"{path}.new", path)
         return [path]
     value = read_value(path)
     if form == "splits":
@@ -216,6 +219,8 @@ def write_anew(path: str, form: str, arguments: list[str]) -> list[str]:
         new = {_new_name(path): list(take_images(value, os.path.dirname(path)))}
     else:
         new = {_new_name(path): list(FORMS[form](value, *arguments))}
+    if not all(new.values()):
+        raise ValueError("no row would be left")
     os.rename(path, f"{path}.old")
     for name, rows in new.items():
         if name.endswith(".parquet"):
@@ -281,7 +286,16 @@ def main() -> int:
     )
     args = parser.parse_args()
     for path in args.files:
-        print(f"{', '.join(write_anew(path, args.form, args.arguments))} written; the old file is {path}.old")
+        try:
+            names = write_anew(path, args.form, args.arguments)
+        # Whatever a file lacks for a form shows itself in the form's own lines; nothing was written then.
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, tarfile.TarError) as error:
+            why = f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+            print(
+                f"{path} cannot be read as {args.form} ({why}); it is as it was; --help has all forms", file=sys.stderr
+            )
+            return 2
+        print(f"{', '.join(names)} written; the old file is {path}.old")
     return 0
 
 
