@@ -33,7 +33,7 @@ from trainer.model.family import Family
 from trainer.model.registry import get_family
 from trainer.model.shape import ModelShape
 from trainer.plan.estimate import estimate_saved
-from trainer.plan.pieces import EVEN_ENOUGH, language_flops, mean_work, vision_flops
+from trainer.plan.pieces import EVEN_ENOUGH, full_work, language_flops, mean_work, vision_flops
 from trainer.plan.placement import (
     LANGUAGE_RATE,
     VISION_RATE,
@@ -244,16 +244,20 @@ def _memory_rows(plan: Plan, job: PlacementJob) -> Iterator[tuple[str, str]]:
 def _placement_job(plan: Plan) -> PlacementJob:
     """Return the model, its layout and the mean bin. Without bins, the mean bin is an assumption."""
     config, settings, bins = plan.config, plan.config.plan_bins, plan.artifact("plan_bins")
-    stats = {} if bins is None else bins.manifest.stats
     family, shape = _model(plan)
+    if bins is None:
+        train, work = config.train, full_work(settings.seq_len, settings.max_patches)
+    else:
+        train = config.train.for_bins(bins.manifest.stats["num_bins"]["train"])
+        work = mean_work(settings.seq_len, bins.manifest, bins.dir)
     return PlacementJob(
         shape=shape,
         parallel=config.execution.parallel,
-        train=config.train if bins is None else config.train.for_bins(stats["num_bins"]["train"]),
+        train=train,
         processes=config.execution.cluster.processes,
         seq_len=settings.seq_len,
         max_patches=settings.max_patches,
-        work=mean_work(settings.seq_len, settings.model_dump(), stats),
+        work=work,
         is_cached=config.encode_images is not None,
         adapters=adapter_sizes(config.train, family, shape),
     )

@@ -114,7 +114,7 @@ def predict(run: RunConfig, processes: int, family: Family, shape: ModelShape) -
         processes=processes,
         seq_len=run.seq_len,
         max_patches=plan.config.get("max_patches", 0),
-        work=mean_work(run.seq_len, plan.config, plan.stats),
+        work=mean_work(run.seq_len, plan, run.bins_dir),
         is_cached=run.features_dir is not None,
         adapters=adapter_sizes(run.train, family, shape),
     )

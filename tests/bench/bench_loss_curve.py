@@ -62,7 +62,7 @@ def curve_of_ours(root: Path, steps: int, name: str) -> list[float]:
 
 def curve_of_transformers(root: Path, steps: int) -> Iterator[float]:
     """Yield the losses of transformers on the same bins."""
-    reader = bin_reader(root / "data", root / "data", root / "hf", SEQ_LEN)
+    reader = bin_reader(root / "data", root / "bins", root / "hf", SEQ_LEN)
     yield from train_transformers(load_transformers(root / "hf"), reader, train_config(steps, "bfloat16"))
 
 
@@ -174,7 +174,7 @@ def main() -> None:
         if args.only:
             torch.manual_seed(0)
             write_model(root / "hf", args.model)
-            write_data(root / "data", args.bins, SEQ_LEN, range(1000, 1256), model=args.model)
+            write_data(root, args.bins, SEQ_LEN, range(1000, 1256), model=args.model)
         for name in args.only:
             curves[name] = []
             for loss in (

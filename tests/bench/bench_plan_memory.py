@@ -110,8 +110,9 @@ def measure(root: Path, case: Case) -> str:
         if not data.is_dir():
             apart(partial(write_data, model=case.model), data, STEPS * GLOBAL_BATCH, case.seq_len)
         parameters = written.result()
-    (root / "data").unlink(missing_ok=True)
-    (root / "data").symlink_to(data)
+    for name in ("data", "bins"):
+        (root / name).unlink(missing_ok=True)
+        (root / name).symlink_to(data / name)
     files = sum(path.stat().st_size for path in (root / "hf").iterdir())
     print(f"{time.strftime('%H:%M:%S')} {case.model}: {parameters / 1e9:.2f} B parameters written", flush=True)
     execution = Execution(parallel=case.parallel, cuda_graphs=case.cuda_graphs)

@@ -55,10 +55,12 @@ from tests.bench.trainer_job import (
 )
 from trainer.contract.adapter import AdapterConfig
 from trainer.contract.parallel import ParallelConfig
+from trainer.contract.run import RunConfig
 from trainer.data.flops import training_cost
 from trainer.data.order import bins_for_step
 from trainer.model.adapters import adapted_layers
 from trainer.model.registry import read_model
+from trainer.plan.checks import pieces_of
 
 WARM_BINS = 8  # steps before bins with new shapes
 POLL_SECONDS = 0.1
@@ -102,6 +104,7 @@ class Bench:
         execution = execution.model_copy(update={"cuda_graphs": cuda_graphs, "modules": modules})
         train = endless_training(share, args.precision, args.moments, args.adapter)
         out = write_run(self.root, train, args.seq_len, execution)
+        self.measured.pieces[name] = layers_of_pieces(out)
         counted = args.warmup + args.steps
         ranks = sorted({0, gpus - 1 if parallel.pp > 1 else 0}) if args.trace_steps else []
         traced = [str(counted + 2), str(args.trace_steps), ",".join(map(str, ranks))]
@@ -124,7 +127,7 @@ class Bench:
         """Measure steps of one bin, with every bin twice: once in the first epoch and once in the second. The first
         bins warm up."""
         args = self.args
-        num_bins = len(read_bins(self.root / "data", "train"))
+        num_bins = len(read_bins(self.root / "bins", "train"))
         train = endless_training(1, args.precision, args.moments, args.adapter)
         execution = Execution(loader_workers=args.loader_workers)
         rows = train_steps(self.root, train, args.seq_len, 2 * num_bins, execution)
@@ -171,7 +174,7 @@ def run_bench(root: Path, args: argparse.Namespace, command: str) -> Measured:
         written = pool.submit(apart, write_model, root / "hf", args.model)
         padding = pad_multiple_of(*(parallel for _, parallel in layouts))
         write = partial(write_data, model=args.model, pad_multiple=padding)
-        mix = apart(write, root / "data", num_bins, args.seq_len)
+        mix = apart(write, root, num_bins, args.seq_len)
         written.result()
     while args.after and not args.after.exists():
         time.sleep(POLL_SECONDS)
@@ -189,6 +192,12 @@ def run_bench(root: Path, args: argparse.Namespace, command: str) -> Measured:
     if args.peer:
         bench.attempt("transformers", bench.add_peer)
     return bench.measured
+
+
+def layers_of_pieces(out: Path) -> list[int]:
+    """Return the number of language layers of each piece of a job's pipeline."""
+    run = RunConfig.model_validate_json((out / "run.json").read_text())
+    return [len(piece) for piece in pieces_of(run, read_model(run.hf_dir, run.train)[1])]
 
 
 def name_of(gpus: int, parallel: ParallelConfig) -> str:

@@ -20,10 +20,15 @@ from dataset_builders.contracts.shard_io import ShardWriter
 from dataset_builders.contracts.tokenized import PatchFormat, PixelConfig, PixelStore, TokenizedSample
 from dataset_builders.pictures.pixels import encode_sample
 from stages.plan_bins.pack import pack
+from stages.plan_bins.stage import STAGE as PLAN_BINS
+from stages.plan_bins.stage import PlanBinsConfig
+from stages.shared.artifacts.artifact import Artifact
+from stages.shared.artifacts.run_stage import run_stage
 from stages.shared.inputs.config import EmbeddedModelConfig
 from stages.shared.inputs.load_transformers import no_progress_bar
 from tests.bench.host import Host
-from tests.helpers.bins import Kind, make_sample, write_plan
+from tests.helpers.bins import Kind, make_sample
+from tests.helpers.index import write_index
 from tests.helpers.large_model import write_large_model
 from trainer.contract.parallel import ParallelConfig
 from trainer.data.micro_batch import Geometry
@@ -43,7 +48,6 @@ PAD_MULTIPLE = 4
 PIXELS = PatchFormat(
     patch_size=16, temporal_patch_size=2, merge_size=2, image_mean=(0.5, 0.5, 0.5), image_std=(0.5, 0.5, 0.5)
 )
-_FINGERPRINT = "b" * 16
 
 
 # --- the model ---
@@ -149,7 +153,7 @@ def pad_multiple_of(*layouts: ParallelConfig) -> int:
 
 
 def write_data(
-    directory: Path,
+    root: Path,
     num_bins: int,
     seq_len: int,
     vocabulary: range = VOCABULARY,
@@ -157,63 +161,69 @@ def write_data(
     model: str = "qwen3_vl_2b",
     pad_multiple: int = PAD_MULTIPLE,
 ) -> Mix:
-    """Write tokenized shards and `num_bins` full bins of drawn samples, the same for the same arguments.
+    """Write tokenized shards of drawn samples and the bins that plan_bins makes of them, the same for the same
+    arguments.
 
     Samples that do not fill a bin are left out. In a dataset they would be one bin in many thousands, here one in
     `num_bins`.
 
     Args:
+        root: gets `data`, an artifact of tokenize, and `bins`, one of plan_bins.
+        num_bins: number of full bins, about.
         vocabulary: ids that text is drawn from, unless the model is tiny.
         pad_multiple: each sample is padded to a multiple of this number of tokens, as the layout needs.
 
     Returns:
         the contents of the bins.
     """
+    samples = _drawn(num_bins, seq_len, vocabulary, model, pad_multiple)
+    directory, name = root / "data", "train/shard-00000.tar"
+    with ShardWriter(directory, name) as writer:
+        rows = []
+        for sample in samples:
+            record = writer.write(sample.key, encode_sample(sample, "u8", {}))
+            place = {"offset": record.offset, "size": record.size, "checksum": record.checksum}
+            rows.append({"key": sample.key, "subset": "mix", "split": "train", "shard": name} | place | _sizes(sample))
+        entry = writer.commit("train")
+    write_index(directory, rows)
+    pixels = PixelStore(codec="u8", config=PixelConfig(min_pixels=1, max_pixels=1 << 24, patch_format=PIXELS))
+    stats = {"pixels": pixels.model_dump(mode="json")}
+    Manifest(
+        stage="tokenize", version=1, fingerprint="b" * 16, config={}, parents={}, shards=[entry], stats=stats
+    ).write(directory)
+    plan = PlanBinsConfig(seq_len=seq_len, max_patches=MAX_PATCHES_PER_TOKEN * seq_len, pad_multiple=pad_multiple)
+    made = run_stage(PLAN_BINS, plan, {"tokenized": Artifact.load(directory)}, root).artifact.dir
+    (root / "bins").symlink_to(made.relative_to(root))
+    return Mix.of(samples)
+
+
+def _drawn(num_bins: int, seq_len: int, vocabulary: range, model: str, pad_multiple: int) -> list[TokenizedSample]:
+    """Draw samples for `num_bins` bins, and leave out those of the emptiest bins until the others fit into so many."""
     geometry = Geometry(image_token(model), PIXELS.merge_size, 3 * PIXELS.patch_size**2)
     draw = draw_heavy if model == HEAVY else draw_small if is_tiny(model) else draw_kind
     vocabulary = range(1, geometry.image_token_id - len(CONTROL_TOKENS)) if is_tiny(model) else vocabulary
     rng = np.random.default_rng(0)
-    rows, mixes, total = [], [], 0
-    name = "train/shard-00000.tar"
-    with ShardWriter(directory, name) as writer:
-        while total < num_bins * seq_len:
-            key = f"mix/{len(rows):08d}"
-            sample = make_sample(draw(rng), geometry, vocabulary, len(rows), key)
-            if len(sample.input_ids) > seq_len:
-                continue
-            record = writer.write(key, encode_sample(sample, "u8", {}))
-            mixes.append(Mix.of([sample]))
+    samples: list[TokenizedSample] = []
+    total = 0
+    while total < num_bins * seq_len:
+        sample = make_sample(draw(rng), geometry, vocabulary, len(samples), f"mix/{len(samples):08d}")
+        if len(sample.input_ids) <= seq_len:
+            samples.append(sample)
             total += len(sample.input_ids)
-            place = {"offset": record.offset, "size": record.size, "checksum": record.checksum}
-            rows.append({"key": key, "subset": "mix", "split": "train", "shard": name} | place | _counts(sample))
-        entry = writer.commit("train")
-    kept = _write_bins(directory, rows, num_bins, seq_len, pad_multiple)
-    pixels = PixelStore(codec="u8", config=PixelConfig(min_pixels=1, max_pixels=1 << 24, patch_format=PIXELS))
-    config, stats = {"pad_multiple": pad_multiple}, {"pixels": pixels.model_dump(mode="json")}
-    shards = {"parents": {}, "shards": [entry], "stats": stats}
-    Manifest(stage="tokenize", version=1, fingerprint=_FINGERPRINT, config=config, **shards).write(directory)
-    mixes = [mixes[i] for i in kept]
-    work = Work(*np.sum([mix.work for mix in mixes], axis=0).tolist())
-    return Mix(len(mixes), sum(mix.images for mix in mixes), work)
+    bins = np.arange(len(samples))
+    while bins.max() >= num_bins:
+        tokens, patches = (np.array([_sizes(each)[name] for each in samples]) for name in ("num_tokens", "num_patches"))
+        padded = -(-tokens // pad_multiple) * pad_multiple
+        bins = pack(padded, patches, seq_len, MAX_PATCHES_PER_TOKEN * seq_len)
+        fullest = np.argsort(-np.bincount(bins, padded), kind="stable")[:num_bins]
+        samples = [sample for sample, number in zip(samples, bins) if number in fullest]
+    return samples
 
 
-def _counts(sample: TokenizedSample) -> dict[str, int]:
+def _sizes(sample: TokenizedSample) -> dict[str, int]:
     return {
         "num_tokens": len(sample.input_ids),
         "num_images": len(sample.image_grid_thw),
         "num_loss_tokens": int(sample.loss_mask[1:].sum()),
         "num_patches": len(sample.patches),
     }
-
-
-def _write_bins(
-    directory: Path, rows: list[dict[str, object]], num_bins: int, seq_len: int, pad_multiple: int
-) -> list[int]:
-    """Write the plan of the `num_bins` fullest bins, and return the numbers of the rows in them, bin by bin."""
-    tokens, patches = (np.array([row[name] for row in rows]) for name in ("num_tokens", "num_patches"))
-    padded = -(-tokens // pad_multiple) * pad_multiple
-    bins = pack(padded, patches, seq_len, MAX_PATCHES_PER_TOKEN * seq_len)
-    fullest = np.sort(np.argsort(-np.bincount(bins, padded), kind="stable")[:num_bins])
-    kept = [i for i in np.argsort(bins, kind="stable").tolist() if bins[i] in fullest]
-    write_plan(directory, [rows[i] for i in kept], np.searchsorted(fullest, bins[kept]).tolist())
-    return kept

@@ -135,14 +135,14 @@ def collate(
     return PaddedBatch(padded, int(padded["attention_mask"].sum()), loss_tokens)
 
 
-def read_samples(data: Path, hf_dir: Path, seq_len: int) -> list[TokenizedSample]:
-    """Return every training sample of a plan, in its order."""
-    config = AutoConfig.from_pretrained(hf_dir)
+def read_samples(root: Path, seq_len: int) -> list[TokenizedSample]:
+    """Return every training sample of the bins that `write_data` wrote, in their order."""
+    config = AutoConfig.from_pretrained(root / "hf")
     vision = config.vision_config
     # Not by the trainer's read_config: megatron-core brings Transformer Engine into this process, and that a cuDNN of
     # its own, with which torch's convolutions would not work.
     geometry = Geometry(config.image_token_id, vision.spatial_merge_size, 3 * vision.patch_size**2)
-    reader = BinReader(data, data, "train", geometry, seq_len, RankSlice(pad_multiple=PAD_MULTIPLE))
+    reader = BinReader(root / "data", root / "bins", "train", geometry, seq_len, RankSlice(pad_multiple=PAD_MULTIPLE))
     return [sample for number in range(len(reader.bins)) for sample in reader.samples(number)]
 
 
@@ -165,7 +165,7 @@ def measure_peer(root: Path, plan: PeerPlan) -> list[PeerRow]:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if plan.adapter is not None:
         model = _with_adapters(model, plan)
-    samples = read_samples(root / "data", root / "hf", plan.seq_len)
+    samples = read_samples(root, plan.seq_len)
     rows: list[PeerRow] = []
     for size in plan.micro_batches:
         row = PeerRow(micro_batch=size, why="larger than one that could not be measured")

@@ -21,6 +21,7 @@ class Measured:
 
     Attributes:
         gpus: number of GPUs of each layout.
+        pieces: number of language layers of each piece of the pipeline, of each layout.
         rows: metrics of the counted steps of each layout, with the step before them first.
         parts: traced steps of each layout and rank.
         failed: what could not be measured, and why.
@@ -33,6 +34,7 @@ class Measured:
     mix: Mix
     cost: CostModel
     gpus: dict[str, int] = field(default_factory=dict)
+    pieces: dict[str, list[int]] = field(default_factory=dict)
     rows: dict[str, list[MetricsRow]] = field(default_factory=dict)
     parts: dict[str, dict[int, Parts]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
@@ -154,6 +156,11 @@ def report(measured: Measured) -> str:
         )
     traced = {f"{name}, rank {rank}": parts for name, ranks in measured.parts.items() for rank, parts in ranks.items()}
     sections = [_heading(measured), table("sums over the counted steps; parts: medians", columns)]
+    sections += [
+        f"Layers of the pieces of {name}: {' + '.join(map(str, layers))}."
+        for name, layers in measured.pieces.items()
+        if len(layers) > 1
+    ]
     sections += [_against_one_gpu(measured)] if len(set(measured.gpus.values())) > 1 else []
     if traced:
         sections.append(table("a traced step", {name: column_of_trace(parts) for name, parts in traced.items()}))

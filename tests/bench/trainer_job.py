@@ -1,6 +1,6 @@
 """The trainer as separate jobs for benchmarks: run.json, torchrun, and a stop from outside.
 
-All files are in one directory: `hf` and `data` as tests/bench/mix.py writes them, and `run` for the job.
+All files are in one directory: `hf`, `data` and `bins` as tests/bench/mix.py writes them, and `run` for the job.
 """
 
 import os
@@ -63,7 +63,7 @@ def write_run(
         fingerprint="b" * 16,
         hf_dir=root / "hf",
         tokenized_dir=root / "data",
-        bins_dir=root / "data",
+        bins_dir=root / "bins",
         features_dir=features_dir,
         output_dir=out,
         seq_len=seq_len,

@@ -1,15 +1,18 @@
 """Small seeded tokenized samples of every kind, and plans of bins, for tests of the trainer."""
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from dataset_builders.contracts.bins import Bin, BinSums, write_bin_partition, write_bins
+from dataset_builders.contracts.manifest import Manifest
 from dataset_builders.contracts.sample import SPLITS
-from dataset_builders.contracts.tokenized import INDEX_SCHEMA, TokenizedSample
+from dataset_builders.contracts.tokenized import INDEX_SCHEMA, SIZES, TokenizedSample
 from trainer.data.micro_batch import Geometry
 
 
@@ -88,17 +91,33 @@ class ListedPlan(list[Bin]):
         return BinSums(*map(np.array, zip(*(sum_bin(self[number]) for number in numbers))))
 
 
-def write_plan(directory: Path, rows: Sequence[dict[str, object]], bins: Sequence[int]) -> None:
-    """Write a plan of one epoch and one partition.
+def write_plan(
+    directory: Path, rows: Sequence[dict[str, Any]], bins: Sequence[int], seq_len: int, pad_multiple: int
+) -> None:
+    """Write an artifact of plan_bins of one epoch and one partition, with chosen bins.
 
     Args:
         rows: rows of the index, in (split, bin, position) order.
         bins: the bin of each row, counted from 0 in each split.
     """
-    parts = []
+    parts, num_bins = [], {}
     for split in SPLITS:
         mine = [place for place, row in enumerate(rows) if row["split"] == split]
+        num_bins[split] = len({bins[i] for i in mine})
         if mine:
             table = pa.Table.from_pylist([rows[place] for place in mine], schema=INDEX_SCHEMA)
             parts.append(write_bin_partition(directory, split, 0, 0, table, np.array([bins[i] for i in mine])))
     write_bins(directory, parts)
+    subsets: dict[str, Counter[str]] = defaultdict(Counter)
+    for row in rows:
+        if row["split"] == "train":
+            subsets[row["subset"]].update(num_samples=1, **{name: row[name] for name in SIZES})
+    epoch = {"num_bins": num_bins["train"], "subsets": {name: dict(sums) for name, sums in subsets.items()}}
+    Manifest(
+        stage="plan_bins",
+        version=1,
+        fingerprint="e" * 16,
+        config={"seq_len": seq_len, "pad_multiple": pad_multiple},
+        parents={},
+        stats={"num_bins": num_bins, "epochs": [epoch]},
+    ).write(directory)

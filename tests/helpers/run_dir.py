@@ -89,15 +89,15 @@ def write_job(
 ) -> RunConfig:
     """Write data and run.json below `root`. The first two bins are also the held-out bins."""
     bins = bins or make_bins(shape)
-    data = root / "data"
+    data, plan = root / "data", root / "bins"
     if not data.is_dir():
-        _write_data(data, bins)
+        _write_data(data, plan, bins)
     run = RunConfig(
         task="train",
         fingerprint="0123456789abcdef",
         hf_dir=model_dir(shape),
         tokenized_dir=data,
-        bins_dir=data,
+        bins_dir=plan,
         output_dir=root / name,
         seq_len=SEQ_LEN,
         train=TrainConfig(
@@ -127,7 +127,7 @@ def changed(run: RunConfig, **changes: object) -> RunConfig:
     return run.model_copy(update={**others, "execution": run.execution.model_copy(update=execution)})
 
 
-def _write_data(directory: Path, bins: list[list[TokenizedSample]]) -> None:
+def _write_data(directory: Path, plan: Path, bins: list[list[TokenizedSample]]) -> None:
     rows, numbers, entries = [], [], []
     for split, chosen in (("train", bins), ("heldout", bins[:2])):
         name = f"{split}/shard-00000.tar"
@@ -139,14 +139,13 @@ def _write_data(directory: Path, bins: list[list[TokenizedSample]]) -> None:
                     rows.append(_row(split, name, key, record, sample))
                     numbers.append(number)
             entries.append(writer.commit(split))
-    write_plan(directory, rows, numbers)
     write_index(directory, rows)
     pixels = PixelStore(codec="u8", config=PixelConfig(min_pixels=1, max_pixels=1 << 20, patch_format=PIXELS))
     stats = {"pixels": pixels.model_dump(mode="json")}
-    config = {"pad_multiple": 16}  # the bins of BIN_KINDS have room for it
     Manifest(
-        stage="tokenize", version=1, fingerprint="f" * 16, config=config, parents={}, shards=entries, stats=stats
+        stage="tokenize", version=1, fingerprint="f" * 16, config={}, parents={}, shards=entries, stats=stats
     ).write(directory)
+    write_plan(plan, rows, numbers, SEQ_LEN, pad_multiple=16)  # the bins of BIN_KINDS have room for 16
 
 
 def _row(split: str, name: str, key: str, record, sample: TokenizedSample) -> dict[str, object]:

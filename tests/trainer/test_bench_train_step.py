@@ -11,15 +11,26 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from stages.plan_bins.stage import STAGE as PLAN_BINS
+from stages.plan_bins.stage import PlanBinsConfig
+from stages.shared.artifacts.artifact import Artifact, External
+from stages.shared.artifacts.run_stage import run_stage
+from stages.shared.artifacts.workers import StageResources
+from stages.train.stage import make_run_config
 from tests.bench import peer
-from tests.bench.mix import write_data, write_model
+from tests.bench.bench_train_step import layers_of_pieces
+from tests.bench.mix import config_of, write_data, write_model
 from tests.bench.peer import PeerPlan, collate, read_samples, shuffled
 from tests.bench.trace_parts import MARK, STEP_BEGINS, STEP_ENDS, kind_of, read_parts
 from tests.bench.train_report import Measured, column_of_layout
+from tests.bench.trainer_job import Execution, endless_training, write_run
 from tests.helpers.fake_trainer import metrics_row
 from tests.helpers.reference import load_reference, reference_losses
+from trainer.contract.parallel import ParallelConfig
+from trainer.contract.run import TrainerExecution
 from trainer.data.micro_batch import geometry_of, make_micro_batch
 from trainer.model.registry import read_model
+from trainer.plan.checks import pieces_of
 
 SEQ_LEN = 256
 
@@ -30,12 +41,12 @@ def tiny(tmp_path_factory):
     root = tmp_path_factory.mktemp("bench")
     torch.manual_seed(0)
     write_model(root / "hf", "qwen3_vl_tiny")
-    return root, write_data(root / "data", 3, SEQ_LEN, model="qwen3_vl_tiny")
+    return root, write_data(root, 3, SEQ_LEN, model="qwen3_vl_tiny")
 
 
 def test_both_sides_count_the_same_tokens_of_the_same_samples(tiny):
     root, mix = tiny
-    samples = read_samples(root / "data", root / "hf", SEQ_LEN)
+    samples = read_samples(root, SEQ_LEN)
     sizes = read_model(root / "hf")[1]
     ours = [make_micro_batch([sample], geometry_of(sizes), SEQ_LEN) for sample in samples]
     order = shuffled(samples)
@@ -49,9 +60,35 @@ def test_both_sides_count_the_same_tokens_of_the_same_samples(tiny):
     assert sum(b.slots for b in peers) > mix.work.tokens
 
 
+@pytest.mark.parametrize(
+    ("model", "parallel", "layers"),
+    [
+        ("qwen3_vl_2b", ParallelConfig(pp=2), [3, 25]),
+        ("qwen3_vl_2b", ParallelConfig(pp=2, vision="dealt"), [14, 14]),
+        ("qwen3_vl_4b", ParallelConfig(pp=2), [11, 25]),
+        ("qwen3_vl_4b", ParallelConfig(pp=2, vision="dealt"), [18, 18]),
+    ],
+)
+def test_a_bench_divides_the_layers_as_the_pipeline_does_for_the_same_samples(model, parallel, layers, tmp_path):
+    """`layers` follow from the sums over the samples: the first rank's share of vision is so many layers."""
+    write_data(tmp_path, 4, 4096, model=model)
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config_of(model)))
+    train = endless_training(4)
+    out = write_run(tmp_path, train, 4096, Execution(gpus=2, parallel=parallel))
+    assert layers_of_pieces(out) == layers
+    plan = PlanBinsConfig(seq_len=4096, max_patches=4 * 4096, pad_multiple=4)
+    tokenized = Artifact.load(tmp_path / "data")
+    bins = run_stage(PLAN_BINS, plan, {"tokenized": tokenized}, tmp_path / "pipeline").artifact
+    inputs = {"model": External(tmp_path / "hf", "hf_dir", "b" * 16), "tokenized": tokenized, "bins": bins}
+    resources = StageResources(trainer=TrainerExecution(parallel=parallel))
+    run = make_run_config(train, inputs, tmp_path / "run", resources)
+    assert [len(piece) for piece in pieces_of(run, read_model(run.hf_dir)[1])] == layers
+
+
 def test_a_padded_batch_has_the_losses_of_its_samples_alone(tiny):
     root, _ = tiny
-    samples = read_samples(root / "data", root / "hf", SEQ_LEN)[:4]
+    samples = read_samples(root, SEQ_LEN)[:4]
     model = load_reference(root / "hf").eval()
     batch = collate(samples, model.config.image_token_id, torch.float32)
     with torch.no_grad():

@@ -23,9 +23,9 @@ def check_run(run: RunConfig, world_size: int, family: Family, shape: ModelShape
     Args:
         shape: the sizes of the model in this training.
     """
-    plan = load_manifest(run.bins_dir).config
-    if "pad_multiple" not in plan:
-        raise InputError(f"bins_dir={run.bins_dir} is not an artifact of plan_bins: its manifest has no pad_multiple")
+    plan = load_manifest(run.bins_dir)
+    if plan.stage != "plan_bins":
+        raise InputError(f"bins_dir={run.bins_dir} is an artifact of {plan.stage}; give one of plan_bins")
     if run.features_dir is not None:
         check_cached(run.train.frozen, run.execution.parallel, family)
         _check_features(run.features_dir, run.tokenized_dir)
@@ -41,7 +41,7 @@ def check_run(run: RunConfig, world_size: int, family: Family, shape: ModelShape
         world_size=world_size,
         global_batch_size=run.train.global_batch_size,
         seq_len=run.seq_len,
-        pad_multiple=plan["pad_multiple"],
+        pad_multiple=plan.config["pad_multiple"],
     )
 
 
@@ -78,8 +78,7 @@ def _check_features(features_dir: StorePath, tokenized_dir: StorePath) -> None:
 
 def pieces_of(run: RunConfig, shape: ModelShape) -> tuple[range, ...]:
     """Return the language layers of each piece of a job's pipeline, given the plan of its bins."""
-    plan = load_manifest(run.bins_dir)
-    work = mean_work(run.seq_len, plan.config, plan.stats)
+    work = mean_work(run.seq_len, load_manifest(run.bins_dir), run.bins_dir)
     if run.features_dir is not None:
         work = work.without_images()
     return pipeline_pieces(shape, run.execution.parallel, work, run.train.frozen)

@@ -4,15 +4,20 @@ Cost is FLOPs by the model's formulas, in whole numbers, so that every host comp
 the model, the layout, the frozen parts and the plan of the bins: every rank and every resumed run get the same pieces.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from dataset_builders.contracts.manifest import Manifest
+from dataset_builders.errors import MANIFEST, damaged
+from dataset_builders.storage.store import StorePath
 from trainer.contract.parallel import ParallelConfig
 from trainer.model.shape import ModelShape, Work
 
 # Equal pieces are kept if their costliest rank costs at most this factor more: no cost model is more exact.
 EVEN_ENOUGH = 1.02
+# What plan_bins counts of each subset.
+_SUMS = {"num_samples", "num_tokens", "num_loss_tokens", "num_patches", "num_images"}
 
 
 class PipelineRoom(NamedTuple):
@@ -33,25 +38,39 @@ def pipeline_room(shape: ModelShape, parallel: ParallelConfig) -> PipelineRoom:
     return PipelineRoom(least, [(mine, first), ([i for i in pieces if i not in mine], layers - first)])
 
 
-def mean_work(seq_len: int, plan: Mapping[str, Any], stats: Mapping[str, Any]) -> Work:
-    """Return the work in a mean training bin, in whole numbers, given the config of plan_bins and the statistics in its
-    manifest, which are empty before it exists. Every sample and every image is taken to have the mean size of its
-    subset."""
-    epochs = stats.get("epochs", [])
-    bins = sum(epoch["num_bins"] for epoch in epochs)
-    if not bins:
-        # A full bin: a loss at every token, and all patches that fit. The squares need the samples and are left out.
-        return Work(seq_len, seq_len, 0, plan.get("max_patches", 0), 0)
+def mean_work(seq_len: int, bins: Manifest, directory: StorePath) -> Work:
+    """Return the work in a mean training bin, in whole numbers, from what plan_bins says of its epochs. Every sample
+    and every image is taken to have the mean size of its subset.
+
+    Args:
+        bins: the manifest in `directory`.
+
+    Raises:
+        DamagedFile: the manifest does not say it. A guess would divide the layers for other bins than these.
+    """
+    epochs = bins.stats.get("epochs", [])
     subsets = [sums for epoch in epochs for sums in epoch["subsets"].values()]
+    missing = {name for sums in subsets for name in _SUMS - sums.keys()} if subsets else {"epochs"}
+    if missing:
+        raise damaged(
+            directory / MANIFEST, f"does not say what the bins hold: stats has no {', '.join(sorted(missing))}"
+        )
+    num_bins = sum(epoch["num_bins"] for epoch in epochs)
 
     def mean(name: str) -> int:
-        return sum(sums[name] for sums in subsets) // bins
+        return sum(sums[name] for sums in subsets) // num_bins
 
     def mean_squares(name: str, of: str) -> int:
-        return sum(sums[name] ** 2 // max(1, sums[of]) for sums in subsets) // bins
+        return sum(sums[name] ** 2 // max(1, sums[of]) for sums in subsets) // num_bins
 
     tokens, patches = mean_squares("num_tokens", "num_samples"), mean_squares("num_patches", "num_images")
     return Work(seq_len, mean("num_loss_tokens"), tokens, mean("num_patches"), patches)
+
+
+def full_work(seq_len: int, max_patches: int) -> Work:
+    """Return the work in a full bin, for a forecast before there are bins: a loss at every token, and all patches that
+    fit. The squares need the samples and are left out."""
+    return Work(seq_len, seq_len, 0, max_patches, 0)
 
 
 def pipeline_pieces(

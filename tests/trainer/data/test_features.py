@@ -9,7 +9,7 @@ import pytest
 
 from dataset_builders.contracts.bins import read_bins
 from dataset_builders.contracts.features import FeatureShards, index_name, samples_name, shard_name
-from dataset_builders.contracts.manifest import Manifest, load_manifest
+from dataset_builders.contracts.manifest import load_manifest
 from dataset_builders.errors import DamagedFile, InputError
 from tests.helpers.features import encoded, share_images
 from tests.helpers.run_dir import SEQ_LEN, changed, check_job, make_bins, write_job
@@ -75,10 +75,10 @@ def test_pixels_are_passed_over(job):
 
 
 def test_the_pieces_of_a_pipeline_leave_no_room_for_vision(job, tmp_path):
-    plan = {"pad_multiple": 1, "max_patches": 512}
-    Manifest(stage="plan_bins", version=1, fingerprint="f" * 16, config=plan, parents={}).write(tmp_path)
-    parallel = ParallelConfig(pp=2)
-    run = changed(job.model_copy(update={"bins_dir": tmp_path}), parallel=parallel)
+    sums = {"num_samples": 4, "num_tokens": 128, "num_loss_tokens": 40, "num_patches": 512, "num_images": 4}
+    stats = {"epochs": [{"num_bins": 1, "subsets": {"all": sums}}]}
+    load_manifest(job.bins_dir).model_copy(update={"stats": stats}).write(tmp_path)
+    run = changed(job.model_copy(update={"bins_dir": tmp_path}), parallel=ParallelConfig(pp=2))
     shape = dataclasses.replace(
         (small := read_model(job.hf_dir)[1]),
         language=dataclasses.replace(small.language, layers=2 * small.language.layers),

@@ -3,11 +3,13 @@
 import dataclasses
 import itertools
 import random
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from dataset_builders.contracts.manifest import load_manifest
+from dataset_builders.contracts.manifest import Manifest, load_manifest
+from dataset_builders.errors import DamagedFile
 from tests.helpers.run_dir import changed as changed_run
 from tests.helpers.run_dir import write_job
 from tests.helpers.shapes import QWEN_2B, changed
@@ -155,10 +157,26 @@ def test_the_work_of_a_mean_bin_is_that_of_the_plan():
         "long": {"num_samples": 2, "num_tokens": 1000, "num_loss_tokens": 40, "num_patches": 600, "num_images": 3},
     }
     epoch = {"num_bins": 4, "num_tokens": 1800, "subsets": subsets}
-    plan = {"max_patches": 4096}
-    work = mean_work(512, plan, {"epochs": [epoch, epoch]})
+    work = mean_work(512, plan_of({"epochs": [epoch, epoch]}), Path("bins"))
     assert work == Work(512, 30, (800 * 100 + 1000 * 500) / 4, 150, 600 * 200 / 4)
-    assert mean_work(512, plan, {}) == Work(512, 512, 0, 4096, 0)
+
+
+def plan_of(stats: dict[str, object]) -> Manifest:
+    return Manifest(stage="plan_bins", version=1, fingerprint="e" * 16, config={}, parents={}, stats=stats)
+
+
+@pytest.mark.parametrize(
+    ("stats", "missing"),
+    [
+        ({}, "epochs"),
+        ({"epochs": []}, "epochs"),
+        ({"epochs": [{"num_bins": 1, "subsets": {"a": {"num_samples": 1, "num_tokens": 9}}}]}, "num_images, num_loss_"),
+    ],
+    ids=["nothing", "no epoch", "a sum is missing"],
+)
+def test_the_work_of_bins_is_never_guessed(stats, missing, tmp_path):
+    with pytest.raises(DamagedFile, match=f"manifest.json does not say what the bins hold: stats has no {missing}"):
+        mean_work(512, plan_of(stats), tmp_path)
 
 
 def test_a_job_deals_its_layers_by_the_plan_of_its_bins(tmp_path):
