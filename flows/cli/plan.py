@@ -89,7 +89,7 @@ def plan_command(args: argparse.Namespace) -> int:
     print(f"\n{num_made} of {len(plan.steps)} stages would be made, {len(plan.steps) - num_made} reused.")
     if args.gpu_memory is not None:
         _print_fits(plan, args.gpu_memory, is_terminal)
-    if args.launcher or config.execution.cluster.launcher != "torchrun":
+    if args.launcher or not config.execution.cluster.is_here:
         print_submission(plan)
     return 0
 

@@ -270,11 +270,6 @@ class PipelineConfig(StrictModel):
         )
 
     @property
-    def trains_here(self) -> bool:
-        """Whether the training runs on this host."""
-        return self.execution.cluster.launcher == "torchrun"
-
-    @property
     def sources(self) -> dict[str, str]:
         """Role of each raw input of the user -> its address; empty for embedded data."""
         if isinstance(self.data, tuple):

@@ -102,7 +102,7 @@ def vlm_sft(plan: Plan) -> dict[str, Any]:
     execution = plan.config.execution
     check_launcher(execution.cluster)
     check_chat(plan)
-    if plan.config.trains_here:  # this machine will generate the answers, after hours of training
+    if plan.config.execution.cluster.is_here:  # this machine will generate the answers, after hours of training
         check_engine(plan.config.evaluate.engine)
     check_push(execution.registry.push_to)
     with on_cluster(execution, plan.root, [item.dir for item in plan.given.values()]):

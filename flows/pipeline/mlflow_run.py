@@ -70,7 +70,7 @@ def open_tracking(plan: Plan) -> str | None:
         recipe_yaml=yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False),
         registry=config.execution.registry,
         artifacts=config.execution.tracking.artifacts,
-        samples_host=config.trains_here,
+        samples_host=config.execution.cluster.is_here,
     )
     return open_run(plan.root, opening)
 

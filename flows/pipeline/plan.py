@@ -164,7 +164,7 @@ def _check_family(config: PipelineConfig, family: Family, shape: ModelShape) -> 
     _check_beside(config, family, shape)
     check_experts(config.train, config.execution.parallel, shape)
     check_mtp(config.train, config.execution.parallel, shape)
-    if config.trains_here:
+    if config.execution.cluster.is_here:
         check_precision(config.train.precision, config.execution.modules, this_host())
         modules_line(config)
 
@@ -199,7 +199,7 @@ def modules_line(config: PipelineConfig) -> str:
 def first_lines(plan: Plan) -> Iterator[str]:
     """Yield the lines that `plan` and `run` begin with: the modules of the training, and the end that is added to the
     model."""
-    if plan.config.trains_here:
+    if plan.config.execution.cluster.is_here:
         yield modules_line(plan.config)
     if "model" not in plan.given:
         return

@@ -154,7 +154,8 @@ def make_steps(config: PipelineConfig, given: Mapping[str, Input]) -> list[Step]
     scored = {"samples": samples, "contamination": seen}
     scores = step("evaluate", evaluate, config.evaluate.scoring, answers=answers, **scored, made_by=trained)
     if config.compare is not None:
-        has_room = config.trains_here and not this_host().gpu  # a GPU has no room for the training and the answers
+        # A GPU has no room for the training and the answers.
+        has_room = config.execution.cluster.is_here and not this_host().gpu
         beside = "train" if has_room else ""
         of_base = step("answer_base", answer, config.evaluate.answer, Needs.SLOT, beside=beside, **before)
         base = step("evaluate_base", evaluate, config.evaluate.scoring, answers=of_base, **scored, start_of=trained)

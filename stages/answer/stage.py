@@ -92,7 +92,7 @@ def answer(
 def _answer_all(config: AnswerConfig, inputs: Mapping[str, Input], work: Path, resources: StageResources) -> None:
     """Plan the questions, or read an earlier run's plan; answer the missing parts, and gather all of them."""
     adapter = opened_adapter(inputs["adapter"]) if "adapter" in inputs else None
-    if resources.cluster.launcher == "torchrun":  # elsewhere the workers check it
+    if resources.cluster.is_here:  # elsewhere the workers check it
         check_engine(config.engine, adapter)
     model, samples, tokenized = opened_model(inputs["hf"]), inputs["samples"], inputs.get("tokenized")
     model.check_weights()
@@ -145,7 +145,7 @@ def _answer_missing_parts(
 
 def answers_apart(cluster: ClusterConfig) -> bool:
     """Whether the cluster's launcher starts worker processes; otherwise this process answers."""
-    return cluster.launcher != "torchrun" or cluster.processes > 1
+    return not cluster.is_here or cluster.processes > 1
 
 
 def _gather(job: AnswerJob, questions: Sequence[Question], work: Path) -> None:

@@ -195,7 +195,7 @@ def _ask(work: Path, source: Path, exported: Artifact, resources: StageResources
     arguments = ("-P", str(Path(__file__).with_name("loaders.py").resolve()), str(directory / "job.json"))
     job = Job(str(directory), arguments, directory / "logs" / "verify.log", resources.on_line)
     cluster = resources.cluster
-    if cluster.launcher == "torchrun":
+    if cluster.is_here:
         cluster = cluster.model_copy(update={"processes": 1})
     run_job(make_launcher(cluster), job)
     return {name: json.loads((directory / f"{name}.json").read_text(encoding="utf-8")) for name in loaders}

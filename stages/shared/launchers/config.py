@@ -43,11 +43,16 @@ class ClusterConfig(StrictModel):
                 f"processes={self.processes} do not divide over nodes={self.nodes}; try processes="
                 f"{-(-self.processes // self.nodes) * self.nodes}"
             )
-        if self.launcher == "torchrun" and self.nodes > 1:
+        if self.is_here and self.nodes > 1:
             raise ValueError(f"nodes={self.nodes} needs a launcher for several hosts; try launcher=slurm")
         if self.launcher in JOB_FILES and self.job_file is None:
             raise ValueError(f"launcher={self.launcher} needs job_file, the path of {JOB_FILES[self.launcher]}")
         return self
+
+    @property
+    def is_here(self) -> bool:
+        """Whether a job's processes run on this machine, as children of the flow."""
+        return self.launcher == "torchrun"
 
     @property
     def per_node(self) -> int:
@@ -57,4 +62,4 @@ class ClusterConfig(StrictModel):
     @property
     def limit(self) -> str:
         """The name of the concurrency limit that a job holds while it runs (flows/pipeline/limits.py)."""
-        return "gpu-host" if self.launcher == "torchrun" else f"{self.launcher}:{self.job_file.stem}"
+        return "gpu-host" if self.is_here else f"{self.launcher}:{self.job_file.stem}"
