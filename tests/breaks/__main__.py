@@ -3,10 +3,8 @@
     python -m tests.breaks [NAME ...]
 
 Each break is applied in its own checkout of HEAD. First the tests of its `Seen by:` line run. If none of them fails,
-all
-core tests that the broken file can reach run. A break that no test detects means that the core lost a guarantee, and
-the
-command exits with 1.
+all core tests that the broken file can reach run. A break that no test detects means that the core lost a guarantee,
+and the command exits with 1.
 """
 
 import os
