@@ -285,23 +285,20 @@ def megatrons_own():
 
 @pytest.mark.full
 @pytest.mark.parametrize("writer", ["megatron-core", "athanor"])
-def test_a_checkpoint_of_before_is_loaded_as_one_of_today(tmp_path, writer, monkeypatch):
-    run = write_job(tmp_path, num_steps=4)
-    with single_rank() as mesh:
-        chunks, optimizer = updated_parts(run, mesh)
-        with Checkpointer(chunks, optimizer, run, mesh) as writing, monkeypatch.context() as patch:
-            if writer == "megatron-core":
-                cls = distrib_optimizer.DistributedOptimizer
-                patch.setattr(optimizer_state, "install", lambda: None)
-                patch.setattr(cls, "sharded_param_state_fully_reshardable", megatrons_own())
-            writing.save(1)
-            writing.finish()
-        expected = tensors_of(optimizer)
-        others, empty = make_parts(run, mesh)
-        checkpoint.load(others, empty, list_checkpoints(run.output_dir / "checkpoints")[0], mesh)
-        assert len(expected) > 100
-        for ours, theirs in zip(tensors_of(empty), expected, strict=True):
-            assert torch.equal(ours, theirs)
+def test_a_checkpoint_of_before_is_loaded_as_one_of_today(parts, writer, monkeypatch):
+    with make(parts) as made, monkeypatch.context() as patch:
+        if writer == "megatron-core":
+            cls = distrib_optimizer.DistributedOptimizer
+            patch.setattr(optimizer_state, "install", lambda: None)
+            patch.setattr(cls, "sharded_param_state_fully_reshardable", megatrons_own())
+        save(made, 1)
+    run, mesh, _, optimizer = parts
+    expected = tensors_of(optimizer)
+    others, empty = make_parts(run, mesh)
+    checkpoint.load(others, empty, list_checkpoints(run.output_dir / "checkpoints")[0], mesh)
+    assert len(expected) > 100
+    for ours, theirs in zip(tensors_of(empty), expected, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def tensors_of(optimizer) -> list[torch.Tensor]:
