@@ -21,7 +21,7 @@ from tests.bench import peer
 from tests.bench.bench_train_step import layers_of_pieces
 from tests.bench.mix import config_of, write_data, write_model
 from tests.bench.peer import PeerPlan, collate, read_samples, shuffled
-from tests.bench.trace_parts import MARK, STEP_BEGINS, STEP_ENDS, kind_of, read_parts
+from tests.bench.trace_parts import MARK, STEP_BEGINS, STEP_ENDS, read_parts
 from tests.bench.train_report import Measured, column_of_layout
 from tests.bench.trainer_job import Execution, endless_training, write_run
 from tests.helpers.fake_trainer import metrics_row
@@ -180,20 +180,6 @@ def test_the_figures_of_a_layout_are_sums_over_wall_clock_time():
         "data wait with its copies, % of the step": 10,
     }
     assert {name: column[name] for name in wanted} == pytest.approx(wanted)
-
-
-def test_kernels_are_known_by_their_names():
-    names = {
-        "void transformer_engine::normalization::rmsnorm_bwd_tuned_kernel": "norms",
-        "at::native::multi_tensor_apply_kernel<L2NormFunctor>": "optimizer's own",
-        "_scatter_gather_elementwise_kernel": "gathers and scatters",
-        "backward_states": "delta rule",
-        "_norm_backward": "delta layer's own",
-        "CatArrayBatchedCopy": "copies and fills",
-        "sm90_xmma_gemm_bf16bf16_bf16f32": "matrix products",
-        "vectorized_elementwise_kernel<4, AddFunctor>": "elementwise and rest",
-    }
-    assert {name: kind_of(name) for name in names} == names
 
 
 def tables_of(report):

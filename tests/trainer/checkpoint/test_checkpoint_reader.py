@@ -20,7 +20,7 @@ from tests.helpers.single_rank import single_rank
 from tests.helpers.tiers import full
 from trainer.checkpoint import save_and_load as checkpoint
 from trainer.checkpoint.directory import list_checkpoints
-from trainer.checkpoint.reader import CheckpointNotTrusted, CommonState, MetadataReader, _MetadataUnpickler, load_plain
+from trainer.checkpoint.reader import CheckpointNotTrusted, CommonState, MetadataReader, _MetadataUnpickler
 from trainer.checkpoint.saver import Checkpointer
 from trainer.contract.checkpoint import check_checkpoint, digest_of, write_checkpoint_record
 from trainer.contract.run import RunConfig
@@ -51,6 +51,15 @@ def make_parts(run: RunConfig, mesh):
     return apply_data_parallel(build_chunks(run, family, shape, mesh, torch.float32), run, mesh, family)
 
 
+def updated_parts(run: RunConfig, mesh):
+    """Chunks and optimizer after one update."""
+    chunks, optimizer = make_parts(run, mesh)
+    for param in chunks[0].module.parameters():
+        param.main_grad.normal_()
+    optimizer.step()
+    return chunks, optimizer
+
+
 @pytest.fixture(scope="module", autouse=True)
 def torch_adam():
     """The trainer's own mending of megatron-core, without its TorchFunctionMode, for these tests alone."""
@@ -67,11 +76,7 @@ def saved(tmp_path_factory) -> tuple[RunConfig, Path]:
     """A checkpoint of one rank, as the trainer writes it."""
     run = write_job(tmp_path_factory.mktemp("job"), num_steps=4)
     with single_rank() as mesh:
-        chunks, optimizer = make_parts(run, mesh)
-        for param in chunks[0].module.parameters():
-            param.main_grad.normal_()
-        optimizer.step()
-        writer = Checkpointer(chunks, optimizer, run, mesh)
+        writer = Checkpointer(*updated_parts(run, mesh), run, mesh)
         writer.save(1)
         writer.finish()
     (found,) = list_checkpoints(run.output_dir / "checkpoints")
@@ -182,20 +187,6 @@ def test_a_pickle_that_calls_is_refused_and_calls_nothing(saved, copied, tmp_pat
     assert not target.exists()
 
 
-def test_without_our_readers_all_three_would_call(copied, tmp_path):
-    """The spoilt files are what they seem: read with plain pickle, each makes its file."""
-    spoil_common(copied, Touch(tmp_path / "common"))
-    torch.load(copied / "common.pt", weights_only=False)
-    spoil_object(copied, Touch(tmp_path / "object"))
-    metadata = pickle.loads((copied / ".metadata").read_bytes())
-    (place,) = [place for index, place in metadata.storage_data.items() if index.fqn == BYTES_OBJECT]
-    data = (copied / place.relative_path).read_bytes()[place.offset : place.offset + place.length]
-    torch.load(io.BytesIO(data), weights_only=False)
-    spoil_metadata(copied, Touch(tmp_path / "metadata"))
-    pickle.loads((copied / ".metadata").read_bytes())
-    assert all((tmp_path / name).exists() for name in ("common", "object", "metadata"))
-
-
 def test_no_module_is_given_an_extra_state(saved, copied, monkeypatch):
     """Transformer Engine's modules unpickle theirs."""
     given = []
@@ -241,12 +232,6 @@ def test_a_spoilt_metadata_file_is_one_line(saved, copied, kept):
     with pytest.raises(InputError, match=r"is damaged \(\.metadata cannot be read: ") as caught:
         load(saved[0], copied)
     assert "\n" not in str(caught.value)
-
-
-def test_plain_data_is_plain(tmp_path):
-    value = {"a": [1, 2.5, "x", None, True], "t": torch.arange(3)}
-    torch.save(value, tmp_path / "x.pt")
-    assert json.dumps(load_plain(tmp_path / "x.pt", "x")["a"]) == json.dumps(value["a"])
 
 
 def by_getattr(module: str, kind: str, name: str) -> bytes:

@@ -1,20 +1,27 @@
-"""The checks before a save, and the outcome where a file is missing."""
+"""A save: the checks before it, the copy in host memory, the optimizer's tensors, and the outcome where it fails."""
 
+import importlib.util
 import json
 import logging
+import math
+import random
 import threading
 from types import SimpleNamespace
 
 import pytest
+import torch
+from megatron.core.optimizer import distrib_optimizer
 
 from dataset_builders.errors import InputError
 from tests.helpers.patience import at_most
 from tests.helpers.run_dir import changed, write_job
 from tests.helpers.single_rank import single_rank
-from tests.trainer.checkpoint.test_checkpoint_reader import make_parts, torch_adam  # noqa: F401, a fixture
-from trainer.checkpoint import directory, saver
+from tests.trainer.checkpoint.test_checkpoint_reader import make_parts, torch_adam, updated_parts  # noqa: F401, a fixture
+from trainer.checkpoint import directory, optimizer_state, saver
+from trainer.checkpoint import save_and_load as checkpoint
 from trainer.checkpoint.directory import list_checkpoints
-from trainer.checkpoint.saver import Checkpointer, RankFile
+from trainer.checkpoint.optimizer_state import rectangles
+from trainer.checkpoint.saver import Checkpointer, HostMemory, RankFile, available_memory, copied_one_by_one
 from trainer.model.registry import read_model
 from trainer.plan.estimate import estimate_saved
 
@@ -31,11 +38,7 @@ def updated(tmp_path_factory, torch_adam):  # noqa: F811
     """(run, mesh, chunks, optimizer) after one update. No save changes them."""
     run = write_job(tmp_path_factory.mktemp("job"), num_steps=STEPS)
     with single_rank() as mesh:
-        chunks, optimizer = make_parts(run, mesh)
-        for param in chunks[0].module.parameters():
-            param.main_grad.normal_()
-        optimizer.step()
-        yield run, mesh, chunks, optimizer
+        yield run, mesh, *updated_parts(run, mesh)
 
 
 @pytest.fixture
@@ -50,6 +53,11 @@ def make(parts, step: int = 0, **checkpoint) -> Checkpointer:
     run, mesh, chunks, optimizer = parts
     settings = run.execution.checkpoint.model_copy(update={"save_interval": INTERVAL, **checkpoint})
     return Checkpointer(chunks, optimizer, changed(run, checkpoint=settings), mesh, step)
+
+
+def save(made: Checkpointer, step: int) -> None:
+    made.save(step)
+    made.finish()
 
 
 def names(parts) -> list[str]:
@@ -70,8 +78,7 @@ def test_the_size_is_known_before_the_first_save(parts):
         shape = read_model(parts[0].hf_dir)[1]
         parallel, whole = parts[0].execution.parallel, [range(shape.language.num_layers)]
         assert made._size == estimate_saved(shape, parallel, parts[0].train, pieces=whole, dp=1)
-        made.save(2)
-        made.finish()
+        save(made, 2)
         (file,) = (parts[0].output_dir / "checkpoints/step-000002").glob("*.distcp")
         assert 0.7 < made._size / file.stat().st_size <= 1  # small tensors' headers count here
 
@@ -99,9 +106,8 @@ def test_a_run_without_room_for_its_checkpoints_is_refused_before_its_first_step
 
 def test_checkpoints_that_are_there_count(parts, monkeypatch):
     with make(parts) as made:
-        for step in (2, 4):
-            made.save(step)
-            made.finish()
+        save(made, 2)
+        save(made, 4)
     size = size_of(parts)
     have_free(monkeypatch, size)
     with make(parts, step=4):
@@ -113,8 +119,7 @@ def test_checkpoints_that_are_there_count(parts, monkeypatch):
 
 def test_a_save_without_room_ends_in_one_line_and_leaves_the_others(parts, monkeypatch):
     with make(parts) as made:
-        made.save(2)
-        made.finish()
+        save(made, 2)
         have_free(monkeypatch, 1000)
         with pytest.raises(RuntimeError, match=r"step-000004.*GB are wanted.*earlier ones are whole") as caught:
             made.save(4)
@@ -123,8 +128,7 @@ def test_a_save_without_room_ends_in_one_line_and_leaves_the_others(parts, monke
 
 def test_a_disk_that_is_full_in_the_middle_leaves_the_others_and_no_scratch(parts, monkeypatch):
     with make(parts) as made:
-        made.save(2)
-        made.finish()
+        save(made, 2)
         full = OSError(28, "No space left on device")
         monkeypatch.setattr(RankFile, "write", lambda *_: (_ for _ in ()).throw(full))
         made.save(4)
@@ -189,7 +193,115 @@ def test_what_is_not_to_be_finished_ends_soon(parts, monkeypatch):
 
 def test_the_record_says_what_was_written(parts):
     with make(parts) as made:
-        made.save(2)
-        made.finish()
+        save(made, 2)
     record = json.loads((parts[0].output_dir / "checkpoints/step-000002/athanor.json").read_text())
     assert set(record["digests"]) == {".metadata", "__0_0.distcp.xxh3", "common.pt", "metadata.json"}
+
+
+# The copy in host memory
+
+
+CPU = torch.device("cpu")
+
+
+def tensors() -> list[torch.Tensor]:
+    base = torch.arange(3000, dtype=torch.float32)
+    return [base[5:1005].view(10, 100), base[2000:].bfloat16(), torch.tensor(3.0), base[:1000].view(50, 20)]
+
+
+def memory(block: int, monkeypatch) -> HostMemory:
+    monkeypatch.setattr(saver, "_BLOCK", block)
+    return HostMemory([tensor.nbytes for tensor in tensors()], CPU)
+
+
+@pytest.mark.parametrize("block", [1, 6000, 1 << 30])
+def test_copies_are_equal_in_any_order_and_own_their_storage(block, monkeypatch):
+    held = memory(block, monkeypatch)
+    for given in (tensors(), tensors()[::-1]):
+        for copy, tensor in zip(held.copy(given), given, strict=True):
+            assert torch.equal(copy, tensor) and copy.dtype == tensor.dtype
+            assert copy.untyped_storage().nbytes() == tensor.nbytes  # torch.save writes the whole storage
+
+
+def test_every_copy_takes_the_same_memory_and_does_not_follow_its_tensor(monkeypatch):
+    held, given = memory(1 << 30, monkeypatch), tensors()
+    copies = list(held.copy(given))
+    given[0].zero_()
+    assert torch.equal(copies[0], tensors()[0])
+    first = [copy.data_ptr() for copy in copies]
+    assert [copy.data_ptr() for copy in held.copy(tensors())] == first and len(set(first)) == len(first)
+
+
+def test_memory_that_cannot_be_had_is_an_error_where_it_is_used(monkeypatch):
+    monkeypatch.setattr(saver.mmap, "mmap", lambda *_: (_ for _ in ()).throw(OSError("Cannot allocate memory")))
+    with pytest.raises(OSError, match="Cannot allocate"):
+        HostMemory([8], CPU).copy([torch.zeros(2)])
+
+
+def test_one_by_one_they_own_their_storage_too():
+    for copy, tensor in zip(copied_one_by_one(tensors()), tensors(), strict=True):
+        assert torch.equal(copy, tensor) and copy.untyped_storage().nbytes() == tensor.nbytes
+    assert list(copied_one_by_one([])) == []
+
+
+def test_the_limit_of_a_control_group_counts(tmp_path, monkeypatch):
+    for name, text in (("memory.max", "5000000\n"), ("memory.current", "4000000\n")):
+        (tmp_path / name).write_text(text)
+    (tmp_path / "memory.stat").write_text("anon 1000000\ninactive_file 2000000\nactive_file 500000\n")
+    assert available_memory() > 5_000_000
+    monkeypatch.setattr(saver, "_CGROUPS", tmp_path)
+    assert available_memory() == 3_500_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_memory() > 5_000_000
+
+
+# The optimizer's tensors
+
+
+def test_rectangles_cover_any_run_of_numbers_once_and_in_order():
+    draw = random.Random(0)
+    for _ in range(2000):
+        shape = [draw.randint(1, 4) for _ in range(draw.randint(1, 4))]
+        first = draw.randrange(math.prod(shape))
+        last = draw.randint(first + 1, math.prod(shape))
+        numbers = torch.arange(math.prod(shape)).view(shape)
+        found = [
+            numbers[tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))].flatten()
+            for offset, size in rectangles(shape, first, last)
+        ]
+        assert torch.equal(torch.cat(found), torch.arange(first, last)), (shape, first, last)
+    assert list(rectangles((3, 4, 5), 0, 60)) == [((0, 0, 0), (3, 4, 5))]
+
+
+def megatrons_own():
+    """The function that `install` replaces, from a second copy of its module."""
+    spec = importlib.util.spec_from_file_location("distrib_optimizer_as_it_was", distrib_optimizer.__file__)
+    spec.submodule_search_locations = None
+    module = importlib.util.module_from_spec(spec)
+    module.__package__ = distrib_optimizer.__package__
+    spec.loader.exec_module(module)
+    return module.DistributedOptimizer.sharded_param_state_fully_reshardable
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("writer", ["megatron-core", "athanor"])
+def test_a_checkpoint_of_before_is_loaded_as_one_of_today(parts, writer, monkeypatch):
+    with make(parts) as made, monkeypatch.context() as patch:
+        if writer == "megatron-core":
+            cls = distrib_optimizer.DistributedOptimizer
+            patch.setattr(optimizer_state, "install", lambda: None)
+            patch.setattr(cls, "sharded_param_state_fully_reshardable", megatrons_own())
+        save(made, 1)
+    run, mesh, _, optimizer = parts
+    expected = tensors_of(optimizer)
+    others, empty = make_parts(run, mesh)
+    checkpoint.load(others, empty, list_checkpoints(run.output_dir / "checkpoints")[0], mesh)
+    assert len(expected) > 100
+    for ours, theirs in zip(tensors_of(empty), expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def tensors_of(optimizer) -> list[torch.Tensor]:
+    (part,) = optimizer.chained_optimizers
+    params = [param for group in part.optimizer.param_groups for param in group["params"]]
+    return [tensor for p in params for tensor in (p, *part.optimizer.state[p].values())]

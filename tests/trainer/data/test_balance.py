@@ -204,12 +204,6 @@ def test_the_ranks_share_the_global_batch_whole(dp, num_bins):
         assert Counter(n for s in shares for n in s) == Counter(undealt)
 
 
-@pytest.mark.parametrize("dp", [1, 2, 4])
-def test_a_resumed_order_is_the_uninterrupted_one(dp):
-    for rank in range(dp):
-        assert share(rank, dp, 0, 3) + share(rank, dp, 3, 7) == share(rank, dp, 0, 7)
-
-
 def test_it_is_dealt_by_cost_only_where_asked():
     cost = {n: COSTS.planned_cost(sum_bin(refs), 128) for n, refs in enumerate(BINS)}
     by_cost = strided = 0.0

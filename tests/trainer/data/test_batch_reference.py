@@ -92,6 +92,8 @@ def check(batch: MicroBatch, samples: list[TokenizedSample], geometry: Geometry,
     assert list(batch.loss_lengths) == by_sample[: len(samples)]
     assert batch.num_loss_tokens == sum(label is not None for _, _, label in table)
     assert batch.sample_lengths == tuple(lengths) and batch.keys == tuple(s.key for s in samples)
+    assert batch.num_tokens == sum(lengths) and batch.num_slots == seq_len
+    assert batch.image_patches == tuple(patches for s in samples for patches in s.image_grid_thw.prod(1).tolist())
     check_second(batch, samples, bounds, mine if geometry.predicts_second else [])
     if part.has_vision:
         held = list(chain(*held))
@@ -132,7 +134,6 @@ def check_vision(
     merge = geometry.spatial_merge_size
     grids = [tuple(grid) for s in samples for grid in s.image_grid_thw.tolist()]
     counts = [t * h * w for t, h, w in grids]
-    assert batch.image_patches == tuple(counts)
     pixels = np.split(np.concatenate([np.empty((0, 12), np.uint8), *(s.patches for s in samples)]), np.cumsum(counts))
     shares = spread_images(counts, part.vision_ranks)
     chosen = shares[part.vision_rank]

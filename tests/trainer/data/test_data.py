@@ -43,23 +43,6 @@ def test_order_changes_with_seed_and_epoch_and_nothing_else():
     assert epoch_of(1, 0) != epoch_of(1, 5)
 
 
-@pytest.fixture(scope="module")
-def reader(tmp_path_factory):
-    run = write_job(tmp_path_factory.mktemp("data"), num_steps=4)
-    return BinReader(
-        run.tokenized_dir, run.bins_dir, "train", geometry_of(read_model(run.hf_dir)[1]), SEQ_LEN, RankSlice()
-    )
-
-
-@pytest.mark.parametrize("dp", [1, 2, 4])
-def test_the_global_batch_is_the_same_on_any_number_of_ranks(reader, dp):
-    orders = [TrainingOrder(reader, seed=1, global_batch_size=4, dp_rank=r, dp=dp) for r in range(dp)]
-    for step in range(6):
-        shares = [list(order(step, step + 1)) for order in orders]
-        assert {len(share) for share in shares} == {4 // dp}
-        assert Counter(n for share in shares for n in share) == Counter(orders[0].global_batch(step))
-
-
 def test_planned_epochs_follow_one_another_and_start_over():
     sizes = (4, 7, 2)
     seen = bins_at(sizes, 3, np.arange(2 * 13)).tolist()
@@ -192,15 +175,18 @@ def test_an_error_is_raised_in_its_place(num_workers):
     assert seen == [0, 1, 2, 3, 4, 5]
 
 
-def test_prefetch_keeps_the_order_and_raises_the_readers_error(reader):
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory):
+    run = write_job(tmp_path_factory.mktemp("data"), num_steps=4)
+    return BinReader(
+        run.tokenized_dir, run.bins_dir, "train", geometry_of(read_model(run.hf_dir)[1]), SEQ_LEN, RankSlice()
+    )
+
+
+def test_bins_are_read_as_they_are_planned(reader):
     numbers = [3, 0, 5, 1]
     keys = [batch.keys for batch in prefetch(reader, iter(numbers), depth=2, pin=False)]
     assert keys == [tuple(ref.key for ref in reader.bins[n]) for n in numbers]
-    with pytest.raises(IndexError):
-        list(prefetch(reader, iter([0, 99]), depth=2, pin=False))
-
-
-def test_samples_come_back_as_written(reader):
     sample = reader.samples(0)[0]
     assert sample.input_ids.dtype == np.int32 and len(sample.input_ids) == reader.bins[0][0].num_tokens
     sample.check()

@@ -10,10 +10,11 @@ from transformers.vision_utils import get_vision_interpolation_indices_and_weigh
 from dataset_builders.contracts.tokenized import TokenizedSample
 from tests.helpers.hardware import requires_gpus
 from tests.helpers.tiers import full
-from trainer.data.micro_batch import Geometry, make_micro_batch, mrope_positions, patch_coordinates
+from trainer.data.micro_batch import Geometry, make_micro_batch, patch_coordinates
 from trainer.parts.vision.module import position_taps
 
 IMAGE = 9
+TWO = [[1, IMAGE, IMAGE], [IMAGE, 1]]  # ids of two samples
 
 
 def sample_of(ids: list[int], grids, key: str = "made/1") -> TokenizedSample:
@@ -54,50 +55,35 @@ def test_token_positions_are_transformers(seed):
     assert torch.equal(positions_of(ids, grids, merge), transformers_positions(ids, grids, merge))
 
 
-def test_text_counts_up_on_all_axes():
-    assert positions_of([1, 2, 3], []).tolist() == [[0, 1, 2]] * 3
-    assert mrope_positions(0, [], []).shape == (3, 0)
-
-
-def test_an_image_of_four_tokens():
-    positions = positions_of([1, IMAGE, IMAGE, IMAGE, IMAGE, 2], [(1, 4, 4)])
-    assert positions.tolist() == [[0, 1, 1, 1, 1, 3], [0, 1, 1, 2, 2, 3], [0, 1, 2, 1, 2, 3]]
-
-
 def test_images_that_touch_have_a_grid_each():
+    """transformers wants text between images."""
     positions = positions_of([1, *[IMAGE] * 2, *[IMAGE] * 3, 2], [(1, 2, 4), (1, 6, 2)])
     assert positions.tolist() == [[0, 1, 1, 3, 3, 3, 6], [0, 1, 1, 3, 4, 5, 6], [0, 1, 2, 3, 3, 3, 6]]
 
 
-def test_image_tokens_that_are_not_the_grids_are_refused():
-    with pytest.raises(ValueError, match=r"made/1: 1 image tokens, but its grids \[\[1, 4, 4\]\] make 4"):
-        positions_of([1, IMAGE], [(1, 4, 4)])
-
-
-def test_image_tokens_that_are_not_together_are_refused():
-    with pytest.raises(ValueError, match=r"made/1: other tokens lie between the 4 image tokens of its grids"):
-        positions_of([1, IMAGE, IMAGE, 1, IMAGE, IMAGE], [(1, 4, 4)])
-    with pytest.raises(ValueError, match="made/1: other tokens lie between the 3 image tokens of its grids"):
-        positions_of([1, IMAGE, 2, IMAGE, IMAGE], [(1, 2, 4), (1, 2, 2)])
-    with pytest.raises(ValueError, match="made/1: 3 image tokens, but its grids"):  # up to the end of the sample
-        positions_of([1, IMAGE, IMAGE, 1, IMAGE], [(1, 4, 4)])
-
-
 @pytest.mark.parametrize(
-    ("grids", "wrong"),
+    ("ids", "grids", "wrong"),
     [
-        ([[(1, 2, 4)], []], r"made/2: 1 image tokens, but its grids \[\] make 0"),
-        ([[], [(1, 2, 2)]], r"made/1: 2 image tokens, but its grids \[\] make 0"),
-        ([[(1, 2, 2)], [(1, 2, 4)]], r"made/1: 2 image tokens, but its grids \[\[1, 2, 2\]\] make 1"),
-        ([[(1, 2, 6)], []], r"made/1: 2 image tokens, but its grids \[\[1, 2, 6\]\] make 3"),  # takes the next one's
-        ([[(1, 2, 4), (1, 2, 2)], []], r"made/1: 2 image tokens, but its grids"),
-        ([[(1, 2, 4)], [(1, 2, 2), (1, 2, 2)]], r"made/2: 1 image tokens, but its grids"),
+        ([[1, IMAGE]], [[(1, 4, 4)]], r"made/1: 1 image tokens, but its grids \[\[1, 4, 4\]\] make 4"),
+        ([[1, IMAGE, IMAGE, 1, IMAGE, IMAGE]], [[(1, 4, 4)]], "made/1: other tokens lie between the 4 image tokens of"),
+        (
+            [[1, IMAGE, 2, IMAGE, IMAGE]],
+            [[(1, 2, 4), (1, 2, 2)]],
+            "made/1: other tokens lie between the 3 image tokens",
+        ),
+        ([[1, IMAGE, IMAGE, 1, IMAGE]], [[(1, 4, 4)]], "made/1: 3 image tokens, but its grids"),  # up to its end
+        # Nor are one sample's image tokens another's.
+        (TWO, [[(1, 2, 4)], []], r"made/2: 1 image tokens, but its grids \[\] make 0"),
+        (TWO, [[], [(1, 2, 2)]], r"made/1: 2 image tokens, but its grids \[\] make 0"),
+        (TWO, [[(1, 2, 2)], [(1, 2, 4)]], r"made/1: 2 image tokens, but its grids \[\[1, 2, 2\]\] make 1"),
+        (TWO, [[(1, 2, 6)], []], r"made/1: 2 image tokens, but its grids \[\[1, 2, 6\]\] make 3"),
+        (TWO, [[(1, 2, 4)], [(1, 2, 2), (1, 2, 2)]], "made/2: 1 image tokens, but its grids"),
     ],
 )
-def test_one_sample_s_image_tokens_are_not_another_s(grids, wrong):
-    samples = [sample_of([1, IMAGE, IMAGE], grids[0]), sample_of([IMAGE, 1], grids[1], "made/2")]
+def test_image_tokens_that_are_not_those_of_a_sample_s_grids_are_refused(ids, grids, wrong):
+    samples = [sample_of(*pair, f"made/{number}") for number, pair in enumerate(zip(ids, grids, strict=True), start=1)]
     with pytest.raises(ValueError, match=wrong):
-        make_micro_batch(samples, Geometry(IMAGE, 2, 12), 5)
+        make_micro_batch(samples, Geometry(IMAGE, 2, 12), 6)
 
 
 def patches_of(grids, merge: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -149,11 +135,6 @@ def test_a_gpu_makes_the_same_bits_without_waiting():
         position_taps(coordinates, frames, 48)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-def test_patches_come_in_blocks():
-    coordinates = patch_coordinates(np.array([[2, 4]]), 2)
-    assert coordinates.tolist() == [[0, 0], [0, 1], [1, 0], [1, 1], [0, 2], [0, 3], [1, 2], [1, 3]]
 
 
 def test_no_image_has_no_patch():

@@ -284,80 +284,62 @@ def difference(directory: Path, config: dict[str, Any], mesh) -> float:
     return float((losses - wanted).abs().max())
 
 
-SEEN_WRONG = [
-    ({"text_config": {"attention_bias": True}}, "text_config.attention_bias is true; only this is understood: False"),
-    ({"text_config": {"hidden_act": "relu"}}, 'text_config.hidden_act is "relu"; only this is understood'),
-    ({"vision_config": {"deepstack_visual_indexes": [0, 9]}}, "vision_config.deepstack_visual_indexes is [0, 9]; only"),
-    ({"vision_config": {"deepstack_visual_indexes": [1, 1]}}, "vision_config.deepstack_visual_indexes is [1, 1]; only"),
-    ({"vision_config": {"in_channels": 4}}, "vision_config.in_channels is 4; only this is understood: 3"),
-    ({"vision_config": {"num_heads": 3}}, "vision_config.num_heads is 3, and hidden_size 32 is not a multiple of"),
-    ({"vision_config": {"out_hidden_size": 48}}, "vision_config.out_hidden_size is 48, text_config.hidden_size 64"),
-    ({"text_config": {"rope_parameters": {"mrope_section": [4, 4]}}}, "mrope_section is [4, 4]; List should have"),
-    ({"text_config": {"num_attention_heads": 6, "num_key_value_heads": 4}}, "num_key_value_heads is 4, which does not"),
-    (
-        {"text_config": {"num_hidden_layers": 2}},
-        "2 deepstack levels (vision_config.deepstack_visual_indexes) need more",
-    ),
-    (
-        {"text_config": {"num_hidden_layers": 2**70}},
-        "num_hidden_layers is 1180591620717411303424; only integers below 2,1",
-    ),
-    (
-        {"text_config": {"num_hidden_layers": 10**8}},
-        "num_hidden_layers is 100000000; only this is understood: less than or",
-    ),
-    (
-        {"vision_config": {"depth": 10**8}},
-        "vision_config.depth is 100000000; only this is understood: less than or",
-    ),
-    (
-        {"vision_config": {"deepstack_visual_indexes": [0, -(2**31)]}},
-        "[0, -2147483648]; only integers below 2,147,483,648",
-    ),
-    ({"quantization_config": {"bits": 4}}, "quantization_config is a key that is not understood; quantized weights"),
-    ({"text_config": {"num_experts": 8}}, "text_config.num_experts is a key that is not understood; remove it if"),
-]
+# By the family whose config is changed.
+REFUSED = {
+    "qwen3_vl": [
+        ({"text_config": {"attention_bias": True}}, "text_config.attention_bias is true; only this is understood: F"),
+        ({"text_config": {"hidden_act": "relu"}}, 'text_config.hidden_act is "relu"; only this is understood'),
+        ({"vision_config": {"deepstack_visual_indexes": [0, 9]}}, "deepstack_visual_indexes is [0, 9]; only"),
+        ({"vision_config": {"deepstack_visual_indexes": [1, 1]}}, "deepstack_visual_indexes is [1, 1]; only"),
+        ({"vision_config": {"deepstack_visual_indexes": [0, -(2**31)]}}, "[0, -2147483648]; only integers below 2,147"),
+        ({"vision_config": {"in_channels": 4}}, "vision_config.in_channels is 4; only this is understood: 3"),
+        ({"vision_config": {"num_heads": 3}}, "vision_config.num_heads is 3, and hidden_size 32 is not a multiple of"),
+        ({"vision_config": {"out_hidden_size": 48}}, "vision_config.out_hidden_size is 48, text_config.hidden_size 64"),
+        ({"vision_config": {"depth": 10**8}}, "vision_config.depth is 100000000; only this is understood: less than"),
+        ({"text_config": {"rope_parameters": {"mrope_section": [4, 4]}}}, "mrope_section is [4, 4]; List should have"),
+        ({"text_config": {"num_attention_heads": 6, "num_key_value_heads": 4}}, "num_key_value_heads is 4, which does"),
+        ({"text_config": {"num_hidden_layers": 2}}, "2 deepstack levels (vision_config.deepstack_visual_indexes) need"),
+        ({"text_config": {"num_hidden_layers": 2**70}}, "num_hidden_layers is 1180591620717411303424; only integers"),
+        ({"text_config": {"num_hidden_layers": 10**8}}, "num_hidden_layers is 100000000; only this is understood: le"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config is a key that is not understood; quantized weig"),
+        ({"text_config": {"num_experts": 8}}, "text_config.num_experts is a key that is not understood; remove it if"),
+    ],
+    "qwen3_5": [
+        ({"text_config": {"linear_num_value_heads": 5}}, "linear_num_key_heads is 2, which does not divide"),
+        ({"text_config": {"linear_key_head_dim": 8}}, "linear_key_head_dim is 8, linear_value_head_dim 16; only equal"),
+        ({"text_config": {"layer_types": ["full_attention"]}}, "layer_types has 1 layers, num_hidden_layers is 4"),
+        ({"text_config": {"partial_rotary_factor": 0.5, "rope_parameters": None}}, "[11, 11, 10]; only the sum 8"),
+        ({"text_config": {"attn_output_gate": False}}, "attn_output_gate is false; only this is understood: True"),
+        ({"text_config": {"linear_conv_kernel_dim": 2}}, "linear_conv_kernel_dim is 2; only this is understood: 4"),
+    ],
+    # Values of types that transformers refuses.
+    "qwen3_vl_moe": [
+        ({"text_config": {"output_router_logits": None}}, "output_router_logits is null; only this is understood: a v"),
+        ({"text_config": {"router_aux_loss_coef": None}}, "router_aux_loss_coef is null; only this is understood: a v"),
+        (
+            {"text_config": {"router_aux_loss_coef": 1}},
+            "router_aux_loss_coef is 1; transformers takes only a number wi",
+        ),
+        ({"text_config": {"attention_bias": 0}}, "text_config.attention_bias is 0; only this is understood: False"),
+        ({"vision_config": {"in_channels": 3.0}}, "vision_config.in_channels is 3.0; only this is understood: 3"),
+        ({"return_dict": False}, "return_dict is false; only this is understood: True"),
+        ({"return_dict": None}, "return_dict is null; only this is understood: True"),
+        ({"num_labels": None}, "num_labels is null; only this is understood: a valid integer"),
+    ],
+}
 
 
-@pytest.mark.parametrize(("changes", "words"), SEEN_WRONG, ids=[words[:40] for _, words in SEEN_WRONG])
-def test_what_was_once_accepted_is_refused_by_name(changes, words):
-    config = base_config("qwen3_vl")
+@pytest.mark.parametrize(
+    ("model_type", "changes", "words"), [(name, *row) for name, rows in REFUSED.items() for row in rows]
+)
+def test_what_was_once_accepted_is_refused_by_name(model_type, changes, words):
+    config = base_config(model_type)
     for key, value in changes.items():
-        config[key] = {**config[key], **value} if key in config else value
+        config[key] = {**config[key], **value} if isinstance(value, dict) and key in config else value
     with pytest.raises(InputError) as caught:
-        qwen3_vl.read_shape(config, "m/config.json")
-    assert str(caught.value).startswith("m/config.json: ") and words in str(caught.value)
-
-
-REFUSED_TYPES = [
-    (
-        "text_config",
-        "output_router_logits",
-        None,
-        "output_router_logits is null; only this is understood: a valid boolean",
-    ),
-    (
-        "text_config",
-        "router_aux_loss_coef",
-        None,
-        "router_aux_loss_coef is null; only this is understood: a valid number",
-    ),
-    ("text_config", "router_aux_loss_coef", 1, "router_aux_loss_coef is 1; transformers takes only a number with a"),
-    ("text_config", "attention_bias", 0, "text_config.attention_bias is 0; only this is understood: False"),
-    ("vision_config", "in_channels", 3.0, "vision_config.in_channels is 3.0; only this is understood: 3"),
-    (None, "return_dict", False, "return_dict is false; only this is understood: True"),
-    (None, "return_dict", None, "return_dict is null; only this is understood: True"),
-    (None, "num_labels", None, "num_labels is null; only this is understood: a valid integer"),
-]
-
-
-@pytest.mark.parametrize(("part", "key", "value", "words"), REFUSED_TYPES)
-def test_a_value_of_a_type_that_transformers_refuses_is_refused(part, key, value, words):
-    config = base_config("qwen3_vl_moe")
-    (config if part is None else config[part])[key] = value
-    with pytest.raises(InputError) as caught:
-        qwen3_vl_moe.read_shape(config, "m/config.json")
-    assert words in str(caught.value) and "\n" not in str(caught.value)
+        get_family(model_type).read_shape(config, "m/config.json")
+    assert str(caught.value).startswith("m/config.json: ") and "\n" not in str(caught.value)
+    assert words in str(caught.value)
 
 
 def test_a_missing_rotary_base_and_tied_weights_are_transformers_own():

@@ -6,7 +6,6 @@ import pytest
 
 from dataset_builders.contracts.strict import EVERY_FIELD
 from dataset_builders.errors import InputError
-from flows.pipeline.plan import check_model
 from flows.pipeline.recipe import load_recipe
 from stages.shared.inputs.config import EmbeddedModelConfig
 from trainer.model.registry import FAMILIES, get_family
@@ -93,16 +92,3 @@ def test_what_a_model_of_random_weights_cannot_be_is_one_line(overrides, words):
     with pytest.raises(InputError) as caught:
         load_recipe(overrides=overrides)
     assert words in str(caught.value) and "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (["train.precision=float8"], "train.precision is float8, in which the delta layers of a qwen3_5 model"),
-        (["train.optim.moments=bfloat16", "execution.parallel.sharding=fsdp"], "set train.optim.moments=float32"),
-    ],
-)
-def test_a_training_that_its_family_cannot_do_is_refused_before_the_first_stage(overrides, words):
-    """A directory of the family is refused before the data are made, not when training begins."""
-    with pytest.raises(InputError, match=words):
-        check_model(load_recipe(overrides=["model.family=qwen3_5", *overrides]).config)

@@ -15,10 +15,10 @@ from tests.helpers.bins import MIXED, make_samples
 from tests.helpers.run_dir import model_dir, write_job
 from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiers import tiered
+from tests.trainer.train_config import train_config
 from trainer.checkpoint import hf_weights
 from trainer.contract.adapter import AdapterConfig
 from trainer.contract.parallel import ParallelConfig
-from trainer.contract.run import OptimConfig, TrainConfig
 from trainer.data.micro_batch import geometry_of, make_micro_batch
 from trainer.layers import float8_base
 from trainer.layers.float8_base import base_packer, pack, pack_layer, unpack
@@ -109,10 +109,10 @@ def linears(rules: Sequence[Rule]) -> set[str]:
     return {rule.ours for rule in rules if rule.sizes}
 
 
-def adapted(shape: str, mesh, kind: str, *, is_packed: bool) -> torch.nn.Module:
+def adapted(shape: str, mesh, kind: str, *, is_packed: bool, **build: object) -> torch.nn.Module:
     """A model with adapters, whose base is packed, or holds the numbers that packing gives."""
     family, read = read_model(model_dir(shape))
-    model = build_tiny(model_dir(shape), mesh, SEQ_LEN)
+    model = build_tiny(model_dir(shape), mesh, SEQ_LEN, **build)
     rules = family.weight_rules(read)
     config = AdapterConfig(kind=kind, rank=4, alpha=8)
     if is_packed:
@@ -280,33 +280,19 @@ def test_what_is_recomputed_is_not_kept():
     assert torch.equal(*grads)
 
 
-def train_config(**changes: object) -> TrainConfig:
-    return TrainConfig(
-        seed=1,
-        num_steps=10,
-        global_batch_size=2,
-        heldout_interval=5,
-        optim=OptimConfig(lr=1e-3, min_lr_fraction=0.1, warmup_steps=2, weight_decay=0.1),
-        **{
-            "precision": "bfloat16",
-            "adapter": AdapterConfig(rank=4, alpha=8, base="float8"),
-            **changes,
-        },
-    )
-
-
 @pytest.mark.parametrize(
-    ("train", "parallel", "words"),
+    ("precision", "parallel", "words"),
     [
-        ({}, {"sharding": "fsdp"}, ("execution.parallel.sharding is fsdp", "sharding=distributed_optimizer")),
-        ({"precision": "float8"}, {}, ("train.precision is float8", "train.precision=bfloat16")),
+        ("bfloat16", {"sharding": "fsdp"}, ("execution.parallel.sharding is fsdp", "sharding=distributed_optimizer")),
+        ("float8", {}, ("train.precision is float8", "train.precision=bfloat16")),
     ],
 )
-def test_what_does_not_go_with_it_is_refused(train, parallel, words):
+def test_what_does_not_go_with_it_is_refused(precision, parallel, words):
     family, _ = read_model(model_dir("first"))
+    train = train_config(precision="bfloat16", adapter=AdapterConfig(rank=4, alpha=8, base="float8"))
     with pytest.raises(InputError) as refused:
-        check_training(train_config(**train), ParallelConfig(**parallel), family)
+        check_training(train.model_copy(update={"precision": precision}), ParallelConfig(**parallel), family)
     text = str(refused.value)
     assert all(word in text for word in (*words, "train.adapter.base is float8", "train.adapter.base=train_precision"))
     assert "\n" not in text
-    check_training(train_config(), ParallelConfig(), family)
+    check_training(train, ParallelConfig(), family)

@@ -7,15 +7,11 @@ import torch
 
 from tests.helpers.bins import MIXED, make_samples
 from tests.helpers.hardware import ON_CUDA, requires_gpus
-from tests.helpers.run_dir import model_dir
-from tests.helpers.single_rank import build_tiny, single_rank
-from trainer.contract.adapter import AdapterConfig
+from tests.helpers.single_rank import single_rank
+from tests.trainer.layers.test_float8_base import SEQ_LEN, adapted
 from trainer.data.micro_batch import geometry_of, make_micro_batch
 from trainer.layers import float8_base
-from trainer.layers.float8_base import base_packer, pack, unpack
-from trainer.layers.lora import add_adapters
-from trainer.model.adapters import adapted_layers
-from trainer.model.registry import read_model
+from trainer.layers.float8_base import pack, unpack
 from trainer.parallel.meta_parameters import materialised, parameters_on_meta
 
 pytestmark = pytest.mark.promise(
@@ -23,7 +19,6 @@ pytestmark = pytest.mark.promise(
     "a base in float8, there to the bit as beside the rounded weights; the base keeps its bits."
 )
 
-SEQ_LEN = 128
 WIDTHS = [1, 96, 4096, 5000]
 
 
@@ -60,7 +55,7 @@ def test_layers_compute_with_the_rounded_weights(shape, kind, modules):
         unpacked = []
         patch.setattr(float8_base, "unpack", lambda *args: unpacked.append(1) or unpack(*args))
         for is_packed in (True, False):
-            model = _adapted(shape, mesh, kind, modules, is_packed=is_packed)
+            model = adapted(shape, mesh, kind, is_packed=is_packed, dtype=torch.bfloat16, modules=modules)
             geometry = geometry_of(model.shape)
             batch = make_micro_batch(make_samples(MIXED, geometry, range(20, 300)), geometry, SEQ_LEN).to(mesh.device)
             unpacked.clear()
@@ -76,25 +71,6 @@ def test_layers_compute_with_the_rounded_weights(shape, kind, modules):
     lengths = products if kind == "dora" else 0  # the row lengths of a DoRA layer are of its unpacked weight too
     assert 2 * products - 1 <= count - lengths <= 2 * products
     assert none == 0
-
-
-def _adapted(shape: str, mesh, kind: str, modules: str, *, is_packed: bool) -> torch.nn.Module:
-    family, read = read_model(model_dir(shape))
-    model = build_tiny(model_dir(shape), mesh, SEQ_LEN, torch.bfloat16, modules=modules)
-    rules, config = family.weight_rules(read), AdapterConfig(kind=kind, rank=4, alpha=8)
-    linears = {rule.ours for rule in rules if rule.sizes}
-    packer = base_packer(model, mesh.device, linears)
-    for name, param in list(model.named_parameters()):
-        if is_packed:
-            packer(name)
-        elif name in linears and name.startswith("language."):
-            param.data = unpack(*pack(param.data), param.dtype)
-    add_adapters(model, adapted_layers(rules, config), config, seed=3)
-    torch.manual_seed(1)
-    for name, param in model.named_parameters():
-        if ".adapter.b." in name:
-            param.data.copy_(0.05 * torch.randn(param.shape))
-    return model
 
 
 @requires_gpus(1)

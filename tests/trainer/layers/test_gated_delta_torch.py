@@ -76,17 +76,6 @@ def test_segments_of_a_bin_are_each_alone_to_the_bit():
         assert torch.equal(together[begin:end], alone)
 
 
-def test_a_segment_changed_changes_no_bit_of_another():
-    heads = DeltaHeads(1, 1, 16)
-    inputs = layer_inputs(heads)
-    before = layer_of(slice(None), BOUNDS, inputs, heads)
-    inputs[0][64:128] += 1.0
-    after = layer_of(slice(None), BOUNDS, inputs, heads)
-    changed = (before != after).any(1)
-    assert changed[64:128].all()
-    assert not changed[:64].any() and not changed[128:].any()
-
-
 def test_the_convolution_is_torchs_for_a_segment_alone():
     torch.manual_seed(2)
     mixed, weight = torch.randn(7, 6, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)

@@ -91,19 +91,6 @@ def in_pieces(model, num_slots: int = 1, num_interrupted: int | None = None):
         decoder.graphs = None
 
 
-def test_the_pieces_make_what_the_layers_make(pair, monkeypatch):
-    monkeypatch.setattr(layer_graphs, "_Replay", SimpleNamespace(apply=lambda piece, *inputs: piece.run(*inputs)))
-    model = pair.ours
-    plain = model(pair.batch)
-    wanted = torch.autograd.grad(plain.sum(), list(model.parameters()))
-    with in_pieces(model):
-        ours = model(pair.batch)
-        found = torch.autograd.grad(ours.sum(), list(model.parameters()))
-    assert torch.equal(ours, plain)
-    for (name, _), a, b in zip(model.named_parameters(), found, wanted, strict=True):
-        assert torch.equal(a, b), name
-
-
 def test_the_caller_intervenes_after_the_last_layer_of_a_pipeline_rank(pair, monkeypatch):
     monkeypatch.setattr(layer_graphs, "_Replay", SimpleNamespace(apply=lambda piece, *inputs: piece.run(*inputs)))
     model, decoder = pair.ours, pair.ours.language.decoder
@@ -114,17 +101,19 @@ def test_the_caller_intervenes_after_the_last_layer_of_a_pipeline_rank(pair, mon
         assert torch.equal(decoder(*given), wanted)
 
 
-def test_micro_batches_between_their_passes_have_slots_in_turn(pair, monkeypatch):
+def test_the_pieces_make_what_the_layers_make_with_a_slot_for_each_micro_batch(pair, monkeypatch):
     """A slot keeps what it holds for its micro batch until that micro batch's backward pass."""
     used = []
     monkeypatch.setattr(
         layer_graphs, "_Replay", SimpleNamespace(apply=lambda piece, *x: (used.append(piece), piece.run(*x))[1])
     )
     model = pair.ours
-    wanted = torch.autograd.grad(model(pair.batch).sum(), list(model.parameters()))
+    plain = model(pair.batch)
+    wanted = torch.autograd.grad(plain.sum(), list(model.parameters()))
     other = dataclasses.replace(pair.batch, position_ids=pair.batch.position_ids * 0)
     with in_pieces(model, num_slots=2) as graphs:
         first = model(pair.batch)
+        assert torch.equal(first, plain)
         model(other)
         found = torch.autograd.grad(first.sum(), list(model.parameters()))
         model(other)
@@ -132,24 +121,6 @@ def test_micro_batches_between_their_passes_have_slots_in_turn(pair, monkeypatch
     assert used == [*pieces[0], *pieces[1], *pieces[0]]
     for (name, _), a, b in zip(model.named_parameters(), found, wanted, strict=True):
         assert torch.equal(a, b), name
-
-
-class ReplayedHere(torch.autograd.Function):
-    """A replayed graph: autograd sees only the inputs, and the gradients of weights are accumulated outside of it."""
-
-    @staticmethod
-    def forward(ctx, piece, *inputs):
-        with torch.enable_grad():
-            ctx.piece, ctx.inputs = piece, [x.detach().requires_grad_() for x in inputs]
-            ctx.outputs = piece.run(*ctx.inputs)
-        return tuple(x.detach() for x in ctx.outputs)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        found = torch.autograd.grad(ctx.outputs, [*ctx.inputs, *ctx.piece.trained], grads)
-        for param, grad in zip(ctx.piece.trained, found[len(ctx.inputs) :]):
-            param.grad = grad
-        return None, *found[: len(ctx.inputs)]
 
 
 class InFixedMemory(torch.autograd.Function):
@@ -276,7 +247,7 @@ def test_slices_that_kernels_would_be_compiled_anew_for_get_memory_of_their_own(
 
 def test_pieces_train_where_nothing_before_them_is_trained(pair, monkeypatch):
     """This is the case with adapters in the language model only."""
-    monkeypatch.setattr(layer_graphs, "_Replay", ReplayedHere)
+    monkeypatch.setattr(layer_graphs, "_Replay", InFixedMemory)
     model = pair.ours
     trained = {name: p for name, p in model.named_parameters() if "layers" in name and "linear_fc1.weight" in name}
     trained = {name: p for name, p in trained.items() if name.startswith("language")}
@@ -285,7 +256,8 @@ def test_pieces_train_where_nothing_before_them_is_trained(pair, monkeypatch):
         param.requires_grad = True
     try:
         wanted = torch.autograd.grad(model(pair.batch).sum(), list(trained.values()))
-        with in_pieces(model):
+        with in_pieces(model) as graphs:
+            capture_here(graphs.slots[0])
             model(pair.batch).sum().backward()
         for (name, param), grad in zip(trained.items(), wanted, strict=True):
             assert param.grad is not None, name

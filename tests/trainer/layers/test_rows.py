@@ -19,10 +19,3 @@ from trainer.layers.segments import SelectedRows
 def test_places_are_filled_up_to_a_multiple_and_never_none(places, multiple, expected):
     rows = SelectedRows.of(torch.tensor(places, dtype=torch.int64), None, multiple)
     assert rows.index.tolist() == expected
-
-
-def test_rows_of_both_sides_of_an_attention():
-    rows = SelectedRows.of(torch.tensor([1, 3]), None, 1)
-    hidden, attended = torch.arange(8.0).view(4, 1, 2), torch.arange(12.0).view(4, 1, 3)
-    assert rows.of_hidden(hidden).tolist() == [[[2, 3]], [[6, 7]]]
-    assert rows.of_attended(attended).tolist() == [[[3, 4, 5]], [[9, 10, 11]]]

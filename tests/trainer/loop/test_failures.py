@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 
 from dataset_builders.errors import InputError
 from tests.helpers.reference import random_hf_dir
-from tests.helpers.run_dir import changed, log_of, make_bins, result_of, run_trainer, write_job
+from tests.helpers.run_dir import OPTIM, changed, log_of, make_bins, result_of, run_trainer, write_job
+from tests.trainer.train_config import train_config
 from trainer.checkpoint.directory import list_checkpoints, read_step
 from trainer.contract.checkpoint import write_checkpoint_record
 from trainer.contract.names import EXIT_FAILED, EXIT_INPUT
 from trainer.contract.parallel import ParallelConfig
-from trainer.contract.run import OptimConfig, TrainConfig
 from trainer.data.micro_batch import geometry_of
 from trainer.loop import job
 from trainer.model.registry import read_model
@@ -97,15 +97,9 @@ def test_a_checkpoint_of_another_training_is_refused(tmp_path):
         read_step(newest, run)
 
 
-def test_bounds_and_cross_checks_of_the_contract():
-    optim = {"lr": 1e-3, "min_lr_fraction": 0.1, "warmup_steps": 10, "weight_decay": 0.1}
-    shared = {"seed": 1, "global_batch_size": 1, "precision": "float32", "heldout_interval": 1}
+def test_a_warmup_as_long_as_the_training_is_refused():
     with pytest.raises(ValueError, match=r"optim\.warmup_steps=10 leaves nothing of num_steps=10; try .*=1"):
-        TrainConfig(num_steps=10, optim=optim, **shared)
-    with pytest.raises(ValueError, match="lr"):
-        OptimConfig(**{**optim, "lr": -3})
-    with pytest.raises(ValueError, match="learning_rate"):
-        OptimConfig(**optim, learning_rate=1)
+        train_config(num_steps=10, optim={**OPTIM.model_dump(), "warmup_steps": 10})
 
 
 def test_float8_is_refused_where_it_cannot_be(tmp_path):

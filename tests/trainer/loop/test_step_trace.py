@@ -39,18 +39,19 @@ def steps_in(path) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("first", "count", "todo", "traced"),
+    ("first", "count", "todo", "stop", "traced"),
     [
-        (3, 2, range(1, 8), [3, 4]),
-        (1, 1, range(1, 3), [1]),
-        (6, 20, range(1, 8), [6, 7]),
-        (3, 4, range(5, 9), [5, 6]),  # resumed in their midst
+        (3, 2, range(1, 8), None, [3, 4]),
+        (1, 1, range(1, 3), None, [1]),
+        (6, 20, range(1, 8), None, [6, 7]),
+        (3, 4, range(5, 9), None, [5, 6]),  # resumed in their midst
+        (2, 5, range(1, 9), 3, [2, 3]),  # a training that stops early
     ],
 )
-def test_the_steps_that_are_asked_for_are_traced(tmp_path, first, count, todo, traced):
+def test_the_steps_that_are_asked_for_are_traced(tmp_path, first, count, todo, stop, traced):
     clock = PartClock()
     trace = StepTrace(ProfileConfig(first_step=first, num_steps=count, rank=2), tmp_path, clock, todo)
-    run_steps(trace, clock, todo)
+    run_steps(trace, clock, todo, stop)
     assert steps_in(tmp_path / "profile" / "rank-2.json.gz") == traced
     assert names_in(tmp_path / "profile" / "rank-2.json.gz").count(f"{MARK}language") == len(traced)
     page = (tmp_path / "profile" / "rank-2.md").read_text()
@@ -58,13 +59,6 @@ def test_the_steps_that_are_asked_for_are_traced(tmp_path, first, count, todo, t
     (row,) = [line for line in page.splitlines() if line.startswith("| `aten::mm` ")]
     assert row.split(" | ")[1] == str(len(traced))
     assert clock.on_switch is None
-
-
-def test_a_training_that_stops_early_writes_what_there_is(tmp_path):
-    clock = PartClock()
-    trace = StepTrace(ProfileConfig(first_step=2, num_steps=5), tmp_path, clock, range(1, 9))
-    run_steps(trace, clock, range(1, 9), stop=3)
-    assert steps_in(tmp_path / "profile" / "rank-0.json.gz") == [2, 3]
 
 
 def test_steps_that_are_past_are_told(tmp_path, caplog):

@@ -1,13 +1,12 @@
 """Which parameter is of which part, what freezing does, and what the contract refuses."""
 
 import pytest
-import torch
 
 from flows.pipeline.recipe import explain
 from tests.helpers.tiny_model import tiny_hf_dir
+from tests.trainer.train_config import train_config
 from trainer.contract.run import PartConfig, TrainConfig
-from trainer.families.qwen3_vl.family import FAMILY, part_of, rules
-from trainer.model.family import freeze
+from trainer.families.qwen3_vl.family import part_of, rules
 from trainer.model.registry import read_model
 
 pytestmark = pytest.mark.promise(
@@ -15,13 +14,7 @@ pytestmark = pytest.mark.promise(
     "and decay."
 )
 
-OPTIM = {"lr": 1e-3, "min_lr_fraction": 0.1, "warmup_steps": 0, "weight_decay": 0.1}
-TRAIN = {"seed": 1, "num_steps": 5, "global_batch_size": 1, "precision": "float32", "heldout_interval": 1}
 FROZEN = {"frozen": True}
-
-
-def train_config(**parts: dict[str, object]) -> TrainConfig:
-    return TrainConfig(**TRAIN, optim=OPTIM, **parts)
 
 
 @pytest.mark.parametrize("shape", ["first", "second"])
@@ -39,18 +32,6 @@ def test_every_parameter_has_its_part(shape):
 def test_a_parameter_of_no_part_is_an_error():
     with pytest.raises(ValueError, match=r"parameter audio\.weight is neither of vision nor of language"):
         part_of("audio.weight")
-
-
-@pytest.mark.parametrize("part", ["vision", "merger", "language"])
-def test_freeze_takes_the_part_and_nothing_else(part):
-    module = torch.nn.Module()
-    module.vision = torch.nn.Linear(2, 2)
-    module.vision.merger = torch.nn.Linear(2, 2)
-    module.vision.deepstack_mergers = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
-    module.language = torch.nn.Linear(2, 2)
-    freeze(module, train_config(**{part: FROZEN}), FAMILY)
-    for name, param in module.named_parameters():
-        assert param.requires_grad is (part_of(name) != part), name
 
 
 def test_everything_frozen_is_refused_in_one_line():
@@ -74,7 +55,3 @@ def test_a_rate_of_a_frozen_part_is_refused(name, value):
 def test_bounds_of_a_part(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         PartConfig(**bad)
-
-
-def test_without_a_word_all_parts_are_trained():
-    assert not any(part.frozen for part in train_config().parts.values())

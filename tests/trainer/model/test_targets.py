@@ -14,6 +14,7 @@ from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiny_hybrid_model import hybrid_hf_dir
 from tests.helpers.tiny_model import tiny_hf_dir
 from tests.helpers.tiny_text_model import text_hf_dir
+from tests.trainer.train_config import train_config
 from trainer.contract.adapter import AdapterConfig
 from trainer.contract.run import PartConfig, TrainConfig
 from trainer.layers.lora import add_adapters
@@ -24,8 +25,6 @@ pytestmark = pytest.mark.promise(
     "Targets of adapters, by role or expression, are counted and checked before any stage."
 )
 
-OPTIM = {"lr": 1e-3, "min_lr_fraction": 0.1, "warmup_steps": 0, "weight_decay": 0.1}
-TRAIN = {"seed": 1, "num_steps": 5, "global_batch_size": 1, "precision": "float32", "heldout_interval": 1}
 MODELS = {
     "first": tiny_hf_dir,
     "second": lambda: tiny_hf_dir("second"),
@@ -36,9 +35,9 @@ MODELS = {
 ALL = ("attention", "mlp", "delta", "merger", "vision")
 
 
-def training(*targets: str, kind: str = "lora", **parts: PartConfig) -> TrainConfig:
-    adapter = AdapterConfig(kind=kind, rank=3, alpha=6, targets=targets)
-    return TrainConfig(**TRAIN, optim=OPTIM, adapter=adapter, **parts)
+def training(*targets: str, kind: str = "lora", whole: tuple[str, ...] = (), **parts: PartConfig) -> TrainConfig:
+    adapter = AdapterConfig(kind=kind, rank=3, alpha=6, targets=targets, modules_to_save=whole)
+    return train_config(adapter=adapter, **parts)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -118,17 +117,18 @@ def test_a_target_that_names_nothing_is_refused_with_the_nearest_names(targets, 
 
 
 @pytest.mark.parametrize(
-    ("pattern", "words"),
+    ("shape", "whole", "words"),
     [
-        ("lm_head", "'lm_head' names no module with weights; the output projection is tied to the embeddings"),
-        (r"model\.language_model\.layers\.0\.self_attn\.q_proj", "would be adapted and trained whole|is in one matrix"),
-        ("nothing", "'nothing' names no module with weights"),
+        ("second", "lm_heads", "'lm_heads' names no module with weights"),
+        ("first", "lm_head", "'lm_head' names no module with weights; the output projection is tied"),
+        ("first", r"model\.language_model\.embed_tokens", "embed_tokens.weight; the output projection is tied"),
+        ("second", r".*layers\.0\.mlp\.down_proj", r"down_proj\.weight would be adapted and trained whole"),
+        ("second", r".*layers\.0\.mlp\.gate_proj", r"gate_proj\.weight and not .*up_proj\.weight"),
     ],
 )
-def test_modules_that_cannot_be_trained_whole_are_refused_before_any_work(pattern, words):
-    given = f"train.adapter={json.dumps({'rank': 3, 'alpha': 6, 'modules_to_save': [pattern]})}"
+def test_modules_that_cannot_be_trained_whole_are_refused(shape, whole, words):
     with pytest.raises(InputError, match=words) as caught:
-        check_model(load_recipe("embedded", [given, "plan_bins.max_patches=4096"]).config)
+        check_adapter(training("attention", "mlp", whole=(whole,)), *read_model(tiny_hf_dir(shape)))
     assert "\n" not in str(caught.value)
 
 

@@ -10,9 +10,12 @@ import pytest
 
 from tests.bench.mix import MAX_PATCHES_PER_TOKEN, random_model
 from tests.bench.trainer_job import endless_training
+from tests.helpers.tiny_experts_model import experts_config
+from tests.trainer.train_config import train_config
 from trainer.contract.adapter import AdapterConfig
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import PartConfig
+from trainer.families.qwen3_vl_moe.family import read_shape
 from trainer.model.adapters import adapter_sizes
 from trainer.model.registry import get_family
 from trainer.plan.estimate import estimate_memory
@@ -105,3 +108,13 @@ def test_the_estimate_is_near_the_measured_peak(name):
         adapters=adapter_sizes(train, get_family(model.family), model.shape),
     )
     assert peak.gigabytes == pytest.approx(sum(planned.values()) / 1e9, rel=BOUND)
+
+
+def test_the_estimate_divides_experts_by_ep_and_not_by_tp():
+    shape = read_shape(experts_config("listed"))
+    experts = sum(layer.feed_forward.expert_parameters for layer in shape.language.layers)
+    assert experts == 3 * 8 * 3 * 64 * 48
+    sizes = {"pieces": (range(shape.language.num_layers),), "dp": 2, "seq_len": 128, "max_patches": 64}
+    whole, halved = (estimate_memory(shape, ParallelConfig(ep=ep), train_config(), **sizes) for ep in (1, 2))
+    assert whole["weights"] - halved["weights"] == whole["gradients"] - halved["gradients"] == 4 * experts / 2
+    assert whole["optimizer"] == halved["optimizer"], "more ranks hold the same experts, and share their moments"

@@ -3,9 +3,9 @@
 import pytest
 
 from dataset_builders.errors import InputError
-from tests.helpers.run_dir import OPTIM
 from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiny_hybrid_model import hybrid_hf_dir, mtp_hf_dir
+from tests.trainer.train_config import train_config
 from trainer.contract.adapter import AdapterConfig
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import PartConfig, TrainConfig
@@ -22,12 +22,7 @@ pytestmark = pytest.mark.promise(
 )
 
 
-def of_training(factor: float = 0.1, **settings: object) -> TrainConfig:
-    sizes = {"seed": 0, "num_steps": 9, "global_batch_size": 1, "precision": "float32", "heldout_interval": 9}
-    return TrainConfig(**sizes, optim=OPTIM, mtp_loss_scaling_factor=factor, **settings)
-
-
-TRAIN, ALONE = of_training(), of_training(0.0)
+TRAIN, ALONE = train_config(mtp_loss_scaling_factor=0.1), train_config()
 
 
 def test_without_its_factor_it_is_nowhere():
@@ -97,9 +92,9 @@ REFUSED = {
 def test_what_cannot_train_it_is_refused_in_one_line(name):
     directory, settings, layout, reason = REFUSED[name]
     shape = read_model(directory())[1]
-    check_mtp(of_training(0.0, **settings), ParallelConfig(**layout), shape)
+    check_mtp(train_config(**settings), ParallelConfig(**layout), shape)
     with pytest.raises(InputError, match=r"^train\.mtp_loss_scaling_factor is 0\.1 ") as caught:
-        check_mtp(of_training(**settings), ParallelConfig(**layout), shape)
+        check_mtp(train_config(mtp_loss_scaling_factor=0.1, **settings), ParallelConfig(**layout), shape)
     assert reason in str(caught.value) and "\n" not in str(caught.value)
     assert "set train.mtp_loss_scaling_factor=0" in str(caught.value)
     check_mtp(TRAIN, ParallelConfig(tp=2, cp=2), read_model(mtp_hf_dir())[1])

@@ -19,39 +19,27 @@ pytestmark = pytest.mark.promise(
 BINS = 3
 
 
-@pytest.fixture(scope="module")
-def steps(tmp_path_factory):
-    """One update with and one without the losses reported: (totals, squared gradient norms, reports)."""
+def step(root, *, reports_losses: bool):
+    """The totals of one update, its squared gradient norms, and what was reported of its micro batches."""
+    reports, run_micro_batches = [], loop_step.run_micro_batches
 
-    def step(trainer, reports_losses: bool):
-        reports, run_micro_batches = [], loop_step.run_micro_batches
+    def reporting(*args):
+        reports.extend(run_micro_batches(*args, return_per_token_outputs=reports_losses))
+
+    with single_rank() as mesh, patch.object(loop_step, "run_micro_batches", reporting):
+        trainer = set_up(write_job(root, num_steps=9), mesh)
         batches = prefetch(trainer.order.reader, iter(range(BINS)), BINS, pin=False)
-
-        def reporting(*args):
-            reports.extend(run_micro_batches(*args, return_per_token_outputs=reports_losses))
-
-        with patch.object(loop_step, "run_micro_batches", reporting):
-            squares = loop_step.train_step(trainer.chunks, trainer.optimizer, batches, BINS, trainer.context)
+        squares = loop_step.train_step(trainer.chunks, trainer.optimizer, batches, BINS, trainer.context)
         return trainer.context.totals, squares, reports
 
-    taken = {}
-    for reports_losses in (False, True):
-        run = write_job(tmp_path_factory.mktemp(f"losses-{reports_losses}"), num_steps=9)
-        with single_rank() as mesh:
-            taken[reports_losses] = step(set_up(run, mesh), reports_losses)
-    return taken
 
-
-def test_the_step_is_the_same_to_the_bit(steps):
-    (totals, squares, _), (other_totals, other_squares, _) = steps[False], steps[True]
+def test_a_step_that_reports_its_losses_is_the_same_to_the_bit(tmp_path):
+    totals, squares, plain = step(tmp_path / "plain", reports_losses=False)
+    other_totals, other_squares, reports = step(tmp_path / "reporting", reports_losses=True)
     assert torch.equal(totals.loss_and_tokens, other_totals.loss_and_tokens)
     assert torch.equal(squares, other_squares) and (squares > 0).all()
     assert (totals.tokens, totals.slots) == (other_totals.tokens, other_totals.slots)
-
-
-def test_the_losses_are_those_that_were_summed(steps):
-    totals, *_, reports = steps[True]
     losses = torch.cat([report["losses"] for report in reports])
     total, count = totals.loss_and_tokens.tolist()
     assert len(losses) == count and losses.double().sum().item() == pytest.approx(total, rel=1e-6)
-    assert all("losses" not in report for report in steps[False][2])
+    assert all("losses" not in report for report in plain)

@@ -1,8 +1,9 @@
-"""Mixers keep for backward exactly the bytes that the memory estimate counts. The autograd functions of the delta
-rule's kernels run here with launches that do nothing, so they save the tensors that they save on a GPU."""
+"""Mixers and adapters keep for backward exactly the bytes that the memory estimate counts. The autograd functions of
+the delta rule's kernels run here with launches that do nothing, so they save the tensors that they save on a GPU."""
 
 import dataclasses
 import importlib
+import itertools
 import sys
 from collections.abc import Callable, Container
 from itertools import accumulate
@@ -13,9 +14,14 @@ import torch
 
 from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiny_hybrid_model import hybrid_config, hybrid_hf_dir
+from tests.helpers.tiny_model import tiny_hf_dir
+from tests.trainer.model.test_targets import ALL, training
 from trainer.data.packed_chunks import PackedChunks
 from trainer.families.qwen3_5_vl.family import read_shape
+from trainer.layers.lora import add_adapters
 from trainer.layers.segments import PackedSegments
+from trainer.model.adapters import adapted_layers, adapter_sizes
+from trainer.model.registry import read_model
 from trainer.parts.attention.module import GatedSelfAttention, RotarySelfAttention
 from trainer.parts.delta.module import DeltaAttention
 from trainer.parts.delta.rule import gated_delta_net
@@ -129,3 +135,31 @@ def test_what_a_delta_layer_keeps_is_asked_for_once(layers, monkeypatch):
     hidden = torch.randn(tokens, 1, SHAPE.hidden_size, dtype=torch.bfloat16, requires_grad=True)
     layer.attend(*layer.prepare(hidden, None), segments).sum().backward()
     assert hidden.grad.shape == hidden.shape
+
+
+TOKENS = 24
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("hf_dir", [tiny_hf_dir, hybrid_hf_dir])
+def test_adapters_keep_what_the_estimate_counts(hf_dir, kind):
+    """Beside a layer's input, which its own product would keep."""
+    family, shape = read_model(hf_dir())
+    train = training(*ALL, kind=kind)
+    layers = adapted_layers(family.weight_rules(shape), train.adapter)
+    with single_rank() as mesh:
+        model = build_tiny(hf_dir(), mesh, dtype=torch.bfloat16)
+        add_adapters(model, layers, train.adapter, seed=1)
+        kept = dict.fromkeys(("language", *(part for part in family.parts if part != "language")), 0)
+        for layer in layers:
+            linear = model.get_submodule(layer.ours)
+            own = {param.untyped_storage().data_ptr(): param.nbytes for param in linear.parameters()}
+            inputs = torch.randn(TOKENS, 1, layer.rule.sizes[0][1], dtype=torch.bfloat16, requires_grad=True)
+            with_input = kept_bytes(lambda linear=linear, x=inputs: linear(x)[0], without=own)
+            kept[family.part_of(layer.ours)] += with_input - inputs.nbytes
+    sizes = adapter_sizes(train, family, shape)
+    language = [("language", place) for place in sizes.language]
+    counted = dict.fromkeys(kept, 0)
+    for part, place in itertools.chain(language, sizes.vision.items()):
+        counted[part] += 2 * round(place.products.on(1) + TOKENS * place.per_token.on(1))
+    assert kept == counted

@@ -1,5 +1,6 @@
-"""The FLOP count against torch's own counter, on a bin without padding."""
+"""The FLOP count against torch's own counter, on bins without padding, and against the sizes of matrices."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -9,60 +10,23 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.helpers.bins import MIXED, ONE_IMAGE, TEXT_ONLY, TWO_IMAGES, Kind, make_samples
 from tests.helpers.reference import load_reference, random_hf_dir, reference_inputs
+from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiers import tiered
+from tests.helpers.tiny_hybrid_model import hybrid_hf_dir
+from tests.trainer.train_config import train_config
 from trainer.contract.adapter import ROLES, AdapterConfig
-from trainer.contract.run import OptimConfig, PartConfig, TrainConfig
+from trainer.contract.run import PartConfig, TrainConfig
 from trainer.data.flops import cost_model, model_flops, training_cost
 from trainer.data.micro_batch import geometry_of, make_micro_batch
+from trainer.data.packed_chunks import CHUNK, PackedChunks
 from trainer.model.adapters import adapted_layers
 from trainer.model.registry import read_model
-from trainer.model.shape import DecoderShape
+from trainer.parts.delta.rule import plain
 
 pytestmark = pytest.mark.promise(
     "`athanor plan` counts parameters, FLOPs and what adapters and delta layers keep exactly, and GPU memory "
     "within 8% of measured peaks."
 )
-
-
-def after_last_attention(lm: DecoderShape) -> int:
-    """FLOPs of a token in the last layer after its attention: its output projection and MLP."""
-    attention, mlp = lm.layers[-1].halves
-    return 2 * lm.hidden_size * (attention.num_heads * attention.head_dim + 3 * mlp.intermediate_size)
-
-
-@pytest.mark.parametrize("shape", ["first", "second"])
-def test_counts_equal_torchs_counter(shape):
-    hf_dir = random_hf_dir(shape)
-    sizes = read_model(hf_dir)[1]
-    reference = load_reference(hf_dir, attention="eager")  # the counter does not see a CPU's fused attention
-    samples = make_samples(MIXED, geometry_of(sizes), range(20, 300))
-    batch = make_micro_batch(samples, geometry_of(sizes), 128)
-    vision = language = 0
-    for sample in samples:
-        inputs = reference_inputs(sample, sizes.images.image_token_id)
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
-            reference(**inputs, use_cache=False)
-        by_module = {k: sum(v.values()) for k, v in counter.get_flop_counts().items()}
-        name = "Qwen3VLForConditionalGeneration"
-        vision += by_module.get(f"{name}.model.visual", 0)
-        language += by_module[f"{name}.model.language_model"]
-    ours_vision, ours_language = (f / 3 for f in model_flops(cost_model(sizes), batch).values())
-    lm, v = sizes.language, sizes.vision
-    # Theirs: attention counted without causality; the whole last layer at every token; the patch embedding over both
-    # frames.
-    causal_half = sum(layer.flops.squared * len(s.input_ids) ** 2 for layer in lm.layers for s in samples)
-    head = 2 * lm.hidden_size * lm.vocab_size * batch.num_loss_tokens
-    not_needed = after_last_attention(lm) * (batch.num_tokens - batch.num_loss_tokens)
-    second_frame = 2 * 3 * v.patch_size**2 * v.hidden_size * sum(batch.image_patches)
-    assert ours_language - head + causal_half + not_needed == language
-    assert ours_vision + second_frame == vision
-
-
-def of_training(**settings: object) -> TrainConfig:
-    optim = OptimConfig(lr=1e-3, min_lr_fraction=0.1, warmup_steps=1, weight_decay=0.1)
-    sizes = {"seed": 0, "num_steps": 9, "global_batch_size": 1, "precision": "float32", "heldout_interval": 9}
-    return TrainConfig(**sizes, optim=optim, **settings)
-
 
 STILL = PartConfig(frozen=True)
 # name -> (training, products with the matrix of the logits)
@@ -94,10 +58,13 @@ def trained_reference(hf_dir: Path, train: TrainConfig) -> torch.nn.Module:
 UNLIKE = Kind(9, ((1, 2, 2), (1, 12, 12), (1, 4, 4)))
 
 
-@pytest.mark.parametrize("name", tiered(TRAININGS, ("everything", "adapters everywhere")))
-def test_a_step_counts_what_torch_counts_forward_and_backward(name):
+CASES = [*(("first", name) for name in TRAININGS), ("second", "everything")]
+
+
+@pytest.mark.parametrize(("shape", "name"), tiered(CASES, (("first", "adapters everywhere"), ("second", "everything"))))
+def test_a_step_counts_what_torch_counts_forward_and_backward(shape, name):
     settings, head_products = TRAININGS[name]
-    train, hf_dir = of_training(**settings), random_hf_dir("first")
+    train, hf_dir = train_config(**settings), random_hf_dir(shape)
     family, sizes = read_model(hf_dir)
     reference = trained_reference(hf_dir, train)
     # A sample of text alone has gradients of its own in a bin with images, and by itself only those of its embeddings.
@@ -128,17 +95,17 @@ def test_what_a_training_counts_by_hand():
     """One number of each kind of work."""
     family, sizes = read_model(random_hf_dir("first"))
     lm, v, forward = sizes.language, sizes.vision, sizes.forward_flops
-    whole = training_cost(sizes, family, of_training())
+    whole, planned = training_cost(sizes, family, train_config()), cost_model(sizes)
     pixels = 2 * 3 * v.patch_size**2 * v.hidden_size
-    expected = {name: 3 * flops for name, flops in forward.items()} | {"per_patch": 3 * forward["per_patch"] - pixels}
-    assert {name: getattr(whole, name) for name in forward} == expected
-    still = training_cost(sizes, family, of_training(vision=STILL, merger=STILL))
+    assert planned.per_token == 3 * forward["per_token"]
+    assert whole == dataclasses.replace(planned, per_patch=planned.per_patch - pixels)
+    still = training_cost(sizes, family, train_config(vision=STILL, merger=STILL))
     assert (still.per_patch, still.per_patch_squared) == (forward["per_patch"], forward["per_patch_squared"])
     assert (still.per_token, still.per_loss_token) == (whole.per_token, whole.per_loss_token)
-    tokens = training_cost(sizes, family, of_training(language=STILL))
+    tokens = training_cost(sizes, family, train_config(language=STILL))
     assert tokens.per_token == 2 * forward["per_token"] and tokens.per_patch == whole.per_patch
     adapter = AdapterConfig(rank=4, alpha=8, targets=("mlp",))
-    adapted = training_cost(sizes, family, of_training(adapter=adapter))
+    adapted = training_cost(sizes, family, train_config(adapter=adapter))
     # Nothing goes back through the first layer's attention, and of its MLP only through the second product.
     attention, mlp = lm.layers[0].halves
     width, inner, heads = lm.hidden_size, mlp.intermediate_size, attention.num_heads * attention.head_dim
@@ -166,3 +133,42 @@ def test_an_encoder_whose_features_were_read_did_no_work():
     assert read == computed | {"vision": 0} and computed["vision"] > 0
     text = make_samples([TEXT_ONLY], geometry, range(20, 300))
     assert model_flops(cost_model(sizes), make_micro_batch(text, geometry, 128, features=features))["vision"] == 0
+
+
+def counted_rule(tokens: int, key_heads: int, value_heads: int, dim: int) -> int:
+    """Return torch's count for the plain rule: every product, but not the solution of the triangular systems."""
+    q, k = (torch.randn(tokens, key_heads, dim) for _ in range(2))
+    v = torch.randn(tokens, value_heads, dim)
+    g, beta = -torch.rand(tokens, value_heads), torch.rand(tokens, value_heads)
+    with FlopCounterMode(display=False) as counter:
+        plain.gated_delta_rule(q, k, v, g, beta, PackedChunks.of((0, tokens)))
+    return counter.get_total_flops()
+
+
+def test_a_delta_layer_counts_its_products_and_nothing_that_grows_with_a_sample():
+    shape = read_model(hybrid_hf_dir("second"))[1].language
+    part = shape.layers[0].mixer
+    heads, dim = part.value_heads, part.head_dim
+    before, after, squared = shape.layers[0].flops
+    with single_rank() as mesh:
+        layer = build_tiny(hybrid_hf_dir("second"), mesh).language.decoder.layers[0]
+    delta = layer.self_attention
+    tokens = 4 * CHUNK
+    rule = counted_rule(tokens, part.key_heads, heads, dim) // tokens + heads * 2 * CHUNK * dim
+    assert before == 2 * delta.in_proj.weight.numel() + 2 * delta.conv_weight.numel() + rule
+    assert after == 2 * sum(linear.weight.numel() for linear in (delta.linear_proj, *layer.mlp.children()))
+    assert squared == 0
+    assert counted_rule(2 * tokens, part.key_heads, heads, dim) == 2 * counted_rule(tokens, part.key_heads, heads, dim)
+
+
+def test_a_layer_of_gated_attention_counts_its_gates():
+    shape = read_model(hybrid_hf_dir("second"))[1].language
+    with single_rank() as mesh:
+        layer = build_tiny(hybrid_hf_dir("second"), mesh).language.decoder.layers[1]
+    before, after, squared = shape.layers[1].flops
+    attention = layer.self_attention
+    assert before == 2 * attention.linear_qkv.weight.numel()
+    assert after == 2 * sum(linear.weight.numel() for linear in (attention.linear_proj, *layer.mlp.children()))
+    part = shape.layers[1].mixer
+    assert squared == 2 * part.num_heads * part.head_dim
+    assert sum(param.numel() for param in layer.parameters()) == shape.layers[1].parameters
