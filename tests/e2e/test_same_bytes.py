@@ -135,7 +135,7 @@ def test_a_cluster_of_two_workers(source, expected, tmp_path, cluster_client):
 
 def killed(how: str, source: Path, root: Path) -> dict:
     command = [sys.executable, "-m", "tests.helpers.kill_data_stages", how, source, tiny_hf_dir(), root]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=REPO, timeout=at_most(300))
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPO, timeout=at_most(600))
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
