@@ -87,7 +87,8 @@ def weights(model: Path, root: Path) -> tuple[dict[str, torch.Tensor], dict[str,
 
 
 def answers(root: Path) -> list[str]:
-    return (only(root, "answer").dir / "answers.jsonl").read_text().splitlines()
+    """Return the lines of one of the answered models, as many as of the other."""
+    return (made(root, "answer")[0].dir / "answers.jsonl").read_text().splitlines()
 
 
 def card_of(root: Path) -> str:
