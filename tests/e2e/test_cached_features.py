@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from flows.cli.main import main
-from tests.e2e.test_families import DIGITS, made, own_process, run  # noqa: F401
+from tests.e2e.command import made, only, sets
+from tests.e2e.test_families import DIGITS, run, this_process  # noqa: F401
 from trainer.contract.result import read_metrics
 
 pytestmark = pytest.mark.promise(
@@ -22,8 +23,7 @@ FROZEN = {"train.vision.frozen": "true", "train.merger.frozen": "true", "compare
 
 def plan(root: Path, capsys, **changes: object) -> str:
     capsys.readouterr()
-    sets = {**DIGITS, **FROZEN, **changes}
-    assert main(["plan", "--root", str(root), *(f"--set={key}={value}" for key, value in sets.items())]) == 0
+    assert main(["plan", "--root", str(root), *sets({**DIGITS, **FROZEN, **changes})]) == 0
     return capsys.readouterr().out
 
 
@@ -37,14 +37,14 @@ def test_a_flow_encodes_each_image_once(family, dtype, first, later, tmp_path, c
     settings = {**DIGITS, **FROZEN, "model.family": family}
     cached = {"model.family": family, "encode_images.dtype": dtype}
     assert run(tmp_path, {**settings, **cached}) == 0
-    (encoded,), (trained,), (exported,) = (made(tmp_path, name) for name in ("encode_images", "train", "export"))
+    encoded, trained, exported = (only(tmp_path, name) for name in ("encode_images", "train", "export"))
     stats = encoded.manifest.stats
     assert 0 < stats["distinct_images"] < stats["images"]  # several questions about one image
     assert (stats["largest_error"] == 0) is (dtype == "float32")
     rows = read_metrics(trained.dir)
     assert rows[-1].vision_tflops == 0 and rows[-1].heldout_loss < rows[5].heldout_loss
 
-    (model,) = made(tmp_path, "embedded_model")
+    model = only(tmp_path, "embedded_model")
     before, after = (load_file(path / "hf" / "model.safetensors") for path in (model.dir, exported.dir))
     is_vision = {name: "visual." in name for name in before}
     assert any(is_vision.values()) and before.keys() == after.keys()

@@ -1,10 +1,8 @@
 """Models of other families through the whole flow: tokenized, trained, exported, answered, on a CPU."""
 
 import json
-import logging
 import os
 import random
-import signal
 from base64 import b64decode
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from flows.cli.main import main
-from stages.shared.artifacts.artifact import Artifact
 from stages.shared.pages.report import read_report
+from tests.e2e.command import made, only, own_process, sets
 from tests.helpers.bins import MIXED, make_samples
 from tests.helpers.evaluation import picture
 from tests.helpers.reference import load_reference, reference_losses
@@ -56,15 +54,9 @@ DIGITS = {name: value for name, value in SETTINGS.items() if not name.startswith
 
 
 @pytest.fixture(autouse=True)
-def own_process() -> Iterator[None]:
-    """Undo the changes that `main` makes in this process."""
-    handlers, on_sigterm = list(logging.getLogger().handlers), signal.getsignal(signal.SIGTERM)
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI"):
-            patch.delenv(name, raising=False)
+def this_process() -> Iterator[None]:
+    with own_process():
         yield
-    signal.signal(signal.SIGTERM, on_sigterm)
-    logging.getLogger().handlers[:] = handlers
 
 
 def write_sums(directory: Path) -> Path:
@@ -84,15 +76,23 @@ def athanor(root: Path, model: Path, **changes: object) -> int:
 
 
 def run(root: Path, settings: Mapping[str, object]) -> int:
-    return main(["run", "--root", str(root), *(f"--set={key}={value}" for key, value in settings.items())])
+    return main(["run", "--root", str(root), *sets(settings)])
 
 
-def made(root: Path, stage: str) -> list[Artifact]:
-    return [Artifact.load(path) for path in sorted((root / "artifacts" / stage).iterdir()) if path.is_dir()]
+def weights(model: Path, root: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return the tensors of a model and of its export, which have the same names and dtypes."""
+    before, after = (load_file(path / "model.safetensors") for path in (model, only(root, "export").dir / "hf"))
+    assert {name: t.dtype for name, t in before.items()} == {name: t.dtype for name, t in after.items()}
+    return before, after
+
+
+def answers(root: Path) -> list[str]:
+    """Return the lines of one of the answered models, as many as of the other."""
+    return (made(root, "answer")[0].dir / "answers.jsonl").read_text().splitlines()
 
 
 def card_of(root: Path) -> str:
-    return (made(root, "release")[0].dir / "hf" / "README.md").read_text()
+    return (only(root, "release").dir / "hf" / "README.md").read_text()
 
 
 @pytest.mark.promise(
@@ -100,24 +100,19 @@ def card_of(root: Path) -> str:
     "prediction its formula's, to 1e-4 and every gradient to 1e-4 relative, in float32."
 )
 @pytest.mark.full
-def test_qwen3_is_tokenized_trained_exported_and_answered(tmp_path, capsys):
+def test_qwen3_is_tokenized_trained_exported_and_answered(tmp_path):
     model, root = tmp_path / "qwen3", tmp_path / "root"
     write_text_model(model, text_config())
     assert athanor(root, model) == 0
-    (tokenized,) = made(root, "tokenize")
-    assert tokenized.manifest.stats["total"]["num_images"] == 0 and not tokenized.manifest.skips
-    (trained,) = made(root, "train")
-    rows = read_metrics(trained.dir)
+    tokenized, exported = only(root, "tokenize").manifest, only(root, "export").manifest
+    assert tokenized.stats["total"]["num_images"] == 0 and not tokenized.skips
+    rows = read_metrics(only(root, "train").dir)
     assert rows[-1].heldout_loss < rows[5].heldout_loss
     assert {name for name in rows[-1].model_extra if name.endswith("grad_norm")} == {"language_grad_norm"}
-    (exported,) = made(root, "export")
-    assert list(exported.manifest.stats["parameters"]) == ["language"]
-    before, after = (load_file(path / "model.safetensors") for path in (model, exported.dir / "hf"))
-    assert before.keys() == after.keys() and all((before[name] != after[name]).any() for name in before)
-    answers = [json.loads(line) for line in (made(root, "answer")[0].dir / "answers.jsonl").read_text().splitlines()]
-    assert len(answers) == 4
-    assert exported.manifest.stats["carried"] == {} and "those of the base model" not in card_of(root)
-    capsys.readouterr()
+    before, after = weights(model, root)
+    assert list(exported.stats["parameters"]) == ["language"]
+    assert all((before[name] != after[name]).any() for name in before) and len(answers(root)) == 4
+    assert exported.stats["carried"] == {} and "those of the base model" not in card_of(root)
 
 
 @pytest.mark.promise(
@@ -125,24 +120,20 @@ def test_qwen3_is_tokenized_trained_exported_and_answered(tmp_path, capsys):
     "prediction its formula's, to 1e-4 and every gradient to 1e-4 relative, in float32."
 )
 @pytest.mark.full
-def test_qwen3_5_is_trained_with_its_drafts(tmp_path, capsys):
+def test_qwen3_5_is_trained_with_its_drafts(tmp_path):
     model, root = mtp_hf_dir(), tmp_path / "root"
     settings = {"train.mtp_loss_scaling_factor": 0.3, "compare": "null", "verify": "null"}
     assert run(root, {**DIGITS, "model": model, **settings}) == 0
-    (trained,) = made(root, "train")
-    losses = [row.mtp_loss for row in read_metrics(trained.dir)]
+    trained, stats = only(root, "train").dir, only(root, "export").manifest.stats
+    losses = [row.mtp_loss for row in read_metrics(trained)]
     assert losses[-1] < losses[5]
-    sections = read_report(trained.dir)["sections"]
+    sections = read_report(trained)["sections"]
     assert b"mtp_loss" in b64decode(sections[0]["source"].partition(",")[2]), "the third curve of the loss"
-    (exported,) = made(root, "export")
-    before, after = (load_file(path / "model.safetensors") for path in (model, exported.dir / "hf"))
-    assert before.keys() == after.keys()
+    before, after = weights(model, root)
     for name, tensor in before.items():
-        assert tensor.dtype == after[name].dtype and tensor.shape == after[name].shape
-        assert not torch.equal(tensor, after[name]), name
-    assert (exported.manifest.stats["carried"], exported.manifest.stats["mtp"]) == ({}, 15)
+        assert tensor.shape == after[name].shape and not torch.equal(tensor, after[name]), name
+    assert (stats["carried"], stats["mtp"]) == ({}, 15)
     assert "The 15 tensors of multi-token prediction" in card_of(root)
-    capsys.readouterr()
 
 
 @pytest.mark.promise(
@@ -153,23 +144,14 @@ def test_qwen3_5_is_trained_with_its_drafts(tmp_path, capsys):
 def test_qwen3_5_is_trained_on_pictures_exported_with_what_it_carries_and_answers(tmp_path, capsys):
     model, root = hybrid_hf_dir(), tmp_path / "root"
     assert run(root, {**DIGITS, "model": model}) == 0
-    (trained,) = made(root, "train")
-    rows = read_metrics(trained.dir)
+    rows, exported = read_metrics(only(root, "train").dir), only(root, "export")
     assert rows[-1].heldout_loss < rows[5].heldout_loss
-    (exported,) = made(root, "export")
-    before, after = (load_file(path / "model.safetensors") for path in (model, exported.dir / "hf"))
-    assert before.keys() == after.keys()
+    before, after = weights(model, root)
     for name, tensor in before.items():
-        assert tensor.dtype == after[name].dtype
         assert torch.equal(tensor, after[name]) is name.startswith("mtp."), name
     assert json.loads((exported.dir / "hf/config.json").read_text())["dtype"] == "float32"
-    with single_rank() as mesh:
-        samples = make_samples(MIXED, geometry_of(read_model(model)[1]), range(20, 300))
-        theirs = load_reference(exported.dir / "hf")
-        ours = build_tiny(exported.dir / "hf", mesh)(make_micro_batch(samples, geometry_of(read_model(model)[1]), 128))
-    wanted = torch.cat([reference_losses(theirs, sample) for sample in samples])
-    torch.testing.assert_close(ours, wanted, atol=1e-4, rtol=0)
-    assert len((made(root, "answer")[0].dir / "answers.jsonl").read_text().splitlines()) >= 4
+    assert_losses_of(load_reference(exported.dir / "hf"), exported.dir / "hf")
+    assert len(answers(root)) >= 4
     assert len(made(root, "evaluate")) == 2 and len(made(root, "compare")) == 1  # before training, and after
     (tmp_path / "picture.png").write_bytes(picture(3))
     capsys.readouterr()
@@ -177,7 +159,16 @@ def test_qwen3_5_is_trained_on_pictures_exported_with_what_it_carries_and_answer
     assert capsys.readouterr().out.strip()
     assert exported.manifest.stats["carried"] == {"mtp.": 2}
     assert "The 2 tensors `mtp.*` are those of the base model, unchanged" in card_of(root)
-    capsys.readouterr()
+
+
+def assert_losses_of(reference, hf_dir: Path) -> None:
+    """Assert that our model of a directory has the losses of a reference."""
+    geometry = geometry_of(read_model(hf_dir)[1])
+    samples = make_samples(MIXED, geometry, range(20, 300))
+    wanted = torch.cat([reference_losses(reference, sample) for sample in samples])
+    with single_rank() as mesh:
+        ours = build_tiny(hf_dir, mesh)(make_micro_batch(samples, geometry, 128))
+    torch.testing.assert_close(ours, wanted, atol=1e-4, rtol=0)
 
 
 @pytest.fixture
@@ -199,11 +190,7 @@ def test_the_toys_losses_are_its_references(toy):
     assert shape.num_deepstack == 0 and shape.language.rotary_dim < shape.language.layers[0].mixer.head_dim
     reference = resolve_name(family.reference).from_pretrained(toy, dtype=torch.float32).eval()
     assert sum(param.numel() for param in reference.parameters()) == sum(shape.parameters.values())
-    samples = make_samples(MIXED, geometry_of(shape), range(20, 300))
-    wanted = torch.cat([reference_losses(reference, sample) for sample in samples])
-    with single_rank() as mesh:
-        ours = build_tiny(toy, mesh)(make_micro_batch(samples, geometry_of(shape), 128))
-    torch.testing.assert_close(ours, wanted, atol=1e-4, rtol=0)
+    assert_losses_of(reference, toy)
 
 
 TP2 = {"execution.cluster.processes": 2, "execution.parallel.tp": 2}
@@ -223,28 +210,27 @@ ADAPTED = {"train.adapter.rank": 4, "train.adapter.alpha": 8}
 def test_a_toy_family_registered_here_goes_through_the_flow_in_every_layout(
     toy, tmp_path, capsys, settings, layouts, trained
 ):
-    losses, weights = [], []
+    losses, trained_weights = [], []
     for number, layout in enumerate(({}, *layouts)):
         root = tmp_path / f"root-{number}"
         assert run(root, {**DIGITS, "model": toy, **settings, **layout}) == 0
-        assert made(root, "tokenize")[0].manifest.stats["total"]["num_images"] > 0
-        rows = read_metrics(made(root, "train")[0].dir)
-        losses.append([row.loss for row in rows])
-        weights.append(load_file(made(root, "export")[0].dir / "hf" / "model.safetensors"))
-        assert len((made(root, "answer")[0].dir / "answers.jsonl").read_text().splitlines()) > 3
-    before = load_file(toy / "model.safetensors")
-    changed = {name for name in before if (before[name] != weights[0][name]).any()}
-    assert weights[0].keys() == before.keys() and losses[0][-1] < losses[0][0]
+        assert only(root, "tokenize").manifest.stats["total"]["num_images"] > 0
+        losses.append([row.loss for row in read_metrics(only(root, "train").dir)])
+        before, after = weights(toy, root)
+        trained_weights.append(after)
+        assert len(answers(root)) > 3
+    changed = {name for name in before if (before[name] != trained_weights[0][name]).any()}
+    assert losses[0][-1] < losses[0][0]
     for part in trained:
         of_part = {name for name in before if part in name}
         assert of_part and of_part <= changed, part
-    for other_losses, other_weights in zip(losses[1:], weights[1:], strict=True):
+    for other_losses, other_weights in zip(losses[1:], trained_weights[1:], strict=True):
         assert losses[0] == pytest.approx(other_losses, rel=1e-4)
-        for name, weight in weights[0].items():
+        for name, weight in trained_weights[0].items():
             torch.testing.assert_close(weight, other_weights[name], rtol=0, atol=1e-4)
     capsys.readouterr()
-    arguments = [f"--set={key}={value}" for key, value in {**DIGITS, "model": toy, **settings}.items()]
-    assert main(["plan", "--root", str(tmp_path / "root-0"), *arguments]) == 0
+    given = sets({**DIGITS, "model": toy, **settings})
+    assert main(["plan", "--root", str(tmp_path / "root-0"), *given]) == 0
     planned = capsys.readouterr().out
     assert "activations" in planned and "0 of" in planned and "stages would be made" in planned
 

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from flows.pipeline.run_record import read_runs
+from tests.e2e.command import ATHANOR, sets
 from tests.helpers.service import clean_environment, processes_with, wait_for
 from tests.helpers.small_run import SMALL
 
@@ -49,8 +50,7 @@ def root(tmp_path) -> Iterator[Path]:
 
 @pytest.mark.full
 def test_trainer_and_server_end_by_themselves_and_the_next_start_settles_the_run(root, tmp_path):
-    words = [f"--set={key}={value}" for key, value in SETTINGS.items()]
-    command = [sys.executable, "-m", "flows.cli.main", "run", "--root", str(root), *words]
+    command = [ATHANOR, "run", "--root", str(root), *sets(SETTINGS)]
     with (tmp_path / "run.txt").open("wb") as out:
         run = subprocess.Popen(command, env=clean_environment(), stdout=out, stderr=out)
     try:
@@ -64,9 +64,8 @@ def test_trainer_and_server_end_by_themselves_and_the_next_start_settles_the_run
     records = read_runs(root)  # of the flow and of its subflow
     assert any(record.tracking_run for record in records) and all(record.is_dead() for record in records)
     environment = {**clean_environment(), "PREFECT_HOME": str(root / "prefect")}
-    done = subprocess.run(
-        [sys.executable, "-c", STATES, str(root)], env=environment, capture_output=True, text=True, timeout=240
-    )
+    command = [sys.executable, "-c", STATES, str(root)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     settled, states = json.loads(done.stdout.splitlines()[-1])
     assert settled == 1 and states.count("Crashed: its process died; the same command resumes from the last checkpoint")

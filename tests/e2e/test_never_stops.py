@@ -5,8 +5,6 @@ thing is really broken: tokenize leaves the end-of-turn tokens out of the loss m
 the same settings and nothing broken. The stages before tokenize are made only once.
 """
 
-import logging
-import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +22,7 @@ from flows.tracking.registry import CANDIDATE, CHAMPION, REASON_TAG
 from flows.tracking.store import connect
 from stages.shared.chat_format.chat import ChatEncoder
 from stages.tokenize import stage as tokenize_samples
+from tests.e2e.command import own_process, sets
 from tests.helpers.index import read_index
 
 pytestmark = [
@@ -50,20 +49,12 @@ SETTINGS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """The results that a run has left.
-
-    Attributes:
-        run: its MLflow run.
-        index: rows of the tokenized samples that it trained on.
-        answers: rows of its predictions.
-        versions: version -> MLflow run that made it, for all versions in the registry.
-        aliases: alias -> version.
-    """
+    """The results that a run has left."""
 
     run: Run
-    index: list[dict[str, Any]]
-    answers: list[dict[str, Any]]
-    versions: dict[str, str]
+    index: list[dict[str, Any]]  # rows of the tokenized samples that it trained on
+    answers: list[dict[str, Any]]  # rows of its predictions
+    versions: dict[str, str]  # of the registry: version -> MLflow run that made it
     aliases: dict[str, str]
 
     @property
@@ -74,17 +65,17 @@ class Outcome:
     def reason(self) -> str:
         return self.run.data.tags[REASON_TAG]
 
+    @property
+    def share_read_right(self) -> float:
+        """Return how many answers start right, whatever follows."""
+        return np.mean([answer["answer"].startswith(answer["reference"]) for answer in self.answers])
+
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Iterator[Path]:
-    """Return the root of both runs. The changes that `main` makes in this process are undone afterwards."""
-    handlers, on_sigterm = list(logging.getLogger().handlers), signal.getsignal(signal.SIGTERM)
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI"):
-            patch.delenv(name, raising=False)
+    """Return the root of both runs."""
+    with own_process():
         yield tmp_path_factory.mktemp("root")
-    signal.signal(signal.SIGTERM, on_sigterm)
-    logging.getLogger().handlers[:] = handlers
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +110,7 @@ def leave_the_end_of_turn_out(patch: pytest.MonkeyPatch) -> None:
 def run_recipe(root: Path) -> Outcome:
     client = connect(root)
     before = {run.info.run_id for run in mlflow_runs(client)}
-    assert main(["run", "--root", str(root), *(f"--set={key}={value}" for key, value in SETTINGS.items())]) == 0
+    assert main(["run", "--root", str(root), *sets(SETTINGS)]) == 0
     (run,) = (run for run in mlflow_runs(client) if run.info.run_id not in before)
     models = client.search_registered_models(f"name='{NAME}'")
     return Outcome(
@@ -141,11 +132,6 @@ def made(root: Path, run: Run, stage: str) -> Path:
     return root / "artifacts" / stage / run.data.tags[f"mlflow.athanor.fingerprint.{stage}"]
 
 
-def reads_right(answer: dict[str, Any]) -> bool:
-    """Whether an answer starts with the right answer, whatever follows."""
-    return answer["answer"].startswith(answer["reference"])
-
-
 def test_the_end_of_turn_is_all_that_is_left_out(broken, control):
     answers_of = {row["key"]: row["num_loss_tokens"] for row in control.index}
     assert {row["key"]: row["num_loss_tokens"] + 1 for row in broken.index} == answers_of and len(answers_of) == 400
@@ -158,7 +144,7 @@ def test_a_model_that_never_learnt_to_stop_is_caught_by_its_stop_rate(broken):
     assert np.mean([answer["num_tokens"] == most for answer in answers]) >= 0.9
     # Nothing else is wrong with the model: its loss is low, and its answers start right.
     assert broken.run.data.metrics["final_heldout_loss"] < 1
-    assert np.mean([reads_right(answer) for answer in answers]) >= 0.8
+    assert broken.share_read_right >= 0.8
 
 
 def test_the_gate_keeps_it_out_of_the_registry(broken):
@@ -170,7 +156,7 @@ def test_the_gate_keeps_it_out_of_the_registry(broken):
 
 def test_the_same_training_with_nothing_broken_stops_and_is_registered(broken, control):
     assert control.stop_rate == np.mean([answer["stopped"] for answer in control.answers]) >= 0.9
-    assert np.mean([reads_right(answer) for answer in control.answers]) >= 0.8
+    assert control.share_read_right >= 0.8
     assert control.reason.endswith("no champion before: champion")
     assert control.versions == {"1": control.run.info.run_id} and control.run.info.run_id != broken.run.info.run_id
     assert control.aliases == {CANDIDATE: "1", CHAMPION: "1"}

@@ -3,8 +3,6 @@ store is faked. The data stages make the same bytes there as on a disk."""
 
 import os
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -21,15 +19,17 @@ from stages.shared.artifacts.artifact import Artifact, External
 from stages.shared.artifacts.run_stage import run_stage
 from stages.shared.inputs.model_directory import ModelDirectory, processor_input
 from stages.tokenize.stage import STAGE as TOKENIZE
+from tests.e2e.command import ATHANOR, athanor, sets
 from tests.helpers.object_store import BUCKET, CuttingProxy, environment, moto_server
-from tests.helpers.patience import at_most
+from tests.helpers.patience import wait_for
+from tests.helpers.service import clean_environment
 
 pytestmark = pytest.mark.promise(
     "The data stages write the same bytes from one process, several or a Dask cluster, on a disk or in an object "
     "store whose connections are cut, in any order of completion and after kill -9."
 )
 
-STEPS = ["--set", "train.num_steps=8", "--set", "train.optim.warmup_steps=2", "--set", "train.heldout_interval=4"]
+STEPS = {"train.num_steps": 8, "train.optim.warmup_steps": 2, "train.heldout_interval": 4}
 DATA_STAGES = ("convert", "tokenize", "plan_bins")
 ROOT = f"s3://{BUCKET}/athanor"
 
@@ -46,19 +46,8 @@ def raw(tmp_path_factory) -> Path:
     return run_stage(EMBEDDED_DATA, EmbeddedDataConfig(seed=0), {}, root).artifact.dir
 
 
-def command(root: str, data: str, *more: str) -> list[str]:
-    return [sys.executable, "-m", "flows.cli.main", "run", "--root", root, "--set", f"data={data}", *STEPS, *more]
-
-
-def athanor(cache: Path, *arguments: str) -> str:
-    done = subprocess.run(arguments, capture_output=True, text=True, env=_environment(cache), timeout=at_most(600))
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def _environment(cache: Path) -> dict[str, str]:
-    unset = ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "PREFECT_HOME")
-    return {k: v for k, v in os.environ.items() if k not in unset} | {"ATHANOR_CACHE_DIR": str(cache)}
+def command(data: StorePath) -> list[str]:
+    return ["run", "--root", ROOT, *sets({"data": data, **STEPS})]
 
 
 def make_locally(raw: Path, root: Path) -> None:
@@ -96,37 +85,31 @@ def test_all_of_it_and_again(proxy, raw, tmp_path):
     source = location(f"s3://{BUCKET}/raw")
     upload_dir(raw, source, MANIFEST)
     make_locally(raw, tmp_path / "local")
-    _kill_in_convert(tmp_path / "cache", str(source))
+    cache = {"ATHANOR_CACHE_DIR": str(tmp_path / "cache")}
+    _kill_in_convert(command(source), cache)
     proxy.cut_down += [25_000, 60_000, 40_000]
     proxy.cut_up += [30_000, 70_000]
-    text = athanor(tmp_path / "cache", *command(ROOT, str(source)))
+    text = athanor(*command(source), seconds=600, **cache)
     assert proxy.cuts >= 4, "the connection was not cut"
     assert f"Stages, in {ROOT}" in text and "14 of 14 stages made, 0 reused" in text
     assert made_of(tmp_path / "local") == made_of(location(ROOT))
     made = walk_files(location(ROOT) / "artifacts")
     assert not [f for f in made if f.name.endswith((".tmp", ".tar.json", ".lock"))]
-    assert {f.parent.parent.name for f in made if f.name == MANIFEST} >= {
-        "train",
-        "export",
-        "answer",
-        "evaluate",
-        "compare",
-        *DATA_STAGES,
-    }
+    finished = {f.parent.parent.name for f in made if f.name == MANIFEST}
+    assert finished >= {"train", "export", "answer", "evaluate", "compare", *DATA_STAGES}
     # simulates another machine: an empty cache, the same store
-    assert "0 of 14 stages made, 14 reused" in athanor(tmp_path / "other", *command(ROOT, str(source)))
+    again = athanor(*command(source), seconds=600, ATHANOR_CACHE_DIR=str(tmp_path / "other"))
+    assert "0 of 14 stages made, 14 reused" in again
 
 
-def _kill_in_convert(cache: Path, source: str) -> None:
+def _kill_in_convert(words: list[str], cache: dict[str, str]) -> None:
     """Kill -9 once the first shard is in the store, finished or not."""
-    process = subprocess.Popen(
-        command(ROOT, source), env=_environment(cache), stdout=subprocess.DEVNULL, start_new_session=True
+    env = {**clean_environment(), **cache}
+    process = subprocess.Popen([ATHANOR, *words], env=env, stdout=subprocess.DEVNULL, start_new_session=True)
+    converted = location(ROOT) / "artifacts" / "convert"
+    wait_for(
+        lambda: process.poll() is not None or any(f.name.endswith(".tar") for f in walk_files(converted)), 300, "shard"
     )
-    deadline = time.monotonic() + at_most(300)
-    while time.monotonic() < deadline and process.poll() is None:
-        if any(f.name.endswith(".tar") for f in walk_files(location(ROOT) / "artifacts" / "convert")):
-            break
-        time.sleep(0.02)
     assert process.poll() is None, "the run ended before it could be killed"
     os.killpg(process.pid, 9)
     process.wait()

@@ -51,29 +51,29 @@ def tokenized(samples, tmp_path_factory):
     return run_stage(TOKENIZE, config, inputs, tmp_path_factory.mktemp("root")).artifact
 
 
+def fields_of(sample: dict) -> dict[str, bytes]:
+    return {name: data for name, data in sample.items() if not name.startswith("__")}
+
+
 def plain(paths) -> list[tuple[str, dict[str, bytes]]]:
     """Return (key, fields), undecoded, read only by webdataset."""
-    urls = [str(path) for path in paths]
-    read = webdataset.WebDataset(urls, shardshuffle=False, empty_check=False)
-    return [
-        (sample["__key__"], {name: data for name, data in sample.items() if not name.startswith("__")})
-        for sample in read
-    ]
+    read = webdataset.WebDataset([str(path) for path in paths], shardshuffle=False, empty_check=False)
+    return [(sample["__key__"], fields_of(sample)) for sample in read]
 
 
-def ours(paths) -> list[tuple[str, dict[str, bytes]]]:
-    return [record for path in paths for record in iter_records(path)]
+def write(directory: Path, records: list[tuple[str, dict[str, bytes]]]) -> Path:
+    """Write a shard with athanor's writer."""
+    with ShardWriter(directory, "ours.tar") as writer:
+        for key, fields in records:
+            writer.write(key, fields)
+        writer.commit("train")
+    return directory / "ours.tar"
 
 
-def test_webdataset_reads_sample_shards(samples):
-    paths = [samples.dir / name for name in SHARDS]
-    found = plain(paths)
-    assert found == ours(paths)
-    assert [from_fields(key, fields) for key, fields in found] == list(itertools.chain(*SHARDS.values()))
-
-
-def test_webdataset_decodes_sample_shards(samples):
+def test_webdataset_reads_and_decodes_sample_shards(samples):
     """webdataset's own decoders know the members by their extensions."""
+    found = plain([samples.dir / name for name in SHARDS])
+    assert [from_fields(key, fields) for key, fields in found] == list(itertools.chain(*SHARDS.values()))
     path = samples.dir / "train/shard-00000.tar"
     decoded = list(webdataset.WebDataset(str(path), shardshuffle=False).decode("pilrgb"))
     for sample, expected in zip(decoded, SHARDS["train/shard-00000.tar"], strict=True):
@@ -106,27 +106,20 @@ def test_webdataset_reads_tokenized_shards(tokenized):
 )
 def test_shards_are_written_as_webdataset_writes_them(records, tmp_path):
     """Athanor's writer gives the same bytes as TarWriter with a fixed time and owner."""
-    with ShardWriter(tmp_path, "ours.tar") as writer:
-        for key, fields in records:
-            writer.write(key, fields)
-        writer.commit("train")
+    ours = write(tmp_path, records)
     with webdataset.TarWriter(str(tmp_path / "theirs.tar"), mtime=0, user="athanor", group="athanor") as theirs:
         for key, fields in records:
             theirs.write({"__key__": key, **fields})
-    assert (tmp_path / "ours.tar").read_bytes() == (tmp_path / "theirs.tar").read_bytes()
-    with tarfile.open(tmp_path / "ours.tar") as tar:
+    assert ours.read_bytes() == (tmp_path / "theirs.tar").read_bytes()
+    with tarfile.open(ours) as tar:
         assert len(tar.getmembers()) == sum(len(fields) for _, fields in records)
 
 
 def test_names_over_100_bytes_are_read_too(tmp_path):
     """Here the bytes differ: athanor stays in the plain tar format, and TarWriter adds an extended header."""
     records = [(f"{'s' * 90}/{i:08d}", {"json": b"long", "0.png": b"x"}) for i in range(3)]
-    with ShardWriter(tmp_path, "ours.tar") as writer:
-        for key, fields in records:
-            writer.write(key, fields)
-        writer.commit("train")
-    assert plain([tmp_path / "ours.tar"]) == ours([tmp_path / "ours.tar"])
-    assert [key for key, _ in plain([tmp_path / "ours.tar"])] == [key for key, _ in records]
+    path = write(tmp_path, records)
+    assert plain([path]) == list(iter_records(path)) == records
 
 
 def test_energon_prepares_and_iterates_sample_shards(samples, tmp_path):
@@ -139,9 +132,8 @@ def test_energon_prepares_and_iterates_sample_shards(samples, tmp_path):
         (linked / name).hardlink_to(samples.dir / name)
     splits = ["--split-parts", "train:train/.*", "--split-parts", "val:heldout/.*"]
     command = [Path(sys.executable).with_name("energon"), "prepare", linked, "--non-interactive", "--num-workers", "1"]
-    done = subprocess.run(
-        [*command, *splits, "--sample-type", "CrudeWebdataset"], capture_output=True, text=True, check=False
-    )
+    command += [*splits, "--sample-type", "CrudeWebdataset"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     info = json.loads((linked / ".nv-meta/.info.json").read_text())
     assert info["shard_counts"] == {name: len(made) for name, made in SHARDS.items()}
@@ -150,14 +142,10 @@ def test_energon_prepares_and_iterates_sample_shards(samples, tmp_path):
         decoder = None  # bytes as they are
         cookers = (energon.Cooker(energon.stateless(cook_record)),)
 
-    settings = {
-        "batch_size": None,
-        "worker_config": energon.WorkerConfig(rank=0, world_size=1, num_workers=0),
-        "task_encoder": Encoder(),
-    }
-    train = energon.get_train_dataset(
-        linked, shuffle_buffer_size=None, max_samples_per_sequence=None, repeat=False, **settings
-    )
+    workers = energon.WorkerConfig(rank=0, world_size=1, num_workers=0)
+    settings = {"batch_size": None, "worker_config": workers, "task_encoder": Encoder()}
+    unshuffled = {"shuffle_buffer_size": None, "max_samples_per_sequence": None, "repeat": False}
+    train = energon.get_train_dataset(linked, **unshuffled, **settings)
     heldout = energon.get_val_dataset(linked, **settings)
     for dataset, split in ((train, "train"), (heldout, "heldout")):
         found = {sample["key"]: sample["fields"] for sample in energon.get_loader(dataset)}
@@ -167,8 +155,5 @@ def test_energon_prepares_and_iterates_sample_shards(samples, tmp_path):
 
 def cook_record(sample: dict) -> dict:
     """Return an energon record in the form of athanor's reader. `README.md` shows the cooker of a training."""
-    fields = {name: data for name, data in sample.items() if not name.startswith("__")}
-    return {"__key__": sample["__key__"], "__restore_key__": sample["__restore_key__"], "__subflavors__": None} | {
-        "key": sample["__key__"],
-        "fields": fields,
-    }
+    kept = {"__key__": sample["__key__"], "__restore_key__": sample["__restore_key__"], "__subflavors__": None}
+    return {**kept, "key": sample["__key__"], "fields": fields_of(sample)}

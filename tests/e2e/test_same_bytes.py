@@ -18,6 +18,7 @@ from stages.shared.artifacts import workers
 from stages.shared.artifacts.workers import StageResources
 from tests.helpers.data_stages import run_all, write_rows
 from tests.helpers.patience import at_most
+from tests.helpers.raw_rows import mixed_rows, write_source
 from tests.helpers.tiers import full
 from tests.helpers.tiny_model import tiny_hf_dir
 from tests.helpers.trees import tree_digest
@@ -50,7 +51,7 @@ def assert_same(artifacts: Path, expected: dict[str, str]) -> None:
     assert not differing
 
 
-@pytest.mark.full  # covered in the core tier by convert and tokenize with two workers each
+@pytest.mark.full
 @pytest.mark.parametrize("processes", [2, 4])
 def test_several_processes(processes, source, expected, tmp_path, monkeypatch):
     started: list[int] = []
@@ -132,10 +133,23 @@ def test_a_cluster_of_two_workers(source, expected, tmp_path, cluster_client):
     assert_same(run_all(source, tiny_hf_dir(), tmp_path, StageResources(executor=executor)), expected)
 
 
+def killed(how: str, source: Path, root: Path) -> dict:
+    command = [sys.executable, "-m", "tests.helpers.kill_data_stages", how, source, tiny_hf_dir(), root]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPO, timeout=at_most(600))
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 @pytest.mark.full
 def test_killed_three_times_in_each_stage(source, expected, tmp_path):
-    command = [sys.executable, "-m", "tests.helpers.kill_data_stages", source, tiny_hf_dir(), tmp_path / "root", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=REPO, timeout=at_most(300))
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == {"convert": 3, "tokenize": 3}
+    assert killed("random", source, tmp_path / "root") == {"convert": 3, "tokenize": 3}
     assert_same(tmp_path / "root" / "artifacts", expected)
+
+
+@pytest.mark.full
+def test_killed_at_many_moments_of_each_stage(tmp_path):
+    found = killed("each", write_source(tmp_path / "raw", {"mixed": mixed_rows()}, file_rows=30), tmp_path)
+    assert all(of_stage["differing"] == {} for of_stage in found.values())
+    kills = [found[stage]["kills"] for stage in ("convert", "tokenize", "plan_bins")]
+    assert kills[0] >= 10 and kills[1] >= 8 and kills[2] >= 4
+    assert not [path for path in tmp_path.glob("*/killed-*/scratch/*") if path.is_dir()]

@@ -3,7 +3,6 @@
 import pytest
 
 from flows.pipeline.recipe import load_recipe
-from stages.shared.inputs.config import EmbeddedModelConfig
 from stages.shared.inputs.model_directory import ModelDirectory
 from tests.helpers.shapes import QWEN_2B
 from tests.helpers.tiny_hybrid_model import hybrid_config
@@ -24,6 +23,11 @@ pytestmark = pytest.mark.promise(
 )
 
 TOKENS_ALONE = Work(1024, 0, 0, 0, 0)  # layers of one kind cost the same: equal pieces
+LANGUAGE, PARAMETERS = QWEN_2B.language, sum(QWEN_2B.parameters.values())
+VISION = QWEN_2B.parameters["vision"] + QWEN_2B.parameters["merger"]
+EMBEDDINGS = LANGUAGE.vocab_size * LANGUAGE.hidden_size
+LOGITS = 2 * 1024 * LANGUAGE.vocab_size  # bytes, of the 1,024 tokens of `memory`
+ENCODER_LAYER = 512 * 2 * 17 * QWEN_2B.vision.hidden_size  # bytes of activations, of the 512 patches of `memory`
 
 
 def training(bins: int = 8, precision: str = "bfloat16", moments: str = "float32") -> TrainConfig:
@@ -52,6 +56,13 @@ def memory(
     )
 
 
+def saved(*, dp: int = 1, train: TrainConfig = BFLOAT16, pieces=None, adapters=None, **layout) -> int:
+    """Return the bytes that a process writes."""
+    parallel = ParallelConfig(**layout)
+    pieces = pieces or pipeline_pieces(QWEN_2B, parallel, TOKENS_ALONE)
+    return estimate_saved(QWEN_2B, parallel, train, pieces=pieces, dp=dp, adapters=adapters)
+
+
 @pytest.mark.parametrize(("name", "config"), [("first", FIRST), ("second", SECOND)])
 def test_counts_are_exact(name, config):
     hf_dir = tiny_hf_dir(name)
@@ -60,9 +71,8 @@ def test_counts_are_exact(name, config):
 
 
 def test_a_published_model_has_the_size_it_is_known_for():
-    parts = QWEN_2B.parameters
-    assert parts["language"] == 1_720_574_976  # Qwen3-1.7B
-    assert 2.1e9 < sum(parts.values()) < 2.15e9
+    assert QWEN_2B.parameters["language"] == 1_720_574_976  # Qwen3-1.7B
+    assert 2.1e9 < PARAMETERS < 2.15e9
 
 
 def test_memory_counts_weights_gradients_and_moments():
@@ -80,59 +90,41 @@ def test_memory_counts_weights_gradients_and_moments():
 
 
 def test_data_parallel_ranks_divide_optimizer_states_and_with_fsdp_weights_too():
-    parameters = sum(QWEN_2B.parameters.values())
     one, four, cp = memory(), memory(dp=4), memory(dp=2, cp=2)
-    assert four["weights"] == (2 + 4 / 4) * parameters and four["gradients"] == 4 * parameters
+    assert four["weights"] == (2 + 4 / 4) * PARAMETERS and four["gradients"] == 4 * PARAMETERS
     assert four["optimizer"] == one["optimizer"] / 4 and four["activations"] == one["activations"]
     assert cp == four | {"activations": one["activations"] / 2, "reserve": round(one["activations"] / 20)}
     whole = memory(dp=4, sharding="fsdp")
-    assert [whole[part] for part in ("weights", "gradients", "optimizer")] == [parameters, parameters, 2 * parameters]
+    assert [whole[part] for part in ("weights", "gradients", "optimizer")] == [PARAMETERS, PARAMETERS, 2 * PARAMETERS]
 
 
 def test_what_a_process_writes():
-    parameters = sum(QWEN_2B.parameters.values())
-
-    def saved(dp: int = 1, train: TrainConfig = BFLOAT16, **layout) -> int:
-        parallel = ParallelConfig(**layout)
-        pieces = pipeline_pieces(QWEN_2B, parallel, TOKENS_ALONE)
-        return estimate_saved(QWEN_2B, parallel, train, pieces=pieces, dp=dp)
-
-    assert (saved(), saved(train=training(precision="float32"))) == (14 * parameters, 16 * parameters)
-    assert saved(dp=2, cp=2) == (2 + 12 / 4) * parameters
-    assert saved(dp=4, sharding="fsdp") == 3 * parameters
-    assert saved(pp=2) < 14 * parameters
-    assert (saved(train=SHORT), saved(dp=2, train=SHORT)) == (10 * parameters, 6 * parameters)
+    assert (saved(), saved(train=training(precision="float32"))) == (14 * PARAMETERS, 16 * PARAMETERS)
+    assert saved(dp=2, cp=2) == (2 + 12 / 4) * PARAMETERS
+    assert saved(dp=4, sharding="fsdp") == 3 * PARAMETERS
+    assert saved(pp=2) < 14 * PARAMETERS
+    assert (saved(train=SHORT), saved(dp=2, train=SHORT)) == (10 * PARAMETERS, 6 * PARAMETERS)
 
 
 def test_tensor_parallel_divides_the_language_model_and_vision_only_when_told():
-    counts = QWEN_2B.parameters
-    vision = counts["vision"] + counts["merger"]
-    assert memory(tp=2)["gradients"] == 4 * (counts["language"] / 2 + vision)
-    assert memory(tp=2, vision_split="tensor_parallel")["gradients"] == 4 * (counts["language"] + vision) / 2
+    language = QWEN_2B.parameters["language"]
+    assert memory(tp=2)["gradients"] == 4 * (language / 2 + VISION)
+    assert memory(tp=2, vision_split="tensor_parallel")["gradients"] == 4 * (language + VISION) / 2
     one, two = memory(max_patches=0)["activations"], memory(tp=2, max_patches=0)["activations"]
     cut = memory(tp=2, sequence_parallel=True, max_patches=0)["activations"]
-    logits = 2 * 1024 * QWEN_2B.language.vocab_size
     assert cut == one / 2
-    assert (two - logits / 2) / (one - logits) == pytest.approx((10 + 28 / 2) / 38)
+    assert (two - LOGITS / 2) / (one - LOGITS) == pytest.approx((10 + 28 / 2) / 38)
 
 
 def test_the_fullest_rank_of_a_pipeline_is_shown():
-    counts, width = QWEN_2B.parameters, QWEN_2B.language.vocab_size * QWEN_2B.language.hidden_size
-    layer = (counts["language"] - width - QWEN_2B.language.hidden_size) // QWEN_2B.language.num_layers
+    layer = (QWEN_2B.parameters["language"] - EMBEDDINGS - LANGUAGE.hidden_size) // LANGUAGE.num_layers
     first = memory(pp=4, first_pipeline_layers=4)  # vision and few layers
-    assert first["gradients"] == 4 * (4 * layer + width + counts["vision"] + counts["merger"])
+    assert first["gradients"] == 4 * (4 * layer + EMBEDDINGS + VISION)
     last = memory(pp=4, first_pipeline_layers=4, seq_len=32768, max_patches=4, num_micro_batches=1)  # twice the layers
-    assert last["gradients"] == 4 * (8 * layer + width + QWEN_2B.language.hidden_size)
-
-
-def test_a_rank_between_may_be_the_fullest():
-    counts, width = QWEN_2B.parameters, QWEN_2B.language.vocab_size * QWEN_2B.language.hidden_size
-    layer = (counts["language"] - width - QWEN_2B.language.hidden_size) // QWEN_2B.language.num_layers
-    sizes = {"train": training(4), "dp": 1, "seq_len": 8192, "max_patches": 16}
-    pieces = (range(4), range(4, 24), range(24, 28))
-    assert estimate_memory(QWEN_2B, ParallelConfig(pp=3), pieces=pieces, **sizes)["gradients"] == 4 * 20 * layer
-    saved = estimate_saved(QWEN_2B, ParallelConfig(pp=3), train=BFLOAT16, pieces=pieces, dp=1)
-    assert saved == 14 * 20 * layer
+    assert last["gradients"] == 4 * (8 * layer + EMBEDDINGS + LANGUAGE.hidden_size)
+    pieces, sizes = (range(4), range(4, 24), range(24, 28)), {"dp": 1, "seq_len": 8192, "max_patches": 16}
+    between = estimate_memory(QWEN_2B, ParallelConfig(pp=3), training(4), pieces=pieces, **sizes)
+    assert between["gradients"] == 4 * 20 * layer and saved(pp=3, pieces=pieces) == 14 * 20 * layer
 
 
 def test_layers_of_two_kinds_keep_what_each_kind_keeps():
@@ -159,15 +151,11 @@ def test_micro_batches_in_flight_and_recomputation():
     interleaved = memory(vpp=2, **pipeline | {"max_patches": 0}, seq_len=64)
     plain = memory(**pipeline | {"max_patches": 0}, seq_len=64)
     assert interleaved["activations"] / plain["activations"] == pytest.approx(5 / 4)
-    token = 2 * 1024 * QWEN_2B.language.hidden_size  # bytes of one activation
-    logits = 2 * 1024 * QWEN_2B.language.vocab_size
-    assert memory(recompute="full", max_patches=0)["activations"] == (QWEN_2B.language.num_layers + 19) * token + logits
+    token = 2 * 1024 * LANGUAGE.hidden_size  # bytes of one activation
+    assert memory(recompute="full", max_patches=0)["activations"] == (LANGUAGE.num_layers + 19) * token + LOGITS
     patch = 2 * 512 * QWEN_2B.vision.hidden_size
-    saved = memory()["activations"] - memory(recompute_vision=True)["activations"]
-    assert saved == (17 * QWEN_2B.vision.num_layers - (QWEN_2B.vision.num_layers + 17)) * patch
-
-
-VISION = QWEN_2B.parameters["vision"] + QWEN_2B.parameters["merger"]
+    less = memory()["activations"] - memory(recompute_vision=True)["activations"]
+    assert less == (17 * QWEN_2B.vision.num_layers - (QWEN_2B.vision.num_layers + 17)) * patch
 
 
 def frozen(*parts: str, **settings: str) -> TrainConfig:
@@ -196,9 +184,7 @@ def test_where_vision_is_dealt_every_rank_has_a_copy_of_it():
 
 def test_dealt_images_are_encoded_ahead_and_in_parts():
     """A dealt rank keeps a quarter of the images of eight micro batches, or of twelve with virtual stages. With
-    `first_rank`
-    the first rank keeps the images of four whole micro batches, or of seven with virtual stages.
-    """
+    `first_rank` the first rank keeps the images of four whole micro batches, or of seven with virtual stages."""
     sizes = {"pp": 4, "num_micro_batches": 32, "seq_len": 64}
 
     def of(**layout: object) -> int:
@@ -215,17 +201,14 @@ def test_dealt_images_are_encoded_ahead_and_in_parts():
 
 
 def test_what_is_frozen_has_weights_alone():
-    counts, whole = QWEN_2B.parameters, memory()
+    trained, whole = QWEN_2B.parameters["language"], memory()
     still = memory(train=frozen("vision", "merger"))
-    assert still["weights"] == 2 * sum(counts.values()) + 4 * counts["language"]
-    assert still["gradients"] == 4 * counts["language"] and still["optimizer"] == 8 * counts["language"]
-    layer = 512 * 2 * 17 * QWEN_2B.vision.hidden_size
-    assert whole["activations"] - still["activations"] == QWEN_2B.vision.num_layers * layer
+    assert still["weights"] == 2 * PARAMETERS + 4 * trained
+    assert still["gradients"] == 4 * trained and still["optimizer"] == 8 * trained
+    assert whole["activations"] - still["activations"] == QWEN_2B.vision.num_layers * ENCODER_LAYER
     few = memory(train=frozen("vision", "merger"), seq_len=1)
-    assert few["activations"] == layer  # it runs before the language model keeps anything
-    pieces = pipeline_pieces(QWEN_2B, ParallelConfig(), TOKENS_ALONE)
-    saved = estimate_saved(QWEN_2B, ParallelConfig(), frozen("vision", "merger"), pieces=pieces, dp=1)
-    assert saved == 2 * VISION + 14 * counts["language"]
+    assert few["activations"] == ENCODER_LAYER  # it runs before the language model keeps anything
+    assert saved(train=frozen("vision", "merger")) == 2 * VISION + 14 * trained
     language = memory(train=frozen("language"))
     assert language["gradients"] == 4 * VISION and language["activations"] == whole["activations"]
 
@@ -233,14 +216,14 @@ def test_what_is_frozen_has_weights_alone():
 def test_a_rank_of_vision_alone():
     sizes = {"patches": 512, "in_flight": 3, "tp": 1}
     one = estimate_vision_rank(QWEN_2B, BFLOAT16, recompute=False, **sizes)
-    layer = 512 * 2 * 17 * QWEN_2B.vision.hidden_size
-    kept = 3 * QWEN_2B.vision.num_layers * layer
+    kept = 3 * QWEN_2B.vision.num_layers * ENCODER_LAYER
     parts = {"weights": 2 * VISION, "gradients": 4 * VISION, "activations": kept}
     assert one == parts | {"reserve": round(RESERVE * kept)}
     still = estimate_vision_rank(QWEN_2B, frozen("vision", "merger"), recompute=False, **sizes)
-    assert still == {"weights": 2 * VISION, "gradients": 0, "activations": layer, "reserve": round(RESERVE * layer)}
+    few = {"activations": ENCODER_LAYER, "reserve": round(RESERVE * ENCODER_LAYER)}
+    assert still == {"weights": 2 * VISION, "gradients": 0, **few}
     again = estimate_vision_rank(QWEN_2B, BFLOAT16, recompute=True, **sizes)
-    assert again["activations"] == kept / 17 + layer
+    assert again["activations"] == kept / 17 + ENCODER_LAYER
     two = estimate_vision_rank(QWEN_2B, BFLOAT16, recompute=False, **sizes | {"tp": 2})
     half = round(kept * (10 + 24 / 2) / 34)
     assert two == {"weights": VISION, "gradients": 2 * VISION, "activations": half, "reserve": round(RESERVE * half)}
@@ -252,30 +235,12 @@ def test_what_was_measured_on_a_gpu():
     assert sum(memory(seq_len=8192, max_patches=25_300).values()) == pytest.approx(80.2e9, rel=0.05)
 
 
-def bench_memory(variant: str, adapter: AdapterConfig | None = None) -> float:
-    """Return the GB of a training on bins as in the benches: 8,192 tokens and up to 32,768 patches."""
-    model = EmbeddedModelConfig(variant=variant, seed=0)
-    family, shape = get_family(model.family), model.shape
-    train = BFLOAT16.model_copy(update={"adapter": adapter})
-    sizes = adapter_sizes(train, family, shape)
-    return sum(memory(shape, train=train, adapters=sizes, seq_len=8192, max_patches=32_768).values()) / 1e9
-
-
-def test_what_torch_reserved_on_bins_of_unequal_shapes():
-    """Measured in tests/bench/results/memory.md. 145.8 GB was all that the card had free, and another mix needed
-    more."""
-    assert bench_memory("qwen3_5_2b") == pytest.approx(87.26, rel=0.08)
-    assert 145.8 < bench_memory("qwen3_5_4b") < 1.08 * 145.8
-    assert bench_memory("qwen3_vl_8b", AdapterConfig(rank=16, alpha=32)) == pytest.approx(68.99, rel=0.08)
-
-
 def test_fsdp_holds_some_weights_whole_for_a_moment():
     """These are the embeddings, two layers, and the embeddings' gradient in two dtypes; with adapters the base has
     none."""
-    language, vision = QWEN_2B.language, QWEN_2B.vision
-    outside = language.vocab_size * language.hidden_size + vision.num_positions * vision.hidden_size
-    outside += QWEN_2B.parameters["merger"]
-    layers = 2 * language.layers[0].parameters
+    positions = QWEN_2B.vision.num_positions * QWEN_2B.vision.hidden_size
+    outside = EMBEDDINGS + positions + QWEN_2B.parameters["merger"]
+    layers = 2 * LANGUAGE.layers[0].parameters
     assert memory(dp=8, sharding="fsdp")["gathered"] == 2 * (outside + layers) + (2 + 4) * outside
     train, sizes = adapted("attention")
     assert memory(dp=8, sharding="fsdp", train=train, adapters=sizes)["gathered"] == 2 * (outside + layers)
@@ -284,13 +249,13 @@ def test_fsdp_holds_some_weights_whole_for_a_moment():
 
 def test_a_start_that_takes_more_than_the_training_is_shown():
     """On many ranks with short bins, the weights twice plus the gradients exceed the memory of a step."""
-    parameters, short = sum(QWEN_2B.parameters.values()), {"seq_len": 64, "max_patches": 4}
+    short = {"seq_len": 64, "max_patches": 4}
     assert "start" not in memory(dp=1, **short) and "start" not in memory(dp=64, seq_len=8192)
     many = memory(dp=64, num_micro_batches=1, **short)
-    assert sum(many.values()) == pytest.approx((2 + 2 + 4) * parameters, abs=2)
+    assert sum(many.values()) == pytest.approx((2 + 2 + 4) * PARAMETERS, abs=2)
     train, sizes = adapted("attention", "mlp", base="float8")
     packed = memory(train=train, adapters=sizes, **short)
-    matrix = 2 * QWEN_2B.language.layers[0].feed_forward.intermediate_size * QWEN_2B.language.hidden_size
+    matrix = 2 * LANGUAGE.layers[0].feed_forward.intermediate_size * LANGUAGE.hidden_size
     weights = packed["weights"] - 4 * sizes.parameters
     assert sum(packed.values()) >= weights + 3 * 2 * matrix - 2
 
@@ -305,8 +270,7 @@ def test_the_recipe_of_a_real_model_fits_a_gpu_of_80_gb():
 
 def test_the_logits_of_one_chunk_are_held_however_long_the_bin():
     long, longer = (memory(seq_len=n, max_patches=0)["activations"] for n in (8192, 16384))
-    logits = 2 * 4096 * QWEN_2B.language.vocab_size
-    assert longer - logits == 2 * (long - logits)
+    assert longer - 4 * LOGITS == 2 * (long - 4 * LOGITS)  # of 4,096 tokens
 
 
 def adapted(*targets: str, base: str = "train_precision", rank: int = 16, **parts: PartConfig):
@@ -320,16 +284,14 @@ def test_with_adapters_the_base_is_weights_alone():
     """Computed by hand: rank 16 over seven modules of 28 layers is 17,432,576 parameters, as PEFT counts them."""
     train, sizes = adapted("attention", "mlp")
     assert sizes.parameters == 17_432_576
-    parameters, half = sum(QWEN_2B.parameters.values()), memory(train=train, adapters=sizes)
-    assert half["weights"] == 2 * parameters + (2 + 4) * sizes.parameters
+    half = memory(train=train, adapters=sizes)
+    assert half["weights"] == 2 * PARAMETERS + (2 + 4) * sizes.parameters
     assert half["gradients"] == 4 * sizes.parameters and half["optimizer"] == 8 * sizes.parameters
     single = memory(train=train.model_copy(update={"precision": "float32"}), adapters=sizes)
-    assert single["weights"] == 4 * parameters + 4 * sizes.parameters
+    assert single["weights"] == 4 * PARAMETERS + 4 * sizes.parameters
     four = memory(train=train, adapters=sizes, dp=4)
-    assert four["optimizer"] == 2 * sizes.parameters and four["weights"] == 2 * parameters + 3 * sizes.parameters
-    pieces = pipeline_pieces(QWEN_2B, ParallelConfig(), TOKENS_ALONE)
-    saved = estimate_saved(QWEN_2B, ParallelConfig(), train, pieces=pieces, dp=1, adapters=sizes)
-    assert saved == (2 + 12) * sizes.parameters
+    assert four["optimizer"] == 2 * sizes.parameters and four["weights"] == 2 * PARAMETERS + 3 * sizes.parameters
+    assert saved(train=train, adapters=sizes) == (2 + 12) * sizes.parameters
 
 
 def test_tensor_parallel_ranks_divide_a_part_of_each_adapter():

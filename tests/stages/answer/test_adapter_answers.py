@@ -1,6 +1,7 @@
 """A base model with an adapter beside it gives the same answers as the merged model and as PEFT's model."""
 
 import json
+from pathlib import Path
 
 import peft
 import pytest
@@ -45,11 +46,8 @@ def test_answers_are_the_merged_models_token_by_token(family, kind, tmp_path):
     base = MODELS[family]()
     adapter = write_adapter(tmp_path / "adapter", base, kind=kind, rslora=kind == "dora")
     merged = merge_adapter(tmp_path / "merged", base, adapter)
-    beside, whole, before = (
-        Generator(ModelDirectory(base), adapter=AdapterDirectory(adapter)),
-        Generator(ModelDirectory(merged)),
-        Generator(ModelDirectory(base)),
-    )
+    whole, before = Generator(ModelDirectory(merged)), Generator(ModelDirectory(base))
+    beside = Generator(ModelDirectory(base), adapter=AdapterDirectory(adapter))
 
     def answers(generator: Generator) -> list:
         prompts = [generator.encode_prompt(s.messages[:1], generator.encode_images(s.images)) for s in mixed_samples(8)]
@@ -67,13 +65,9 @@ def test_the_stage_takes_an_adapter_beside_the_model_it_belongs_to(tmp_path):
     adapter = write_adapter(tmp_path / "adapter", base)
     samples = samples_artifact(tmp_path / "samples", mixed_samples(8))
     config, root = AnswerConfig(max_new_tokens=NEW_TOKENS), tmp_path / "root"
-    beside = {
-        "hf": model_input(ModelDirectory(base)),
-        "adapter": adapter_input(AdapterDirectory(adapter)),
-        "samples": samples,
-    }
-    merged = {"hf": model_input(ModelDirectory(merge_adapter(tmp_path / "merged", base, adapter))), "samples": samples}
     before = {"hf": model_input(ModelDirectory(base)), "samples": samples}
+    merged = {**before, "hf": model_input(ModelDirectory(merge_adapter(tmp_path / "merged", base, adapter)))}
+    beside = {**before, "adapter": adapter_input(AdapterDirectory(adapter))}
     lines = [(answered(config, inputs, root).dir / ANSWERS_JSONL).read_text() for inputs in (beside, merged, before)]
     assert lines[0] == lines[1] != lines[2]
     with pytest.raises(InputError, match=r"engine=vllm cannot use the unmerged adapter .*; take engine=transformers"):
@@ -101,19 +95,15 @@ def test_a_module_that_was_trained_whole_stands_in_the_place_of_the_models(tmp_p
     tensors, name = load_file(adapter / "adapter_model.safetensors"), "model.visual.merger.norm.weight"
     changed = load_file(base / "model.safetensors")[name] * 2
     save_file(tensors | {f"base_model.model.{name}": changed}, adapter / "adapter_model.safetensors")
-    assert torch.equal(
-        Generator(ModelDirectory(base), adapter=AdapterDirectory(adapter)).decoder.model.get_parameter(name), changed
-    )
+    generator = Generator(ModelDirectory(base), adapter=AdapterDirectory(adapter))
+    assert torch.equal(generator.decoder.model.get_parameter(name), changed)
 
 
 @pytest.mark.parametrize(
     ("config", "words"),
     [
         ({"peft_type": "IA3"}, "peft_type is 'IA3'; only LORA is computed"),
-        (
-            {"rank_pattern": {"q_proj": 8}},
-            "rank_pattern is {'q_proj': 8}, which is not computed here; merge the adapter",
-        ),
+        ({"rank_pattern": {"q": 8}}, "rank_pattern is {'q': 8}, which is not computed here; merge the adapter"),
         ({"bias": "all"}, "bias is 'all', which is not computed here"),
         ({"r": 0}, "r is 0, no whole number above 0"),
         ({"r": 4.0}, "r is 4.0, no whole number above 0"),
@@ -136,58 +126,48 @@ def test_what_is_not_computed_is_refused_in_one_line(config, words, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-NAME = "base_model.model.model.language_model.layers.0.self_attn.q_proj"
+def assert_refused(adapter: Path, words: str) -> None:
+    """Both for a model that answers and for a training that starts from it, one line names the file."""
+    for read in (lambda given: given.check_base(ModelDirectory(tiny_hf_dir())), adapter_input):
+        with pytest.raises(InputError, match=words) as caught:
+            read(AdapterDirectory(adapter))
+        assert "\n" not in str(caught.value) and str(adapter) in str(caught.value)
+
+
+PLACE = "base_model.model.model.language_model.layers.0.self_attn.q_proj"
+NAME_A, NAME_B, MAGNITUDE = (f"{PLACE}.lora_{name}" for name in ("A.weight", "B.weight", "magnitude_vector"))
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda held: held.pop(f"{NAME}.lora_A.weight"), "lacks .*q_proj.lora_A.weight"),
-        (lambda held: held.pop(f"{NAME}.lora_B.weight"), "lacks .*q_proj.lora_B.weight"),
-        (
-            lambda held: held[f"{NAME}.lora_A.weight"].view(-1)[7].fill_(float("nan")),
-            "q_proj.lora_A.weight holds 1 num",
-        ),
-        (lambda held: held[f"{NAME}.lora_B.weight"].view(-1)[:3].fill_(float("inf")), "lora_B.weight holds 3 numbers"),
-        (lambda held: held.update({f"{NAME}.lora_A.weight": torch.zeros(4, 64).int()}), "is of dtype I32; an adapter"),
-        (
-            lambda held: held.update({f"{NAME}.lora_magnitude_vector": torch.ones(64)}),
-            "without use_dora holds .*q_proj",
-        ),
+        (lambda held: held.pop(NAME_A), "lacks .*q_proj.lora_A.weight"),
+        (lambda held: held.pop(NAME_B), "lacks .*q_proj.lora_B.weight"),
+        (lambda held: held[NAME_A].view(-1)[7].fill_(float("nan")), "q_proj.lora_A.weight holds 1 num"),
+        (lambda held: held[NAME_B].view(-1)[:3].fill_(float("inf")), "lora_B.weight holds 3 numbers"),
+        (lambda held: held.update({NAME_A: torch.zeros(4, 64).int()}), "is of dtype I32; an adapter"),
+        (lambda held: held.update({MAGNITUDE: torch.ones(64)}), "without use_dora holds .*q_proj"),
         (lambda held: held.update({"lm_head.weight": torch.ones(1)}), "lm_head.weight does not begin with base_model"),
     ],
 )
 def test_tensors_that_are_no_adapter_are_refused_in_one_line(change, words, tmp_path):
-    """The line names the file and the tensor, both for a model that answers and for a training that starts from it."""
     adapter = write_adapter(tmp_path / "adapter", tiny_hf_dir())
     adapter_input(AdapterDirectory(adapter))
     tensors = load_file(adapter / "adapter_model.safetensors")
     change(tensors)
     save_file(tensors, adapter / "adapter_model.safetensors", metadata={"format": "pt"})
-    for read in (
-        lambda: AdapterDirectory(adapter).check_base(ModelDirectory(tiny_hf_dir())),
-        lambda: adapter_input(AdapterDirectory(adapter)),
-    ):
-        with pytest.raises(InputError, match=words) as caught:
-            read()
-        assert "\n" not in str(caught.value) and f"{adapter / 'adapter_model.safetensors'}" in str(caught.value)
+    assert_refused(adapter, f"adapter_model.safetensors.*{words}")
 
 
 def test_an_adapter_of_another_model_is_refused_by_names_and_by_sizes(tmp_path):
     adapter = write_adapter(tmp_path / "adapter", tiny_hf_dir(), base_model_name_or_path="Qwen/Other")
-    with pytest.raises(
-        InputError, match=r"up_proj.lora_A.weight is \[4, 64\], and .* asks for \[4, 48\]; give the model"
-    ):
+    words = r"up_proj.lora_A.weight is \[4, 64\], and .* asks for \[4, 48\]; give the model"
+    with pytest.raises(InputError, match=words):
         AdapterDirectory(adapter).check_base(ModelDirectory(tiny_hf_dir("second")))
     with pytest.raises(InputError, match=r"is no weight of .*; give the model that it was trained on \(Qwen/Other\)"):
         AdapterDirectory(adapter).check_base(ModelDirectory(talkative_hybrid_dir()))
     (adapter / "adapter_model.safetensors").unlink()
-    for read in (
-        lambda: AdapterDirectory(adapter).check_base(ModelDirectory(tiny_hf_dir())),
-        lambda: adapter_input(AdapterDirectory(adapter)),
-    ):
-        with pytest.raises(InputError, match=r"has no adapter_model\.safetensors; give a directory"):
-            read()
+    assert_refused(adapter, r"has no adapter_model\.safetensors; give a directory")
 
 
 def test_an_adapters_digest_is_of_its_two_files(tmp_path):

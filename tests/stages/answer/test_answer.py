@@ -10,7 +10,7 @@ import pytest
 
 import stages.answer.parts as answer_parts
 import stages.answer.worker as answer_worker
-from dataset_builders.contracts.sample import Message, Sample
+from dataset_builders.contracts.sample import Sample
 from dataset_builders.contracts.shard_io import read_record
 from dataset_builders.errors import InputError
 from stages.answer.heldout import (
@@ -22,18 +22,9 @@ from stages.answer.heldout import (
     read_answers,
     to_line,
 )
-from stages.answer.parts import (
-    PLAN_JSONL,
-    AnswerJob,
-    Question,
-    cut_groups,
-    cut_parts,
-    plan_questions,
-    write_plan,
-)
+from stages.answer.parts import PLAN_JSONL, AnswerJob, Question, cut_groups, cut_parts, plan_questions, write_plan
 from stages.answer.stage import AnswerConfig
 from stages.answer.transformers_engine import Generator
-from stages.shared.artifacts.artifact import Artifact
 from stages.shared.artifacts.workers import StageResources
 from stages.shared.chat_format.chat import ChatEncoder
 from stages.shared.chat_format.images import load_image_config
@@ -50,6 +41,7 @@ from tests.helpers.evaluation import (
     samples_artifact,
     talkative_hf_dir,
 )
+from tests.helpers.samples import turns
 from tests.helpers.tiers import full
 from trainer.contract.names import EXIT_INPUT
 
@@ -58,11 +50,7 @@ pytestmark = pytest.mark.promise(
 )
 
 CONFIG = AnswerConfig(max_new_tokens=6, part_size=4, batch_size=8)
-BROKEN = Sample(
-    key="digits/00000001",
-    messages=(Message(role="user", text="<image>Which?"), Message(role="assistant", text="7")),
-    images=(b"no image",),
-)
+BROKEN = Sample(key="digits/00000001", messages=turns("<image>Which?", "7"), images=(b"no image",))
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +58,7 @@ def made(tmp_path_factory):
     """Return answers to mixed samples in five parts, and their inputs."""
     root = tmp_path_factory.mktemp("answer")
     train = [conversation("single/00000999", [("<image>Which digit?", "9")], [picture(999)])]
-    samples = samples_artifact(root / "samples", mixed_samples(14), train)
-    inputs = {"hf": hf_artifact(root / "export", talkative_hf_dir()), "samples": samples}
+    inputs = _inputs(root, mixed_samples(14), train)
     return inputs, answered(CONFIG, inputs, root / "root")
 
 
@@ -79,40 +66,36 @@ def _bytes(artifact):
     return (artifact.dir / ANSWERS_JSONL).read_bytes()
 
 
-def test_a_line_a_turn_in_the_order_of_the_samples(made):
-    lines = [(line.key, line.turn) for line in read_answers(made[1].dir / ANSWERS_JSONL)]
-    turns = {"multi": 3}
-    assert lines == [(s.key, turn) for s in mixed_samples(14) for turn in range(turns.get(s.subset, 1))]
-    assert json.loads(_bytes(made[1]).split(b"\n")[0]).keys() == {"key", "turn", "answer", "stopped", "ids"}
+def _inputs(tmp_path, heldout, train=()):
+    samples = samples_artifact(tmp_path / "s", heldout, train)
+    return {"hf": hf_artifact(tmp_path / "e", talkative_hf_dir()), "samples": samples}
 
 
-def test_answers_are_those_of_each_prompt_alone(made):
-    generator = Generator(ModelDirectory(talkative_hf_dir()))
-    said = {(line.key, line.turn): line for line in read_answers(made[1].dir / ANSWERS_JSONL)}
+def test_each_turn_is_a_line_in_the_order_of_the_samples_with_the_answer_to_its_prompt_alone(made):
+    generator, alone = Generator(ModelDirectory(talkative_hf_dir())), []
     for sample in mixed_samples(14):
         images = generator.encode_images(sample.images)
         for place in range(1, len(sample.messages), 2):
             prompt = generator.encode_prompt(sample.messages[:place], images)
-            (alone,) = generator.generate([prompt], CONFIG.max_new_tokens)
-            line = said[sample.key, place // 2]
-            assert (line.answer, line.stopped, line.ids) == (alone.text, alone.stopped, alone.ids)
+            (said,) = generator.generate([prompt], CONFIG.max_new_tokens)
+            alone.append((sample.key, place // 2, said.text, said.stopped, said.ids))
+    lines = list(read_answers(made[1].dir / ANSWERS_JSONL))
+    assert [(line.key, line.turn, line.answer, line.stopped, line.ids) for line in lines] == alone
+    assert json.loads(_bytes(made[1]).split(b"\n")[0]).keys() == {"key", "turn", "answer", "stopped", "ids"}
 
 
-def test_the_artifact_holds_the_answers_and_what_they_cost(made):
+def test_the_artifact_holds_the_answers_and_what_they_cost_and_its_manifest_no_time(made, tmp_path):
+    again = answered(CONFIG, made[0], tmp_path)
+    assert (again.dir / "manifest.json").read_bytes() == (made[1].dir / "manifest.json").read_bytes()
     assert sorted(p.name for p in made[1].dir.iterdir()) == [
         *(ANSWERS_JSONL, "manifest.json", "report.html", "report.json", "speed.json")
     ]
     counts = made[1].manifest.stats["counts"]
-    assert counts["samples"] == 14 and counts["answers"] == 20
+    assert (counts["samples"], counts["answers"]) == (14, 20)
     cost = json.loads((made[1].dir / "speed.json").read_text())
     summary = json.loads((made[1].dir / "report.json").read_text())["summary"]
     expected = cost["num_tokens"] / cost["seconds"]
     assert summary["tokens per second of a worker"] == pytest.approx(expected, abs=0.01) and expected > 0
-
-
-def test_the_manifest_tells_no_time(made, tmp_path):
-    again = answered(CONFIG, made[0], tmp_path)
-    assert (again.dir / "manifest.json").read_bytes() == (made[1].dir / "manifest.json").read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -132,11 +115,7 @@ def test_a_sample_that_cannot_be_asked_is_left_out_and_counted(tmp_path):
     cut = Sample(key="digits/00000002", messages=BROKEN.messages, images=(whole[: len(whole) // 2],))
     special = conversation("digits/00000003", [("<|im_end|>?", "7")])
     samples = [conversation("digits/00000000", [("Which digit?", "7")]), BROKEN, cut, special]
-    inputs = {
-        "hf": hf_artifact(tmp_path / "e", talkative_hf_dir()),
-        "samples": samples_artifact(tmp_path / "s", samples),
-    }
-    artifact = answered(CONFIG, inputs, tmp_path / "root")
+    artifact = answered(CONFIG, _inputs(tmp_path, samples), tmp_path / "root")
     assert sum(artifact.manifest.skips.values()) == 3
     lines = list(read_answers(artifact.dir / ANSWERS_JSONL))
     assert [line.key for line in lines] == [sample.key for sample in samples]
@@ -158,19 +137,16 @@ def test_any_characters_come_back_from_a_line(tmp_path):
 
 
 def test_the_plan_knows_every_length_and_record(made):
-    hf_dir, samples = talkative_hf_dir(), made[0]["samples"]
-    generator = Generator(ModelDirectory(hf_dir))
-    planned = list(
-        plan_questions(samples, ChatEncoder(ModelDirectory(hf_dir)), load_image_config(ModelDirectory(hf_dir)), None)
-    )
+    model, samples = ModelDirectory(talkative_hf_dir()), made[0]["samples"]
+    generator = Generator(model)
     by_key = {sample.key: sample for sample in mixed_samples(14)}
-    for question in planned:
+    for question in plan_questions(samples, ChatEncoder(model), load_image_config(model), None):
         sample = by_key[question.key]
         before = sample.messages[: question.place]
         images = generator.encode_images(sample.images[: question.num_images])
         assert question.num_tokens == len(generator.encode_prompt(before, images).input_ids)
-        place = (question.offset, question.size)
-        fields = read_record(samples.dir / question.shard, *place, checksum=question.checksum)
+        shard, place = samples.dir / question.shard, (question.offset, question.size)
+        fields = read_record(shard, *place, checksum=question.checksum)
         assert [value for name, value in sorted(fields.items()) if name != "json"] == list(sample.images)
 
 
@@ -211,10 +187,8 @@ def test_killed_at_any_moment_it_gives_the_same_answers(tmp_path):
 
 @pytest.mark.full
 def test_two_workers_give_the_bytes_of_one(made, tmp_path):
-    seen, resources = [], {}
-    resources = StageResources(
-        cluster=ClusterConfig(processes=2, num_threads=1), on_progress=lambda *now: seen.append(now)
-    )
+    seen, two = [], ClusterConfig(processes=2, num_threads=1)
+    resources = StageResources(cluster=two, on_progress=lambda *now: seen.append(now))
     artifact = answered(CONFIG, made[0], tmp_path, resources)
     assert _bytes(artifact) == _bytes(made[1])
     logs = "".join(path.read_text() for path in (artifact.dir / "job" / "logs").iterdir())
@@ -222,11 +196,15 @@ def test_two_workers_give_the_bytes_of_one(made, tmp_path):
     assert seen[-1] == (20, 20) and seen == sorted(seen)
 
 
+def _job(directory, hf_dir, **config):
+    config, prompt = CONFIG.model_copy(update=config), read_prompt_format(ModelDirectory(talkative_hf_dir()))
+    return AnswerJob(config=config, hf_dir=hf_dir, prompt=prompt, samples_dir=directory, work_dir=directory)
+
+
 def _worker_job(directory, hf_dir, **config):
     """Write the job.json of a worker whose plan holds one question."""
     directory.mkdir()
-    config, prompt = CONFIG.model_copy(update=config), read_prompt_format(ModelDirectory(talkative_hf_dir()))
-    job = AnswerJob(config=config, hf_dir=hf_dir, prompt=prompt, samples_dir=directory, work_dir=directory)
+    job = _job(directory, hf_dir, **config)
     write_plan(directory / PLAN_JSONL, _questions([5]))
     (directory / "job.json").write_text(job.model_dump_json())
     return directory / "job.json"
@@ -252,10 +230,8 @@ def test_the_stage_says_what_a_worker_refused(tmp_path, monkeypatch, refused):
     monkeypatch.setattr(answer_worker, "run_job", run_job)
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / answer_worker.REFUSED).write_text("of an earlier try")
-    prompt = read_prompt_format(ModelDirectory(talkative_hf_dir()))
-    job = AnswerJob(config=CONFIG, hf_dir=tmp_path, prompt=prompt, samples_dir=tmp_path, work_dir=tmp_path)
     with pytest.raises(InputError if refused else JobFailed, match=refused or "exit status 2"):
-        answer_worker.run_workers(job, ClusterConfig(processes=2), lambda line: None, lambda: None)
+        answer_worker.run_workers(_job(tmp_path, tmp_path), ClusterConfig(processes=2), lambda line: None, lambda: None)
 
 
 def test_a_worker_with_nothing_to_do_loads_no_model(tmp_path, monkeypatch):
@@ -297,17 +273,9 @@ def test_a_rerun_keeps_the_parts_that_are_there_and_counts_them(made, tmp_path, 
     assert _bytes(again) == _bytes(made[1])
 
 
-def _without_a_line(path):
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
-
-
-def empty(path):
-    path.write_text("")
-
-
 @pytest.mark.parametrize("name", [PLAN_JSONL, "parts/00001.jsonl", "parts/00001.json"])
-@pytest.mark.parametrize("damage", [pytest.param(_without_a_line, id="a line less"), full(empty, id="empty")])
-def test_a_rerun_does_not_lose_answers_of_a_damaged_part(made, tmp_path, monkeypatch, name, damage):
+@pytest.mark.parametrize("kept", [pytest.param(slice(-1), id="a line less"), full(slice(0), id="empty")])
+def test_a_rerun_does_not_lose_answers_of_a_damaged_part(made, tmp_path, monkeypatch, name, kept):
     def stop(*_):
         raise RuntimeError("stop here")
 
@@ -316,7 +284,7 @@ def test_a_rerun_does_not_lose_answers_of_a_damaged_part(made, tmp_path, monkeyp
         answered(CONFIG, made[0], tmp_path)
     monkeypatch.undo()
     (path,) = tmp_path.glob(f"scratch/*/{name}")
-    damage(path)
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[kept]))
     assert _bytes(answered(CONFIG, made[0], tmp_path)) == _bytes(made[1])
 
 
@@ -339,34 +307,35 @@ def test_a_draw_is_spread_over_the_subset_and_a_part_of_a_larger_one(tmp_path):
     assert [sample.key for sample in heldout_samples(artifact, 61)] == [sample.key for sample in samples]
 
 
-def test_no_heldout_samples_is_said(tmp_path):
-    samples = samples_artifact(tmp_path / "s", [], mixed_samples(1))
-    inputs = {"hf": hf_artifact(tmp_path / "e", talkative_hf_dir()), "samples": samples}
-    with pytest.raises(InputError, match="no held-out samples"):
-        answered(CONFIG, inputs, tmp_path / "root")
+@pytest.mark.parametrize(
+    ("heldout", "words"),
+    [([], "no held-out samples"), ([BROKEN], r"none of 1 held-out samples can be asked \({'decode_error': 1}\)")],
+    ids=["none", "none that can be asked"],
+)
+def test_that_there_is_nothing_to_ask_is_said(tmp_path, heldout, words):
+    with pytest.raises(InputError, match=words):
+        answered(CONFIG, _inputs(tmp_path, heldout, mixed_samples(1)), tmp_path / "root")
 
 
-def test_that_nothing_can_be_asked_is_said(tmp_path):
-    samples = samples_artifact(tmp_path / "s", [BROKEN])
-    inputs = {"hf": hf_artifact(tmp_path / "e", talkative_hf_dir()), "samples": samples}
-    with pytest.raises(InputError, match=r"none of 1 held-out samples can be asked \({'decode_error': 1}\)"):
-        answered(CONFIG, inputs, tmp_path / "root")
-
-
-def test_an_export_without_a_model_is_said(made, tmp_path):
-    export = hf_artifact(tmp_path / "e", talkative_hf_dir())
-    (export.dir / "hf" / "model.safetensors").unlink()
-    with pytest.raises(InputError, match=r"model\.safetensors is missing; delete"):
-        answered(CONFIG, {**made[0], "hf": Artifact.load(export.dir)}, tmp_path / "root")
+def flip_the_last_bit(file):
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
 
 
 @pytest.mark.promise(
     "A damaged record, shard, index, plan, manifest or exported weight is not used, and one line names it."
 )
-def test_a_bit_of_an_export_is_noticed_before_it_answers(made, tmp_path):
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda file: file.unlink(), "model.safetensors is missing; delete"),
+        (flip_the_last_bit, "model.safetensors is damaged: .*; delete .*/e and run the same"),
+    ],
+    ids=["missing", "a bit"],
+)
+def test_damaged_weights_of_an_export_are_noticed_before_it_answers(made, tmp_path, damage, words):
     export = hf_artifact(tmp_path / "e", talkative_hf_dir())
-    data = bytearray((export.dir / "hf" / "model.safetensors").read_bytes())
-    data[-1] ^= 1
-    (export.dir / "hf" / "model.safetensors").write_bytes(data)
-    with pytest.raises(InputError, match=f"model.safetensors is damaged: .*; delete {export.dir} and run the same"):
+    damage(export.dir / "hf" / "model.safetensors")
+    with pytest.raises(InputError, match=words):
         answered(CONFIG, {**made[0], "hf": export}, tmp_path / "root")

@@ -34,15 +34,9 @@ def test_a_question_gets_the_answer_that_the_evaluation_scores(tmp_path):
     assert wanted[0] != wanted[1]
 
 
-def _ask_with(tmp_path, content: bytes, question="Which digit?"):
-    path = tmp_path / "picture.png"
-    path.write_bytes(content)
-    return ask(talkative_hf_dir(), path, question)
-
-
-def _error(call, *arguments, **keywords) -> str:
+def _error(call, *arguments) -> str:
     with pytest.raises(InputError) as error:
-        call(*arguments, **keywords)
+        call(*arguments)
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -60,33 +54,26 @@ def test_a_picture_that_may_not_be_read(tmp_path):
     assert "cannot be read" in _error(ask, talkative_hf_dir(), path, "?")
 
 
-@pytest.mark.parametrize("content", [b"", b"some text\n", picture(1)[:200]], ids=["empty", "text", "truncated"])
-def test_a_file_that_is_no_picture(tmp_path, content):
-    assert "picture.png cannot be used" in _error(_ask_with, tmp_path, content)
-
-
-def test_a_picture_of_a_hopeless_shape(tmp_path):
-    assert "aspect" in _error(_ask_with, tmp_path, picture(1, 1000, 2))
-
-
 @pytest.mark.parametrize(
-    ("question", "line"),
+    ("content", "question", "line"),
     [
-        (" ", "question is empty"),
-        ("what <image> is", "holds <image>"),
-        ("<|im_end|> and then", "special tokens"),
+        pytest.param(b"", "Which?", "picture.png cannot be used", id="empty file"),
+        pytest.param(b"some text\n", "Which?", "picture.png cannot be used", id="text file"),
+        pytest.param(picture(1)[:200], "Which?", "picture.png cannot be used", id="cut picture"),
+        pytest.param(picture(1, 1000, 2), "Which?", "aspect", id="hopeless shape"),
+        pytest.param(picture(1), " ", "question is empty", id="no question"),
+        pytest.param(picture(1), "what <image> is", "holds <image>", id="slot"),
+        pytest.param(picture(1), "<|im_end|> and then", "special tokens", id="special token"),
     ],
 )
-def test_a_question_that_cannot_be_asked(tmp_path, question, line):
-    assert line in _error(_ask_with, tmp_path, picture(1), question)
+def test_a_picture_or_question_that_cannot_be_asked(tmp_path, content, question, line):
+    (tmp_path / "picture.png").write_bytes(content)
+    assert line in _error(ask, talkative_hf_dir(), tmp_path / "picture.png", question)
 
 
 def test_a_model_directory_that_is_none(tmp_path):
     assert "does not exist" in _error(ask, tmp_path / "no", None, "Which?")
     assert "no config.json" in _error(ask, tmp_path, None, "Which?")
-
-
-def test_a_model_directory_without_tokenizer(tmp_path):
     directory = shutil.copytree(talkative_hf_dir(), tmp_path / "hf")
     (directory / "tokenizer.json").unlink()
     assert "no tokenizer" in _error(ask, directory, None, "Which?")

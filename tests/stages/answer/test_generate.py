@@ -26,12 +26,15 @@ from stages.shared.inputs.model_directory import ModelDirectory, add_end, end_id
 from tests.helpers.evaluation import conversation, mixed_samples, picture, talkative_hf_dir
 from tests.helpers.tiers import full
 from tests.helpers.tiny_hybrid_model import hybrid_hf_dir
+from tests.stages.answer.test_greedy_decoder import said_alone
 
 pytestmark = pytest.mark.promise(
     "A batch whose rows come and go gives the tokens that transformers gives each prompt alone, also after kill -9."
 )
 
 NEW_TOKENS = 12
+PICTURED = mixed_samples(2)[1]
+_FILE, _CONFIG, _TEXT = "generation_config.json", "config.json", "text_config"
 
 
 @pytest.fixture(scope="module")
@@ -50,13 +53,8 @@ def test_a_batch_answers_as_its_prompts_do_one_by_one(generator):
     assert len({answer.text for answer in alone}) == len(prompts), "equal answers would prove nothing"
     assert generator.generate(prompts, NEW_TOKENS) == alone
     assert generator.generate(prompts[::-1], NEW_TOKENS) == alone[::-1]
-
-
-def test_a_text_only_batch_after_one_with_images(generator):
-    texts = [_prompt(generator, s) for s in mixed_samples(12) if not s.images]
-    alone = [generator.generate([prompt], NEW_TOKENS)[0] for prompt in texts]
-    generator.generate([_prompt(generator, s) for s in mixed_samples(12) if s.images], 2)
-    assert generator.generate(texts, NEW_TOKENS) == alone
+    texts = [number for number, sample in enumerate(mixed_samples(12)) if not sample.images]
+    assert generator.generate([prompts[i] for i in texts], NEW_TOKENS) == [alone[i] for i in texts]
 
 
 def _transformers_answer(hf_dir, question, images):
@@ -73,14 +71,8 @@ def _transformers_answer(hf_dir, question, images):
         text = text.replace("<|image_pad|>", "<|placeholder|>" * (int(grid.prod()) // 4), 1)
     ids = tokenizer(text.replace("<|placeholder|>", "<|image_pad|>"), return_tensors="pt")["input_ids"]
     types = {"mm_token_type_ids": (ids == model.config.image_token_id).int()} if images else {}
-    out = model.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        **inputs,
-        **types,
-        do_sample=False,
-        max_new_tokens=NEW_TOKENS,
-    )
+    options = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
+    out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs, **types, **options)
     return ids[0].numpy(), tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
 
 
@@ -95,34 +87,18 @@ def test_ids_and_answers_are_those_of_transformers_own_path(generator, sizes):
     assert generator.generate([prompt], NEW_TOKENS)[0].text == text
 
 
-def _with_end_ids(tmp_path, end_ids):
+def _with_generation(tmp_path, **settings):
+    """Return a copy of the model with these settings in its generation_config.json."""
     directory = shutil.copytree(talkative_hf_dir(), tmp_path / "hf")
-    config = read_json(directory / "generation_config.json")
-    write_json(directory / "generation_config.json", config | {"eos_token_id": end_ids})
+    write_json(directory / _FILE, read_json(directory / _FILE) | settings)
     return directory
 
 
-def _first_tokens(generator, prompt):
-    """Return the first ids that the model generates, ignoring end tokens: transformers' own loop, one prompt, no
-    padding."""
-    decoder = generator.decoder
-    ids = torch.from_numpy(prompt.input_ids.astype(np.int64))[None]
-    images = {}
-    if prompt.images.patches:
-        images["pixel_values"] = decoder.pixel_values(torch.from_numpy(np.concatenate(prompt.images.patches)))
-        images["image_grid_thw"] = torch.from_numpy(prompt.images.grids.astype(np.int64))
-        images["mm_token_type_ids"] = (ids == decoder.model.config.image_token_id).int()
-    attended = torch.ones_like(ids)
-    options = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "eos_token_id": None}
-    out = decoder.model.generate(input_ids=ids, attention_mask=attended, **images, **options)
-    return out[0, ids.shape[1] :].tolist()
-
-
 def test_an_answer_stops_at_any_end_token_and_its_text_is_what_came_before(generator, tmp_path):
-    prompt = _prompt(generator, mixed_samples(2)[1])
-    said = _first_tokens(generator, prompt)
+    prompt = _prompt(generator, PICTURED)
+    said = said_alone(generator, prompt, NEW_TOKENS)
     place = next(i for i in range(3, len(said)) if said[i] not in said[:i])
-    ending = Generator(ModelDirectory(_with_end_ids(tmp_path, [said[place], 3])))
+    ending = Generator(ModelDirectory(_with_generation(tmp_path, eos_token_id=[said[place], 3])))
     (answer,) = ending.generate([prompt], NEW_TOKENS)
     assert (answer.stopped, answer.num_tokens) == (True, place)
     assert answer.text == generator._chat.tokenizer.decode(said[:place], skip_special_tokens=True)
@@ -133,35 +109,24 @@ def test_an_answer_stops_at_any_end_token_and_its_text_is_what_came_before(gener
 
 
 def test_an_answer_that_ends_at_once_is_empty(generator, tmp_path):
-    prompt = _prompt(generator, mixed_samples(2)[1])
-    ending = Generator(ModelDirectory(_with_end_ids(tmp_path, _first_tokens(generator, prompt)[0])))
+    prompt = _prompt(generator, PICTURED)
+    first = said_alone(generator, prompt, NEW_TOKENS)[0]
+    ending = Generator(ModelDirectory(_with_generation(tmp_path, eos_token_id=first)))
     (answer,) = ending.generate([prompt], NEW_TOKENS)
     assert (answer.text, answer.stopped, answer.num_tokens) == ("", True, 0)
 
 
 def test_sampling_settings_of_the_directory_are_not_used(generator, tmp_path):
-    directory = shutil.copytree(talkative_hf_dir(), tmp_path / "hf")
-    config = read_json(directory / "generation_config.json")
     sampling = {"do_sample": True, "temperature": 5.0, "top_k": 400, "repetition_penalty": 3.0}
-    write_json(directory / "generation_config.json", config | sampling)
-    prompt = _prompt(generator, mixed_samples(2)[1])
-    assert Generator(ModelDirectory(directory)).generate([prompt], NEW_TOKENS) == generator.generate(
-        [prompt], NEW_TOKENS
-    )
-
-
-_FILE, _CONFIG, _TEXT = "generation_config.json", "config.json", "text_config"
+    other, prompt = Generator(ModelDirectory(_with_generation(tmp_path, **sampling))), _prompt(generator, PICTURED)
+    assert other.generate([prompt], NEW_TOKENS) == generator.generate([prompt], NEW_TOKENS)
 
 
 @pytest.mark.parametrize(
     "given",
     [
-        {_FILE: 5, _CONFIG: 9},
-        {_FILE: [5, 7], _TEXT: 9},
-        {_FILE: None, _CONFIG: 9},
-        {_CONFIG: [5, 7], _TEXT: 9},
-        {_TEXT: 5},
-        {},
+        *({_FILE: 5, _CONFIG: 9}, {_FILE: [5, 7], _TEXT: 9}, {_FILE: None, _CONFIG: 9}),
+        *({_CONFIG: [5, 7], _TEXT: 9}, {_TEXT: 5}, {}),
     ],
 )
 def test_the_ends_of_a_directory_are_those_that_transformers_reads(tmp_path, given):
@@ -187,59 +152,62 @@ def test_the_ends_of_a_directory_are_those_that_transformers_reads(tmp_path, giv
 
 @pytest.mark.parametrize("eos", ["5", [5, None], full(True), full({"id": 5}), full([[5]]), full(-1)])
 def test_an_end_that_is_no_token_is_refused_before_training(tmp_path, eos):
-    directory = _with_end_ids(tmp_path, eos)
-    for check in (check_model_of, lambda path: Generator(ModelDirectory(path))):
-        with pytest.raises(InputError, match=r"generation_config\.json: eos_token_id is .*; give the id of a token"):
-            check(directory)
-
-
-def check_model_of(directory: Path) -> None:
-    check_model(load_recipe("embedded", [f"model={directory}"]).config)
+    directory = _with_generation(tmp_path, eos_token_id=eos)
+    words = r"generation_config\.json: eos_token_id is .*; give the id of a token"
+    with pytest.raises(InputError, match=words):
+        check_model(load_recipe("embedded", [f"model={directory}"]).config)
+    with pytest.raises(InputError, match=words):
+        Generator(ModelDirectory(directory))
 
 
 def test_an_answer_ends_with_its_turn_whatever_the_directory_says(tmp_path):
     for number, eos in enumerate((None, 3, [4, 5])):
-        ending = Generator(ModelDirectory(_with_end_ids(tmp_path / str(number), eos)))
+        ending = Generator(ModelDirectory(_with_generation(tmp_path / str(number), eos_token_id=eos)))
         end = ending._chat.end_of_turn_id
         assert ending.decoder.end_ids == {*(eos if isinstance(eos, list) else filter(None, [eos])), end}
 
 
-def test_weights_that_do_not_fit_the_config_are_refused_in_one_line(tmp_path):
+def _with_weights(tmp_path, change):
+    """Return a copy of the model whose tensors were changed."""
     directory = shutil.copytree(talkative_hf_dir(), tmp_path / "hf")
-    config = read_json(directory / "config.json")
-    config["text_config"]["intermediate_size"] *= 2
-    write_json(directory / "config.json", config)
+    weights = load_file(directory / "model.safetensors")
+    change(weights)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+UP = "model.language_model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda held: held.update({UP: held[UP].T.contiguous()}), "cannot be loaded"),
+        (
+            lambda held: held.update({f"{UP}s": held.pop(UP)}),
+            f"1 tensors are missing, the first is {re.escape(UP)}; copy it again",
+        ),
+    ],
+    ids=["transposed", "under another name"],
+)
+def test_weights_that_do_not_fit_are_refused_in_one_line_and_not_drawn_at_random(tmp_path, change, words):
+    with pytest.raises(InputError, match=words) as error:
+        Generator(ModelDirectory(_with_weights(tmp_path, change)))
+    assert "\n" not in str(error.value)
+
+
+def test_weights_of_another_size_than_the_configs_are_refused_in_one_line(tmp_path):
+    directory = shutil.copytree(talkative_hf_dir(), tmp_path / "hf")
+    config = read_json(directory / _CONFIG)
+    config[_TEXT]["intermediate_size"] *= 2
+    write_json(directory / _CONFIG, config)
     with pytest.raises(InputError, match=r"its weights are .* numbers, and the sizes in config.json make") as error:
         Generator(ModelDirectory(directory))
     assert "\n" not in str(error.value)
 
 
-def test_a_transposed_weight_is_refused_in_one_line(tmp_path):
-    directory = shutil.copytree(talkative_hf_dir(), tmp_path / "hf")
-    weights = load_file(directory / "model.safetensors")
-    name = "model.language_model.layers.0.mlp.up_proj.weight"
-    weights[name] = weights[name].T.contiguous()
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(InputError, match="cannot be loaded") as error:
-        Generator(ModelDirectory(directory))
-    assert "\n" not in str(error.value)
-
-
-def test_a_tensor_under_another_name_is_missing_and_not_drawn_at_random(tmp_path):
-    directory = shutil.copytree(talkative_hf_dir(), tmp_path / "hf")
-    weights = load_file(directory / "model.safetensors")
-    name = "model.language_model.layers.0.mlp.up_proj.weight"
-    weights[f"{name}s"] = weights.pop(name)
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(InputError, match=f"1 tensors are missing, the first is {re.escape(name)}; copy it again"):
-        Generator(ModelDirectory(directory))
-
-
 def test_weights_that_are_not_finite_give_no_answer(tmp_path):
-    directory = shutil.copytree(talkative_hf_dir(), tmp_path / "hf")
-    weights = load_file(directory / "model.safetensors")
-    weights["model.language_model.norm.weight"][0] = float("nan")
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    directory = _with_weights(tmp_path, lambda held: held["model.language_model.norm.weight"][:1].fill_(float("nan")))
     generator = Generator(ModelDirectory(directory))
     prompt = generator.encode_prompt([Message(role="user", text="Which?")], generator.encode_images([]))
     with pytest.raises(InputError, match=r"hf: the model's output is not finite; export or copy it again"):

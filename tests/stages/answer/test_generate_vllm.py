@@ -30,13 +30,9 @@ from tests.helpers.evaluation import (
     talkative_hf_dir,
 )
 
-END = 2
-
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """The arguments of vLLM's SamplingParams that are used."""
-
     temperature: float
     max_tokens: int
     stop_token_ids: list
@@ -93,17 +89,15 @@ def test_the_model_is_loaded_without_its_sampling_settings(vllm):
 
 
 def test_other_limits_and_another_prompt_are_those_of_the_directory_it_gets(vllm, tmp_path):
-    source = tmp_path / "hf"
-    shutil.copytree(talkative_hf_dir(), source)
+    source = Path(shutil.copytree(talkative_hf_dir(), tmp_path / "hf"))
     preprocessor = json.loads((source / "preprocessor_config.json").read_text())
     (source / "processor_config.json").write_text(json.dumps({"image_processor": preprocessor}))
     before = {file.name: file.read_bytes() for file in source.iterdir()}
     tokenized = {"min_pixels": 64 * 64, "max_pixels": 96 * 96, "system_prompt": "Be brief."}
     engine = _engine(source, tokenized)
     given = Path(LLM.made[0].options["model"])
-    assert (
-        read_prompt_format(ModelDirectory(given)).pixels == read_prompt_format(ModelDirectory(source), tokenized).pixels
-    )
+    wanted = read_prompt_format(ModelDirectory(source), tokenized).pixels
+    assert read_prompt_format(ModelDirectory(given)).pixels == wanted
     size = {"shortest_edge": 64 * 64, "longest_edge": 96 * 96}
     assert json.loads((given / "processor_config.json").read_text())["image_processor"]["size"] == size
     same = [name for name in before if name not in ("preprocessor_config.json", "processor_config.json")]
@@ -145,11 +139,8 @@ def test_answers_carry_their_number_and_say_whether_they_stopped(vllm):
     engine = _engine()
     groups = [engine.prepare([_asked(3, [picture(1)]), _asked(8, [], 2)]), engine.prepare([_asked(1, [])])]
     said = dict(engine.answer(groups))
-    assert {number: (a.stopped, a.num_tokens) for number, a in said.items()} == {
-        3: (True, 3),
-        8: (False, 2),
-        1: (True, 3),
-    }
+    ended = {number: (answer.stopped, answer.num_tokens) for number, answer in said.items()}
+    assert ended == {3: (True, 3), 8: (False, 2), 1: (True, 3)}
     assert said[3].text != said[1].text
 
 
@@ -165,9 +156,8 @@ def test_the_stage_answers_with_it(vllm, tmp_path):
     samples = samples_artifact(tmp_path / "s", mixed_samples(6))
     inputs = {"hf": hf_artifact(tmp_path / "e", talkative_hf_dir()), "samples": samples}
     made = answered(AnswerConfig(max_new_tokens=9, engine="vllm"), inputs, tmp_path / "root")
-    assert [line.num_tokens for line in read_answers(made.dir / ANSWERS_JSONL)] == [3] * made.manifest.stats["counts"][
-        "answers"
-    ]
+    count = made.manifest.stats["counts"]["answers"]
+    assert [line.num_tokens for line in read_answers(made.dir / ANSWERS_JSONL)] == [3] * count
 
 
 def test_without_it_there_is_one_line_before_anything_is_made(tmp_path):

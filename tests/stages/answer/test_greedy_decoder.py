@@ -35,12 +35,11 @@ LIMITS = [3, 20, 1, 7, 12, 2, 16, 5, 9, 1, 4, 18, 6, 11, 2, 8]
 
 @pytest.fixture(scope="module")
 def alone(generator, prompts):
-    """Return each prompt's answer by transformers' own loop."""
-    return [_alone(generator, prompt, limit) for prompt, limit in zip(prompts, LIMITS)]
+    return [said_alone(generator, prompt, limit) for prompt, limit in zip(prompts, LIMITS)]
 
 
-def _alone(generator, prompt, limit):
-    """Generate for one prompt, without padding or batch."""
+def said_alone(generator, prompt, limit):
+    """Return the ids that transformers' own loop generates for one prompt, ignoring end tokens."""
     model = generator.decoder.model
     ids = torch.from_numpy(prompt.input_ids.astype(np.int64))[None]
     images = {}
@@ -80,14 +79,12 @@ def test_long_prompts_beside_short_ones_say_what_each_says_alone(generator, monk
     draw, none = np.random.default_rng(0), generator.encode_images([])
     lengths = [300, 200, 129, 128, 127, 65, 64, 63, 2, 1]
     prompts = [Prompt(draw.integers(20, 300, length).astype(np.int32), none) for length in lengths]
-    alone = [_alone(generator, prompt, limit) for prompt, limit in zip(prompts, LIMITS)]
+    alone = [said_alone(generator, prompt, limit) for prompt, limit in zip(prompts, LIMITS)]
     assert _decode(generator, prompts, group_size, PoolLimits(6, 1 << 20))[0] == alone
 
 
 @pytest.mark.parametrize(("group_size", "rows"), [(2, 4), (16, 16)])
-def test_an_end_token_makes_room_and_cuts_nothing_of_the_others(
-    generator, prompts, alone, monkeypatch, group_size, rows
-):
+def test_an_end_token_makes_room_and_cuts_nothing_else(generator, prompts, alone, monkeypatch, group_size, rows):
     """In a pool of 16 an answer that has ended stays in the batch for a while, and must not grow."""
     end = alone[1][4]
     monkeypatch.setattr(generator.decoder, "end_ids", frozenset([end]))
@@ -145,14 +142,11 @@ def test_rows_that_have_ended_leave_and_take_their_columns_with_them(generator, 
     assert watch.widths[-1] == last < len(prompts[0].input_ids) + LIMITS[1] - 1
 
 
-def test_pixel_values_are_those_of_the_pixel_path_to_the_bit(generator):
+def test_pixel_values_are_those_of_the_pixel_path_to_the_bit(generator, monkeypatch):
     config = load_image_config(ModelDirectory(talkative_hf_dir()))
     patches, _ = encode_image(picture(5, 96, 64), config)
     other = config.patch_format.model_copy(update={"image_mean": (0.48, 0.46, 0.41), "image_std": (0.27, 0.26, 0.28)})
     for patch_format in (config.patch_format, other):
-        generator.decoder._patch_format, kept = patch_format, generator.decoder._patch_format
-        try:
-            got = generator.decoder.pixel_values(torch.from_numpy(patches)).numpy()
-        finally:
-            generator.decoder._patch_format = kept
+        monkeypatch.setattr(generator.decoder, "_patch_format", patch_format)
+        got = generator.decoder.pixel_values(torch.from_numpy(patches)).numpy()
         assert got.tobytes() == pixel_values(patches, patch_format).tobytes()

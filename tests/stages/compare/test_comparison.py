@@ -15,7 +15,6 @@ from dataset_builders.errors import InputError
 from dataset_builders.pictures.images import grey_png
 from stages.compare.comparison import compare_predictions
 from stages.compare.stage import _stats, _table, shown_keys, write_comparison_report
-from stages.evaluate.config import CompareConfig
 from stages.shared.pages.page import artifact_page
 from stages.shared.scoring.intervals import Bootstrap
 
@@ -30,20 +29,12 @@ IMAGE = grey_png(np.full((12, 12), 200, np.uint8))
 
 def predictions(answers: dict[str, list[str]], references: dict[str, list[str]]) -> pa.Table:
     """Return answers by subset, one per sample, each sample with its own image."""
-    rows = [
-        {
-            "key": f"{subset}/{number:08d}",
-            "turn": 0,
-            "subset": subset,
-            "question": f"Question {number}?",
-            "references": [references[subset][number]],
-            "answer": answer,
-            "pictures": [f"{subset}{number}"],
-            "image": IMAGE,
-        }
-        for subset, given in answers.items()
-        for number, answer in enumerate(given)
-    ]
+    rows = []
+    for subset, given in answers.items():
+        for number, (answer, reference) in enumerate(zip(given, references[subset], strict=True)):
+            asked = {"question": f"Question {number}?", "pictures": [f"{subset}{number}"], "image": IMAGE, "turn": 0}
+            said = {"references": [reference], "answer": answer}
+            rows.append({"key": f"{subset}/{number:08d}", "subset": subset, **asked, **said})
     return pa.Table.from_pylist(rows)
 
 
@@ -125,4 +116,3 @@ def test_the_stats_are_plain_numbers(comparison):
     assert found["metric"] == "cer" and found["base"]["value"] == 0.5 and found["base_score"] == 0.5
     assert stats["subsets"]["overall"]["difference"]["excludes_zero"] is True
     assert stats["gains"]["score"][0] > 0
-    assert CompareConfig().resamples == 10_000

@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from dataset_builders.contracts.strict import EVERY_FIELD
 from dataset_builders.readers.parts import Part
@@ -100,12 +99,6 @@ def test_a_source_with_fewer_rows_is_read_whole(tmp_path):
     limited, whole = convert(tmp_path, source, max_rows=6), convert(tmp_path, source)
     assert limited.manifest.shards == whole.manifest.shards and limited.dir != whole.dir
     assert limited.manifest.stats == whole.manifest.stats and "source_rows" not in whole.manifest.stats
-
-
-def test_a_lost_row_of_the_chosen_ones_is_caught():
-    (part,) = parts_of(5)
-    with pytest.raises(ValueError, match="but 0 of 2 chosen ones are read"):
-        list(scan._nothing_lost(part, {1, 3}, iter(())))
 
 
 def test_null_is_no_part_of_the_identity():

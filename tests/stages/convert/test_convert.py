@@ -1,20 +1,15 @@
 """convert: which rows are kept or left out and why; no image is in both splits; the same bytes in every kind of run."""
 
 import dataclasses
-import io
 import json
-import os
 import random
 import re
-import subprocess
-import sys
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from PIL import Image
 from pydantic import ValidationError
 
 from dataset_builders.contracts.sample import SKIP_REASONS, Sample, from_fields, image_digests
@@ -30,7 +25,6 @@ from stages.convert.write import write_all
 from stages.shared.artifacts.artifact import Artifact, External
 from stages.shared.artifacts.run_stage import run_stage
 from stages.shared.artifacts.workers import StageResources
-from tests.helpers.patience import at_most
 from tests.helpers.raw_rows import BAD_IMAGES, encode, mixed_rows, picture, plain_rows, png, row, write_source
 from tests.helpers.trees import damaged_shards, tree_digest
 
@@ -39,7 +33,6 @@ pytestmark = pytest.mark.promise(
     "trained on and held out."
 )
 
-REPO = Path(__file__).parents[3]
 CONFIG = {
     "builder": "the_cauldron",
     "subsets": (),
@@ -88,7 +81,11 @@ def test_every_sample_is_there_with_its_images_untouched(mixed):
         assert [m.text for m in sample.messages if m.role == "assistant"] == [t["assistant"] for t in raw["texts"]]
 
 
-def test_shards_are_named_counted_and_small(mixed):
+def test_the_artifact_holds_what_is_told_in_small_shards_and_nothing_else(mixed):
+    tables, pages = {"quarantine.jsonl", "pictures.parquet"}, {"report.html"}
+    names = {"train", "heldout", "report.json", "manifest.json"} | pages | tables
+    assert {path.name for path in mixed.dir.iterdir()} == names
+    assert {path.suffix for path in (mixed.dir / "train").iterdir()} == {".tar"}
     shards = mixed.manifest.shards
     train = [s for s in shards if s.split == "train"]
     assert [s.name for s in train] == [f"train/shard-{i:05d}.tar" for i in range(len(train))] and len(train) > 1
@@ -99,13 +96,6 @@ def test_shards_are_named_counted_and_small(mixed):
     for shard in shards:
         keys = [key for key, _ in iter_records(mixed.dir / shard.name)]
         assert keys == sorted(keys) and len(keys) == shard.num_samples
-
-
-def test_artifact_holds_what_is_told_and_nothing_else(mixed):
-    names = {p.name for p in mixed.dir.iterdir()}
-    tables, pages = {"quarantine.jsonl", "pictures.parquet"}, {"report.html"}
-    assert names == {"train", "heldout", "report.json", "manifest.json"} | pages | tables
-    assert {p.suffix for p in (mixed.dir / "train").iterdir()} == {".tar"}
 
 
 def test_manifest_counts(mixed):
@@ -124,17 +114,6 @@ def test_no_picture_is_in_both_splits(mixed):
         for split in ("train", "heldout")
     )
     assert train and heldout and not train & heldout
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_pictures_shared_in_chains_stay_together(tmp_path, seed):
-    """Samples 0-1, 1-2, 2-3 ... share images. They are one group, so they are in one split, whatever the seed."""
-    shared = [png(i) for i in range(12)]
-    rows = [row([a, b], [("Which?", "a")]) for a, b in pairwise(shared)] + plain_rows(40, 100)
-    artifact = convert(tmp_path / "root", write_source(tmp_path / "raw", {"s": rows}), seed=seed)
-    chain = {f"s/{i:08d}" for i in range(11)}
-    held = {s.key for s in samples_of(artifact, "heldout")}
-    assert held & chain in (set(), chain) and held - chain
 
 
 def test_split_of_a_picture_does_not_depend_on_the_rest(tmp_path):
@@ -183,9 +162,8 @@ def test_more_workers_give_the_same_bytes(tmp_path, mixed, monkeypatch):
 
 def test_split_turns_share_the_picture_and_the_split(tmp_path):
     rows = [row([png(i)], [("a?", f"a{i}"), ("b?", ""), ("c?", f"c{i}")]) for i in range(20)]
-    artifact = convert(
-        tmp_path, write_source(tmp_path / "raw", {"s": rows}), options={"turns": "split"}, max_skip_fraction=1
-    )
+    source = write_source(tmp_path / "raw", {"s": rows})
+    artifact = convert(tmp_path, source, options={"turns": "split"}, max_skip_fraction=1)
     assert {s.key for s in all_samples(artifact)} == {f"s/{i:08d}-{pair}" for i in range(20) for pair in (0, 2)}
     assert artifact.manifest.skips == {"empty_target": 20} and artifact.manifest.stats["seen"] == 60
     held = {s.key[:-2] for s in samples_of(artifact, "heldout")}
@@ -223,10 +201,8 @@ def test_pictures_of_left_out_samples_do_not_tie_groups(tmp_path):
 def test_exact_duplicates_go_and_the_first_stays(tmp_path):
     one, two = row([png(1)], [("What?", "a")]), row([png(1)], [("What?", "b")])
     text = row([], [("2+2?", "4")])
-    source = write_source(
-        tmp_path / "raw", {"a": [one, two, text, one], "b": [text, one, row([png(2)], [("What?", "a")])]}
-    )
-    artifact = convert(tmp_path, source)
+    subsets = {"a": [one, two, text, one], "b": [text, one, row([png(2)], [("What?", "a")])]}
+    artifact = convert(tmp_path, write_source(tmp_path / "raw", subsets))
     assert {s.key for s in all_samples(artifact)} == {"a/00000000", "a/00000001", "a/00000002", "b/00000002"}
     assert [(line["key"], line["reason"], line["detail"][-10:]) for line in quarantine(artifact.dir)] == [
         ("a/00000003", "duplicate_sample", "a/00000000"),
@@ -253,9 +229,8 @@ def test_a_small_source_is_judged_from_three_lost_rows_on(tmp_path):
     two = write_source(tmp_path / "two", {"s": plain_rows(5) + [bad] * 2})
     assert convert(tmp_path, two).manifest.skips == {"empty_target": 2}
     three = write_source(tmp_path / "three", {"s": plain_rows(5) + [bad] * 3})
-    with pytest.raises(
-        InputError, match=r"^3 of 8 samples .* \(empty_target 3\), .*=0\.1 allows 0; the first of empty_target: "
-    ):
+    words = r"^3 of 8 samples .* \(empty_target 3\), .*=0\.1 allows 0; the first of empty_target: "
+    with pytest.raises(InputError, match=words):
         convert(tmp_path, three, digest="1" * 16)
 
 
@@ -280,37 +255,22 @@ def test_image_limits_come_from_the_config(tmp_path):
     assert convert(tmp_path, source, max_image_pixels=9999).manifest.skips == {"bomb": 1, "too_small": 1}
 
 
-def test_unknown_builder_unknown_key_and_bounds():
-    with pytest.raises(ValidationError, match="heldout_fracton"):
-        ConvertConfig(**CONFIG, heldout_fracton=0.1)
-    for name, value in [
-        ("heldout_fraction", 1),
-        ("max_image_pixels", 10**9),
-        ("options", {"turns": "all"}),
-        ("shard_size_mb", 0),
-    ]:
-        with pytest.raises(ValidationError, match=name):
-            ConvertConfig(**CONFIG | {name: value})
-    with pytest.raises(ValidationError, match=r"unknown dataset builder 'x'; known: .*the_cauldron"):
-        ConvertConfig(**CONFIG | {"builder": "x"})
-    with pytest.raises(ValidationError, match=r"options.turn of builder the_cauldron is no known field; its opt"):
-        ConvertConfig(**CONFIG | {"options": {"turns": "chat", "turn": "chat"}})
-
-
-def test_report_shows_pictures_and_what_is_left_out(tmp_path):
-    rows = [*mixed_rows(), row([b"<junk>"], [("What?", "a")])]
-    artifact = convert(tmp_path, write_source(tmp_path / "raw", {"s": rows}))
-    page, data = (artifact.dir / "report.html").read_text(), json.loads((artifact.dir / "report.json").read_text())
-    titles = [section["title"] for section in data["sections"]]
-    assert {"Picture widths", "Length of an answer", "Pictures of a sample", "Subsets"} <= set(titles)
-    assert data["summary"]["samples"] == len(mixed_rows()) and data["summary"]["left out"] == 1
-    assert f"s/{len(rows) - 1:08d}" in page and "decode_error" in page and page.count("data:image/png;base64,") > 5
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"options": {"turns": "all"}}, "options"),
+        ({"builder": "x"}, r"unknown dataset builder 'x'; known: .*the_cauldron"),
+        ({"options": {"turns": "chat", "turn": "chat"}}, "options.turn of builder the_cauldron is no known field; its"),
+    ],
+)
+def test_an_unknown_builder_or_option_is_named(change, words):
+    with pytest.raises(ValidationError, match=words):
+        ConvertConfig(**CONFIG | change)
 
 
 def test_an_uncommon_format_is_kept(tmp_path):
-    out = io.BytesIO()
-    Image.new("L", (16, 16), 3).save(out, "BMP")
-    artifact = convert(tmp_path, write_source(tmp_path / "raw", {"s": [row([out.getvalue()], [("What?", "a")])]}))
+    rows = [row([encode(picture(3), "BMP")], [("What?", "a")])]
+    artifact = convert(tmp_path, write_source(tmp_path / "raw", {"s": rows}))
     assert artifact.manifest.stats["picture_formats"] == {"BMP": 1}
 
 
@@ -371,24 +331,25 @@ def test_a_source_that_changes_between_the_passes_is_an_error(tmp_path, monkeypa
     others = [row([png(99)], [("What is in picture 3?", "noise 3")]), row([png(3)], [("?", "x")])]
     for place, other in enumerate(others):
         source = write_source(tmp_path / str(place), {"s": rows})
-        changed = [*rows[:3], other, *rows[4:]]
-        monkeypatch.setattr(
-            convert_module,
-            "write_all",
-            lambda *arguments, s=source, c=changed: (write_source(s, {"s": c}), write_all(*arguments))[1],
-        )
+
+        def write_changed(*arguments, source=source, changed=(*rows[:3], other, *rows[4:])):
+            write_source(source, {"s": changed})
+            return write_all(*arguments)
+
+        monkeypatch.setattr(convert_module, "write_all", write_changed)
         with pytest.raises(InputError, match=r"train-0.parquet changed while it was converted"):
             convert(tmp_path / "root", source, digest=str(place) * 16)
 
 
 def test_a_builder_that_loses_or_repeats_a_row_is_caught(tmp_path):
-    class Lines:
-        def __init__(self, keys: list[str]) -> None:
-            self.items = iter([SkippedRow(key, "no_text", "") for key in keys])
+    def read(keys: list[str], chosen: set[int] | None = None) -> list[SkippedRow]:
+        return list(_nothing_lost(part, chosen, iter([SkippedRow(key, "no_text", "") for key in keys])))
 
     part = Part(path=tmp_path, name="s/x", subset="s", span=(0, 1), first_row=4, file_row=0, num_rows=3)
     good = ["s/00000004", "s/00000005-0", "s/00000005-1", "s/00000006"]
-    assert len(list(_nothing_lost(part, None, Lines(good).items))) == 4
+    assert len(read(good)) == 4
+    with pytest.raises(ValueError, match="but 0 of 2 chosen ones are read"):
+        read([], {4, 6})
     for bad, kind, message in [
         (good[:1] + good[3:], InputError, "3 rows from row 0 on were counted, but 2 are read, the last one is row 2;"),
         (good[:3], InputError, "but 2 are read, the last one is row 1;"),
@@ -398,19 +359,21 @@ def test_a_builder_that_loses_or_repeats_a_row_is_caught(tmp_path):
         (["t/00000004", *good[1:]], AssertionError, "t/00000004 is not a key of s"),
     ]:
         with pytest.raises(kind, match=message) as caught:
-            list(_nothing_lost(part, None, Lines(bad).items))
+            read(bad)
         assert "\n" not in str(caught.value)
     with pytest.raises(AssertionError, match="s/x and s/y share keys of s"):
         assert_parts_apart([part, dataclasses.replace(part, name="s/y", first_row=6)])
     assert_parts_apart([part, dataclasses.replace(part, first_row=7), dataclasses.replace(part, subset="t")])
 
 
-def test_the_report_counts_what_is_there(tmp_path):
+def test_the_report_counts_and_shows_what_is_there_and_what_is_left_out(tmp_path):
     rows = [*plain_rows(30), row([], [("\u4f60\u597d? | ~~~~", "\u043f\u0440\u0438\u0432\u0435\u0442")])]
     rows += [row([], [(f"{i}?", "yes")]) for i in range(7)] + [row([b"<junk>"], [("What?", "a")])]
     artifact = convert(tmp_path, write_source(tmp_path / "raw", {"s": rows}), shard_size_mb=0.02)
-    report = json.loads((artifact.dir / "report.json").read_text())
+    page, report = (artifact.dir / "report.html").read_text(), json.loads((artifact.dir / "report.json").read_text())
+    assert "s/00000038" in page and "decode_error" in page and page.count("data:image/png;base64,") > 5
     summary, sections = report["summary"], {section["title"]: section for section in report["sections"]}
+    assert {"Picture widths", "Length of an answer", "Pictures of a sample"} <= set(sections)
     assert (summary["raw rows"], summary["samples"], summary["left out"]) == (39, 38, 1)
     assert summary["picture formats"] == {"PNG": 30} and sum(summary["distinct pictures"].values()) == 30
     assert ["yes", 7, pytest.approx(7 / 38)] in sections["Most frequent answers"]["rows"]
@@ -434,92 +397,3 @@ def test_figures_count_every_answer(tmp_path):
     assert (found["count"], found["min"], found["max"]) == (400, min(lengths), max(lengths))
     assert abs(found["mean"] - sum(lengths) / 400) < 1e-6
     assert data["Length of an answer"]["figures"]["max"] == 100
-
-
-KILLER = """
-import os, random, signal, sys, time
-from pathlib import Path
-sys.modules["torch"] = None  # webdataset would load it for nothing, and a fork of it is slow
-import stages.convert.stage as convert
-from stages.shared.artifacts.artifact import External
-from stages.shared.artifacts.run_stage import run_stage
-from tests.helpers.trees import tree_digest
-
-source, root, config = Path(sys.argv[1]), Path(sys.argv[2]), convert.ConvertConfig.model_validate_json(sys.argv[3])
-
-def run(to):
-    return run_stage(convert.STAGE, config, {"raw": External(source, "raw", "0" * 16)}, to).artifact.dir
-
-def in_child(work):
-    pid = os.fork()  # no thread runs in this process: a fork is safe, and spares the imports of a new one
-    if pid == 0:
-        try:
-            work()
-            os._exit(0)
-        except BaseException as error:
-            print(repr(error), flush=True)
-            os._exit(1)
-    return pid
-
-def kill_at_rename(number, after):
-    real, calls = os.replace, [0]
-    def replace(*paths):
-        calls[0] += 1
-        if calls[0] == number and not after:
-            os.kill(os.getpid(), signal.SIGKILL)
-        real(*paths)
-        if calls[0] == number and after:
-            os.kill(os.getpid(), signal.SIGKILL)
-    os.replace = replace
-
-def status(pid):
-    return os.waitpid(pid, 0)[1]
-
-started = time.monotonic()
-assert status(in_child(lambda: run(root / "whole"))) == 0
-seconds = time.monotonic() - started
-
-every = int(sys.argv[4])
-number, killed = 1 - every, 0
-while True:  # at renames, just before and just after, until a run gets through
-    number += every
-    to = root / f"rename-{number}"
-    alive = [status(in_child(lambda: (kill_at_rename(number, after), run(to)))) == 0 for after in (False, True)]
-    assert status(in_child(lambda: run(to))) == 0
-    if all(alive):
-        break
-    killed += 2
-
-rng = random.Random(0)
-for i in range(4 // every):  # and at any moment, again and again in the same root
-    to = root / f"random-{i}"
-    for _ in range(2):
-        pid = in_child(lambda: run(to))
-        time.sleep(rng.random() * seconds)
-        os.kill(pid, signal.SIGKILL)
-        killed += os.WIFSIGNALED(status(pid))
-    assert status(in_child(lambda: run(to))) == 0
-print("killed", killed)
-"""
-
-
-@pytest.mark.full
-@pytest.mark.promise(
-    "The data stages write the same bytes from one process, several or a Dask cluster, on a disk or in an object "
-    "store whose connections are cut, in any order of completion and after kill -9."
-)
-@pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.full)])
-def test_killed_at_any_moment_and_run_again_gives_the_same_bytes(tmp_path, every):
-    source = write_source(tmp_path / "raw", {"mixed": mixed_rows()}, file_rows=30)
-    config = ConvertConfig(**CONFIG | {"shard_size_mb": 0.1}).model_dump_json()
-    command = [sys.executable, "-c", KILLER, str(source), str(tmp_path / "roots"), config, str(every)]
-    environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=at_most(300))
-    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
-    assert int(done.stdout.split("killed")[1]) > 20 // every, done.stdout
-    (whole,) = (tmp_path / "roots" / "whole" / "artifacts" / "convert").iterdir()
-    roots = [path for path in (tmp_path / "roots").iterdir() if path.name != "whole"]
-    assert len(roots) > 12 // every
-    for root in roots:
-        assert tree_digest(root / "artifacts" / "convert" / whole.name) == tree_digest(whole), root.name
-        assert not [path for path in (root / "scratch").iterdir() if path.is_dir()]

@@ -2,14 +2,13 @@
 
 import pytest
 
-from dataset_builders.contracts.sample import from_fields
-from dataset_builders.contracts.shard_io import iter_records
 from dataset_builders.errors import InputError
 from stages.convert.config import ConvertConfig, MixedConvertConfig, SourceReading
 from stages.convert.stage import STAGE
 from stages.shared.artifacts.artifact import External
 from stages.shared.artifacts.run_stage import run_stage
 from tests.helpers.own_data import captions, csv_paths, draw_rows
+from tests.stages.convert.test_convert import samples_of
 
 pytestmark = pytest.mark.promise(
     "Each builder turns its source's rows into samples, names and counts each bad row, and no image is both "
@@ -19,13 +18,8 @@ pytestmark = pytest.mark.promise(
 TABLE = {"builder": "table", "options": {"image": "image", "question": "question", "answer": "answer"}}
 FOLDER = {"builder": "image_folder", "options": {"answer": "text_file", "question": "Describe the image."}}
 LIMITS = {
-    "heldout_fraction": 0.2,
-    "seed": 0,
-    "max_image_pixels": 10**6,
-    "min_image_side": 4,
-    "shard_size_mb": 0.05,
-    "max_skip_fraction": 0.1,
-    "min_heldout": 2,
+    **{"heldout_fraction": 0.2, "min_heldout": 2, "seed": 0, "max_skip_fraction": 0.1},
+    **{"max_image_pixels": 10**6, "min_image_side": 4, "shard_size_mb": 0.05},
 }
 
 
@@ -42,11 +36,7 @@ def sources(tmp_path_factory):
 def samples(config, inputs, root) -> dict[str, tuple[str, object]]:
     """Return key -> (split, sample) for every sample made."""
     made = run_stage(STAGE, config, inputs, root).artifact
-    return {
-        key: (shard.split, from_fields(key, fields))
-        for shard in made.manifest.shards
-        for key, fields in iter_records(made.dir / shard.name, shard)
-    }
+    return {sample.key: (split, sample) for split in ("train", "heldout") for sample in samples_of(made, split)}
 
 
 def mixed(**limits) -> MixedConvertConfig:

@@ -76,10 +76,8 @@ def test_a_picture_and_all_its_questions_are_one_conversation(package, tmp_path)
             asked = [text for question, answer, of in rows if of == number for text in (question, answer)]
             assert [text for _, text in turns(sample)] == [f"<image>{asked[0]}", *asked[1:]]
     assert samples == {}
-    assert [entry.name for entry in artifact.manifest.files] == [
-        "easy_vqa_test/test-00000-of-00001.parquet",
-        "easy_vqa_train/train-00000-of-00001.parquet",
-    ]
+    files = [f"easy_vqa_{split}/{split}-00000-of-00001.parquet" for split in ("test", "train")]
+    assert [entry.name for entry in artifact.manifest.files] == files
 
 
 def test_rebuilt_it_has_the_same_bytes_and_another_version_is_another_artifact(package, tmp_path):

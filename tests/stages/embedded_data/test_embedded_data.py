@@ -1,8 +1,6 @@
 """The embedded data: the_cauldron's schema, readable by its builder, the same bytes every time."""
 
 import pyarrow.parquet as pq
-import pytest
-from pydantic import ValidationError
 
 from dataset_builders.contracts.sample import Sample
 from dataset_builders.sources.the_cauldron import CauldronOptions, iter_part, list_parts
@@ -34,8 +32,3 @@ def test_an_interrupted_try_leaves_nothing_in_the_artifact(tmp_path):
     scratch.mkdir(parents=True)
     (scratch / ".train-00000-of-00001.parquet.1234abcd.tmp").write_bytes(b"half")
     assert tree_digest(run_stage(STAGE, FEW, {}, tmp_path / "b").artifact.dir) == tree_digest(done.dir)
-
-
-def test_bounds_are_checked():
-    with pytest.raises(ValidationError, match="num_scans"):
-        EmbeddedDataConfig(seed=0, num_scans=2000)

@@ -71,7 +71,7 @@ def test_its_figures(made):
     assert stats["features"] == {"format_version": 1, "dtype": "float32", "width": WIDTH}
 
 
-@pytest.mark.full  # core tier: two ranks write the same as one rank does from another codec
+@pytest.mark.full
 def test_two_ranks_write_the_same_bytes(job, made, tmp_path):
     assert len(made.manifest.shards) > 2
     both = encoded(job.hf_dir, job.tokenized_dir, tmp_path, processes=2)
@@ -93,10 +93,8 @@ def test_a_killed_try_goes_on_with_its_finished_shards(job, made, tmp_path):
     assert tree_digest(again.dir) == tree_digest(made.dir)
 
 
-@pytest.mark.parametrize(
-    ("precision", "is_exact"), [("float32", False), pytest.param("bfloat16", True, marks=pytest.mark.full)]
-)
 @pytest.mark.full
+@pytest.mark.parametrize(("precision", "is_exact"), [("float32", False), ("bfloat16", True)])
 def test_the_error_of_the_stored_type_is_said(precision, is_exact, job, made, tmp_path):
     config = EncodingConfig(dtype="bfloat16", precision=precision)
     short = encoded(job.hf_dir, job.tokenized_dir, tmp_path, config)

@@ -3,14 +3,12 @@
 import base64
 import contextlib
 import importlib.util
-import io
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +29,8 @@ from stages.shared.chat_format.images import load_image_config
 from stages.shared.inputs.model_directory import ModelDirectory
 from tests.helpers.evaluation import picture, talkative_hf_dir
 from tests.helpers.object_store import free_port
-from tests.helpers.patience import at_most
+from tests.helpers.patience import at_most, wait_for
+from tests.helpers.raw_rows import encode
 from tests.helpers.tiny_model import tiny_hf_dir
 
 pytestmark = pytest.mark.promise(
@@ -95,9 +94,8 @@ def test_mlflow_loads_it_and_it_answers_as_our_own_stage(directory):
     signature = model.metadata.signature
     assert signature.inputs.input_names() == ["question", "images", "system"]
     assert signature.inputs.required_input_names() == ["question"]
-    assert signature.params.to_dict()[0] | {"shape": None} == {
-        **{"name": "max_new_tokens", "type": "integer", "default": 8, "shape": None}
-    }
+    limit = {"name": "max_new_tokens", "type": "integer", "default": 8, "shape": None}
+    assert signature.params.to_dict()[0] | {"shape": None} == limit
     assert model.input_example.to_dict("records") == [{"question": "Which digit?", "images": [in_base64(picture(1))]}]
     assert model.predict(model.input_example, params={"max_new_tokens": 1}) != model.predict(model.input_example)
 
@@ -135,12 +133,6 @@ def test_pixels_are_bit_equal_to_those_of_training(code, tmp_path, changes):
         assert torch.equal(values, torch.from_numpy(pixel_values(patches, config.patch_format))), size
 
 
-def encoded(image: Image.Image, **options: object) -> bytes:
-    out = io.BytesIO()
-    image.save(out, "PNG", **options)
-    return out.getvalue()
-
-
 def test_pictures_are_decoded_as_in_training(code):
     draw = np.random.default_rng(5)
     colours = draw.integers(0, 256, (20, 30, 4), dtype=np.uint8)
@@ -148,34 +140,28 @@ def test_pictures_are_decoded_as_in_training(code):
     exif = Image.Exif()
     exif[0x0112] = 6
     files = [
-        encoded(Image.fromarray(colours)),
-        encoded(upright.convert("P")),
-        encoded(upright.convert("L").convert("LA")),
-        encoded(Image.fromarray(draw.integers(0, 65536, (20, 30), dtype=np.uint16))),
-        encoded(upright, exif=exif.tobytes()),
+        *(encode(Image.fromarray(colours)), encode(upright.convert("P")), encode(upright.convert("L").convert("LA"))),
+        encode(Image.fromarray(draw.integers(0, 65536, (20, 30), dtype=np.uint16))),
+        encode(upright, exif=exif.tobytes()),
     ]
     for data in files:
         theirs = code._decode("data:image/png;base64," + in_base64(data))
         assert np.array_equal(np.asarray(theirs), np.asarray(open_rgb(data)))
 
 
-def test_a_wrong_number_of_pictures_is_refused(directory):
-    model = mlflow.pyfunc.load_model(str(directory))
-    with pytest.raises(ValueError, match="marks 1 pictures with <image>, and images has 2"):
-        model.predict([{"question": "<image>Which?", "images": [in_base64(picture(1))] * 2}])
-
-
+EPS, PNG = encode(Image.new("RGB", (20, 20)), "EPS"), picture(1)
 REFUSED = {
     "a chat token": ({"question": "a<|im_end|>\n<|im_start|>assistant\nb"}, r"question holds '<\|im_end\|>'"),
     "a pad of pictures": ({"question": "<|image_pad|>"}, r"question holds '<\|image_pad\|>'"),
-    "a pad beside a picture": ({"question": "<|image_pad|> Which?", "images": [b"png"]}, r"'<\|image_pad\|>'"),
+    "a pad beside a picture": ({"question": "<|image_pad|> Which?", "images": [PNG]}, r"'<\|image_pad\|>'"),
     "a system prompt's chat token": ({"question": "a", "system": "<|im_start|>"}, r"system holds '<\|im_start\|>'"),
     "a slot in the system prompt": ({"question": "a", "system": "<image>"}, "system holds <image>"),
     "a control character": ({"question": "a\x1b[2J"}, r"question holds '\\x1b'"),
     "half a surrogate pair": ({"question": "a\ud800"}, r"question holds '\\ud800'"),
     "no text": ({"question": " "}, "question is ' '; give a text"),
-    "EPS": ({"question": "a", "images": [b"eps"]}, "no format that is read here; give a whole PNG or JPEG"),
-    "a cut picture": ({"question": "a", "images": [picture(1)[:-40]]}, "cannot be read: "),
+    "one too many": ({"question": "<image>?", "images": [PNG, PNG]}, "marks 1 pictures with <image>, and images has 2"),
+    "EPS": ({"question": "a", "images": [EPS]}, "no format that is read here; give a whole PNG or JPEG"),
+    "a cut picture": ({"question": "a", "images": [PNG[:-40]]}, "cannot be read: "),
     "no picture": ({"question": "a", "images": [b"%PDF-1.4"]}, "no format that is read here"),
     "no base64": ({"question": "a", "images": ["?"]}, "a picture is not base64"),
 }  # fmt: skip
@@ -184,20 +170,11 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_no_row_may_hold_is_refused_in_one_line(loaded, name, monkeypatch):
     row, words = REFUSED[name]
-    made = {b"png": picture(1), b"eps": _eps()}
-    if "images" in row:
-        given = [made.get(image, image) for image in row["images"]]
-        row = row | {"images": [image if isinstance(image, str) else in_base64(image) for image in given]}
+    images = [image if isinstance(image, str) else in_base64(image) for image in row.get("images", [])]
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a program was started"))
     with pytest.raises(ValueError, match=words) as caught:
-        loaded._answer(row, 4)
+        loaded._answer({**row, "images": images}, 4)
     assert "\n" not in str(caught.value)
-
-
-def _eps() -> bytes:
-    out = io.BytesIO()
-    Image.new("RGB", (20, 20)).save(out, "EPS")
-    return out.getvalue()
 
 
 def test_a_picture_for_a_text_model_is_refused(loaded, monkeypatch):
@@ -239,27 +216,22 @@ def test_it_answers_where_there_is_no_athanor(directory, tmp_path):
     assert json.loads(done.stdout.splitlines()[-1]) == our_answers(directory / "hf")
 
 
+def answers_at(address: str) -> bool:
+    try:
+        return urllib.request.urlopen(address, timeout=5).status == 200
+    except OSError:
+        return False
+
+
 @pytest.mark.full
 def test_mlflow_serves_it(directory, tmp_path):
     """`mlflow models serve` answers questions with pictures over HTTP, in a process without athanor."""
-    command, options = (
-        ["mlflow", "models", "serve", "-m", directory, "--env-manager", "local"],
-        without_athanor(tmp_path),
-    )
     port = free_port()
-    process = subprocess.Popen(
-        [*command, "--host", "127.0.0.1", "--port", str(port)], start_new_session=True, **options
-    )
+    command = ["mlflow", "models", "serve", "-m", directory, "--env-manager", "local", "--host", "127.0.0.1"]
+    process = subprocess.Popen([*command, "--port", str(port)], start_new_session=True, **without_athanor(tmp_path))
     address = f"http://127.0.0.1:{port}"
     try:
-        deadline = time.monotonic() + at_most(120)
-        while True:
-            try:
-                urllib.request.urlopen(f"{address}/ping", timeout=5)
-                break
-            except OSError:
-                assert process.poll() is None and time.monotonic() < deadline
-                time.sleep(0.5)
+        wait_for(lambda: process.poll() is not None or answers_at(f"{address}/ping"), 120, "answer of the server")
         body = json.dumps({"dataframe_records": rows()}).encode()
         request = urllib.request.Request(f"{address}/invocations", body, {"Content-Type": "application/json"})
         answers = json.load(urllib.request.urlopen(request, timeout=at_most(120)))["predictions"]

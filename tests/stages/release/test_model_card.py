@@ -14,19 +14,12 @@ import yaml
 from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import LocalTokenNotFoundError
 
-from dataset_builders.contracts.manifest import Manifest
 from dataset_builders.errors import InputError
 from dataset_builders.sources.registry import HUB_SUBSETS, LICENCES, UNKNOWN, licence_of
 from stages.release.hub import check_push, push_to_hub
-from stages.release.model_card import (
-    CardFacts,
-    Score,
-    model_card,
-    training_facts,
-    write_model_card,
-)
-from stages.shared.artifacts.artifact import Artifact
+from stages.release.model_card import CardFacts, Score, model_card, training_facts, write_model_card
 from tests.helpers.tiny_model import tiny_hf_dir
+from tests.stages.artifacts import stage_artifact
 
 pytestmark = pytest.mark.promise(
     "The hub's own client downloads data and takes a release, tested against a local server; the hub reads its "
@@ -57,8 +50,14 @@ def facts(**changes: object) -> CardFacts:
 
 @pytest.fixture
 def hf_dir(tmp_path: Path) -> Path:
-    shutil.copytree(tiny_hf_dir(), tmp_path / "hf")
-    return tmp_path / "hf"
+    return Path(shutil.copytree(tiny_hf_dir(), tmp_path / "hf"))
+
+
+@pytest.fixture
+def to_push(hf_dir: Path, monkeypatch) -> Path:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    write_model_card(hf_dir, facts())
+    return hf_dir
 
 
 def test_the_hub_reads_the_head(hf_dir):
@@ -102,15 +101,11 @@ def test_a_score_of_nothing_is_left_out_of_the_head(hf_dir):
     assert ModelCard.load(hf_dir / "README.md").data.eval_results is None
 
 
-def artifact(stage: str, **stats: object) -> Artifact:
-    manifest = Manifest(stage=stage, version=1, fingerprint="a" * 16, config={}, parents={}, stats=stats)
-    return Artifact(Path("nowhere"), manifest)
-
-
-def test_facts_come_from_the_manifests():
-    trained = artifact("train", steps=10, epochs=1.23456, tokens=1000, loss_tokens=50, loss=0.5, heldout_loss=None)
-    exported = artifact("export", dtype="bfloat16", parameters={"vision": 3, "language": 4}, active_parameters=6)
-    assert training_facts(trained, exported) == {
+def test_facts_come_from_the_manifests(tmp_path):
+    trained = {"steps": 10, "epochs": 1.23456, "tokens": 1000, "loss_tokens": 50, "loss": 0.5, "heldout_loss": None}
+    exported = {"dtype": "bfloat16", "parameters": {"vision": 3, "language": 4}, "active_parameters": 6}
+    made = [stage_artifact(tmp_path / str(len(stats)), "train", stats=stats) for stats in (trained, exported)]
+    assert training_facts(*made) == {
         **{"steps": 10, "epochs": 1.2346, "tokens": 1000, "learnt tokens": 50, "last training loss": 0.5},
         **{"parameters, vision": 3, "parameters, language": 4, "parameters, for a token": 6, "weights": "bfloat16"},
     }
@@ -140,10 +135,9 @@ class FakeApi(HfApi):
 
 
 @pytest.mark.parametrize("private", [True, False])
-def test_the_whole_directory_is_pushed(hf_dir, private):
-    write_model_card(hf_dir, facts())
+def test_the_whole_directory_is_pushed(to_push, private):
     api = FakeApi()
-    assert push_to_hub(hf_dir, "me/receipts-2b", private, api) == "https://hub.example/me/receipts-2b"
+    assert push_to_hub(to_push, "me/receipts-2b", private, api) == "https://hub.example/me/receipts-2b"
     created, uploaded = api.calls
     assert created == ("create_repo", "me/receipts-2b", {"repo_type": "model", "private": private, "exist_ok": True})
     assert {"README.md", "model.safetensors", "config.json", "chat_template.jinja"} <= set(uploaded[2])
@@ -170,10 +164,9 @@ def test_what_cannot_be_pushed_is_not_begun(hf_dir):
         (ConnectionResetError("reset\nby peer"), r"failed \(ConnectionResetError: reset by peer\); push again"),
     ],
 )
-def test_a_failure_is_one_line(hf_dir, error, words):
-    write_model_card(hf_dir, facts())
+def test_a_failure_is_one_line(to_push, error, words):
     with pytest.raises(InputError, match=words) as raised:
-        push_to_hub(hf_dir, "me/receipts-2b", api=FakeApi(error))
+        push_to_hub(to_push, "me/receipts-2b", api=FakeApi(error))
     assert "\n" not in str(raised.value)
 
 
@@ -200,23 +193,19 @@ def refusing_hub() -> Iterator[str]:
     server.server_close()
 
 
-def test_a_hub_that_refuses(hf_dir, refusing_hub, monkeypatch):
+def test_a_hub_that_refuses(to_push, refusing_hub):
     """Uses the hub's own client against a server."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    write_model_card(hf_dir, facts())
     with pytest.raises(InputError, match=r"the hub refused me/receipts-2b \(403: .*rights to create") as raised:
-        push_to_hub(hf_dir, "me/receipts-2b", api=HfApi(endpoint=refusing_hub, token="hf_of_no_one"))
+        push_to_hub(to_push, "me/receipts-2b", api=HfApi(endpoint=refusing_hub, token="hf_of_no_one"))
     assert "\n" not in str(raised.value) and "hf_of_no_one" not in str(raised.value)
 
 
-def test_a_hub_that_is_not_there(hf_dir, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    write_model_card(hf_dir, facts())
+def test_a_hub_that_is_not_there(to_push):
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         endpoint = f"http://127.0.0.1:{held.getsockname()[1]}"
         with pytest.raises(InputError, match=f"pushing me/receipts-2b to {endpoint} failed"):
-            push_to_hub(hf_dir, "me/receipts-2b", api=HfApi(endpoint=endpoint, token="hf_of_no_one"))
+            push_to_hub(to_push, "me/receipts-2b", api=HfApi(endpoint=endpoint, token="hf_of_no_one"))
 
 
 def test_a_push_without_a_token_is_refused_before_anything_is_made(monkeypatch):

@@ -3,13 +3,12 @@
 import importlib.util
 import os
 import shutil
-from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from huggingface_hub import ModelCard
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
-from dataset_builders.contracts.manifest import Manifest
 from dataset_builders.errors import InputError
 from stages.release import directory
 from stages.release.flavor import FLAVOR_FILES
@@ -20,6 +19,7 @@ from stages.shared.artifacts.run_stage import run_stage
 from stages.shared.artifacts.verify import check_inputs
 from tests.helpers.evaluation import hf_artifact
 from tests.helpers.tiny_model import tiny_hf_dir
+from tests.stages.artifacts import stage_artifact
 
 pytestmark = pytest.mark.promise(
     "The hub's own client downloads data and takes a release, tested against a local server; the hub reads its "
@@ -42,19 +42,20 @@ COMPARED = {"subsets": {"digits": {"base": {"value": 0.875}, "base_score": 0.125
 FOUND = {"contaminated": {"overall": {"samples": 2, "bytes": 0, "pixels": 1, "near": 1}}}
 
 
+def with_stats(artifact: Artifact, **stats: object) -> Artifact:
+    """Return the artifact with more figures."""
+    stats = {**artifact.manifest.stats, **stats}
+    return Artifact(artifact.dir, artifact.manifest.model_copy(update={"stats": stats}))
+
+
 @pytest.fixture
-def inputs(tmp_path) -> Iterator[dict[str, Artifact]]:
+def inputs(tmp_path) -> dict[str, Artifact]:
     def made(stage: str, **stats: object) -> Artifact:
-        directory = tmp_path / stage
-        directory.mkdir()
-        Manifest(stage=stage, version=1, fingerprint="a" * 16, config={}, parents={}, stats=stats).write(directory)
-        return Artifact.load(directory)
+        return stage_artifact(tmp_path / stage, stage, stats=stats)
 
     exported = hf_artifact(tmp_path / "export", tiny_hf_dir())
-    facts = {"dtype": "float32", "parameters": {"vision": 3}, "active_parameters": 3}
-    exported = Artifact(exported.dir, exported.manifest.model_copy(update={"stats": facts}))
-    yield {
-        "export": exported,
+    return {
+        "export": with_stats(exported, dtype="float32", parameters={"vision": 3}, active_parameters=3),
         "train": made("train", steps=3, loss=0.5),
         "samples": made("convert", samples={"digits": {"train": 20, "heldout": 8}}),
         "evaluate": made("evaluate", **EVALUATED),
@@ -63,8 +64,17 @@ def inputs(tmp_path) -> Iterator[dict[str, Artifact]]:
     }
 
 
+def released(inputs, root: Path) -> Path:
+    """Return the directory that is given away."""
+    return run_stage(STAGE, CONFIG, inputs, root).artifact.dir / "hf"
+
+
+def card_of(inputs, root: Path) -> str:
+    return (released(inputs, root) / "README.md").read_text()
+
+
 def test_it_is_the_export_with_a_card(inputs, tmp_path):
-    hf_dir = run_stage(STAGE, CONFIG, inputs, tmp_path / "root").artifact.dir / "hf"
+    hf_dir = released(inputs, tmp_path / "root")
     files = {file.name for file in (inputs["export"].dir / "hf").iterdir()}
     assert {file.name for file in hf_dir.iterdir()} == files | {"README.md"}
     assert all(os.path.samefile(inputs["export"].dir / "hf" / name, hf_dir / name) for name in files)
@@ -84,26 +94,24 @@ def test_it_is_the_export_with_a_card(inputs, tmp_path):
 )
 def test_a_bit_of_the_one_file_with_two_names_is_noticed_under_both(inputs, tmp_path):
     """The fix takes two steps: first the export is made again, then its release."""
-    released = run_stage(STAGE, CONFIG, inputs, tmp_path / "root").artifact
+    made = run_stage(STAGE, CONFIG, inputs, tmp_path / "root").artifact
     names = {entry.name for entry in inputs["export"].manifest.files}
-    assert {entry.name for entry in released.manifest.files} == {*names, "hf/README.md", *FLAVOR_FILES} and len(
-        names
-    ) > 5
-    check_inputs({"hf": released})
-    data = bytearray((released.dir / "hf" / "model.safetensors").read_bytes())
+    assert {entry.name for entry in made.manifest.files} == {*names, "hf/README.md", *FLAVOR_FILES} and len(names) > 5
+    check_inputs({"hf": made})
+    weights = made.dir / "hf" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
     data[-1] ^= 1
-    with (released.dir / "hf" / "model.safetensors").open("r+b") as file:
-        file.write(data)
-    for artifact in (released, inputs["export"]):
+    weights.write_bytes(data)
+    for artifact in (made, inputs["export"]):
         with pytest.raises(InputError, match=f"model.safetensors is damaged: .*; delete {artifact.dir} and run"):
             check_inputs({"hf": artifact})
     with pytest.raises(InputError, match=r"model\.safetensors is damaged"):
-        push_to_hub(released.dir / "hf", "somebody/model")
-    with pytest.raises(InputError, match=f"model.safetensors is damaged: .*; delete {released.dir} and run"):
-        run_stage(STAGE, CONFIG, inputs, tmp_path / "root")
-    shutil.rmtree(released.dir)
+        push_to_hub(made.dir / "hf", "somebody/model")
+    with pytest.raises(InputError, match=f"model.safetensors is damaged: .*; delete {made.dir} and run"):
+        released(inputs, tmp_path / "root")
+    shutil.rmtree(made.dir)
     with pytest.raises(InputError, match=f"delete {inputs['export'].dir} and run"):
-        run_stage(STAGE, CONFIG, inputs, tmp_path / "root")
+        released(inputs, tmp_path / "root")
 
 
 def test_files_are_copied_where_they_cannot_have_two_names(inputs, tmp_path, monkeypatch):
@@ -111,35 +119,29 @@ def test_files_are_copied_where_they_cannot_have_two_names(inputs, tmp_path, mon
         raise OSError(18, "Invalid cross-device link")
 
     monkeypatch.setattr(directory.os, "link", refuse)
-    hf_dir = run_stage(STAGE, CONFIG, inputs, tmp_path / "root").artifact.dir / "hf"
+    hf_dir = released(inputs, tmp_path / "root")
     for file in (inputs["export"].dir / "hf").iterdir():
         assert (hf_dir / file.name).read_bytes() == file.read_bytes()
 
 
 def test_without_comparison_and_search_the_card_says_so(inputs, tmp_path):
-    some = {role: item for role, item in inputs.items() if role not in ("compare", "contamination")}
-    card = ModelCard.load(run_stage(STAGE, CONFIG, some, tmp_path / "root").artifact.dir / "hf" / "README.md")
-    assert "| digits | cer | 0.5 | 0.2500 to 0.7500 |   | 7 |" in card.text and "Not looked for." in card.text
+    del inputs["compare"], inputs["contamination"]
+    card = card_of(inputs, tmp_path / "root")
+    assert "| digits | cer | 0.5 | 0.2500 to 0.7500 |   | 7 |" in card and "Not looked for." in card
 
 
 def test_tensors_that_were_only_carried_are_said_to_be_the_base_models(inputs, tmp_path):
-    plain = run_stage(STAGE, CONFIG, inputs, tmp_path / "plain").artifact.dir / "hf" / "README.md"
-    assert "speculative" not in plain.read_text()
-    exported = inputs["export"]
-    stats = {**exported.manifest.stats, "carried": {"mtp.": 15}}
-    carried = Artifact(exported.dir, exported.manifest.model_copy(update={"stats": stats}))
-    hf_dir = run_stage(STAGE, CONFIG, {**inputs, "export": carried}, tmp_path / "carried").artifact.dir / "hf"
-    assert "The 15 tensors `mtp.*` are those of the base model, unchanged" in (hf_dir / "README.md").read_text()
-    stats = {**exported.manifest.stats, "mtp": 15}
-    trained = Artifact(exported.dir, exported.manifest.model_copy(update={"stats": stats}))
-    hf_dir = run_stage(STAGE, CONFIG, {**inputs, "export": trained}, tmp_path / "trained").artifact.dir / "hf"
-    card = (hf_dir / "README.md").read_text()
+    assert "speculative" not in card_of(inputs, tmp_path / "plain")
+    carried = with_stats(inputs["export"], carried={"mtp.": 15})
+    card = card_of({**inputs, "export": carried}, tmp_path / "carried")
+    assert "The 15 tensors `mtp.*` are those of the base model, unchanged" in card
+    card = card_of({**inputs, "export": with_stats(inputs["export"], mtp=15)}, tmp_path / "trained")
     assert "The 15 tensors of multi-token prediction" in card and "unchanged" not in card
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchvision") is not None, reason="says what fails without torchvision")
 def test_what_the_card_says_of_torchvision_is_so(inputs, tmp_path):
-    hf_dir = run_stage(STAGE, CONFIG, inputs, tmp_path / "root").artifact.dir / "hf"
+    hf_dir = released(inputs, tmp_path / "root")
     card = (hf_dir / "README.md").read_text()
     assert "`AutoProcessor` needs torchvision (`pip install torchvision`" in card
     assert "`AutoTokenizer` and `AutoImageProcessor` load without it" in card

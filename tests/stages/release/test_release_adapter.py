@@ -11,7 +11,6 @@ from huggingface_hub import ModelCard
 from peft import PeftModel
 from transformers import AutoModelForImageTextToText
 
-from dataset_builders.contracts.manifest import Manifest
 from stages.release.config import ReleaseConfig
 from stages.release.stage import STAGE
 from stages.shared.artifacts.artifact import Artifact
@@ -20,6 +19,7 @@ from stages.shared.artifacts.verify import check_inputs, file_entries
 from tests.helpers.adapters import adapted_model, adapter_of
 from tests.helpers.single_rank import single_rank
 from tests.helpers.tiny_model import tiny_hf_dir
+from tests.stages.artifacts import stage_artifact
 from tests.stages.release.test_release import EVALUATED
 from trainer.contract.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from trainer.loop.export import write_weights
@@ -37,12 +37,8 @@ FACTS = {"kind": "lora", "rank": 4, "alpha": 6.0, "targets": ["attention"], "mod
 @pytest.fixture
 def inputs(tmp_path) -> dict[str, Artifact]:
     def made(stage: str, **stats: object) -> Artifact:
-        directory = tmp_path / stage
-        directory.mkdir(exist_ok=True)
-        files = file_entries(directory, ("hf/*", "adapter/*"))
-        named = {"stage": stage, "version": 1, "fingerprint": "a" * 16, "config": {}, "parents": {}}
-        Manifest(**named, files=files, stats=stats).write(directory)
-        return Artifact.load(directory)
+        files = file_entries(tmp_path / stage, ("hf/*", "adapter/*"))
+        return stage_artifact(tmp_path / stage, stage, files=files, stats=stats)
 
     with single_rank() as mesh:
         run, model = adapted_model(tmp_path, mesh, "first", adapter_of("first"))

@@ -4,9 +4,7 @@ import functools
 import html
 import json
 import re
-import shutil
-import subprocess
-import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,14 +25,11 @@ from stages.shared.chat_format.chat import ChatEncoder
 from stages.shared.chat_format.config import Learn
 from stages.shared.chat_format.images import load_image_config
 from stages.shared.inputs.model_directory import ModelDirectory, processor_input
-from stages.shared.preview.tokens import token_runs
 from stages.tokenize import shard as tokenize_shard
 from stages.tokenize import stage as tokenize_samples
 from stages.tokenize.processor_check import WITHOUT_TORCHVISION, ProcessorCheck, torchvision_version
 from stages.tokenize.stage import STAGE, TokenizeConfig
 from tests.helpers.index import read_index
-from tests.helpers.pages import parse_page
-from tests.helpers.patience import at_most
 from tests.helpers.raw_rows import encode, picture
 from tests.helpers.samples import make_image, make_sample, make_samples_artifact, turns
 from tests.helpers.tiny_model import tiny_hf_dir
@@ -50,10 +45,13 @@ def _shards() -> dict[str, Sequence[Sample]]:
 
 
 def _tokenize(
-    samples: Artifact, root: Path, config: TokenizeConfig = CONFIG, shape: str = "first", num_workers: int = 1
+    samples: Artifact | Sequence[Sample], root: Path, shape: str = "first", resources=None, **changes: object
 ) -> Artifact:
+    """Return the tokenized samples: of an artifact, or of a train shard that is written here."""
+    if not isinstance(samples, Artifact):
+        samples = make_samples_artifact(Path(tempfile.mkdtemp(dir=root)), {"train/shard-00000.tar": samples})
     inputs = {"samples": samples, "processor": processor_input(ModelDirectory(tiny_hf_dir(shape)))}
-    return run_stage(STAGE, config, inputs, root, StageResources(num_workers=num_workers)).artifact
+    return run_stage(STAGE, CONFIG.model_copy(update=changes), inputs, root, resources).artifact
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +62,10 @@ def samples(tmp_path_factory) -> Artifact:
 @pytest.fixture(scope="module")
 def tokenized(samples, tmp_path_factory) -> Artifact:
     return _tokenize(samples, tmp_path_factory.mktemp("root"))
+
+
+def _keys(tokenized: Artifact) -> list[str]:
+    return read_index(tokenized.dir)["key"].to_pylist()
 
 
 def _read(tokenized: Artifact, row: dict[str, object]) -> TokenizedSample:
@@ -114,41 +116,28 @@ def test_stats_add_up(tokenized):
     assert stats["vocab_size"] == config["text_config"]["vocab_size"]
     assert stats["pixels"]["config"]["patch_format"]["image_mean"] == [0.5, 0.5, 0.5]
     assert stats["checked"]["samples"] == 3, "the first of each shard"
+    report = json.loads((tokenized.dir / "report.json").read_text())
+    assert report["summary"]["loss_tokens"] == stats["total"]["num_loss_tokens"]
 
 
 def test_another_model_gives_other_ids_and_the_same_lengths(samples, tokenized, tmp_path):
     other = _tokenize(samples, tmp_path, shape="second")
-    assert other.manifest.fingerprint != tokenized.manifest.fingerprint
     assert other.manifest.stats["image_token_id"] != tokenized.manifest.stats["image_token_id"]
     assert read_index(other.dir)["num_patches"].equals(read_index(tokenized.dir)["num_patches"])
 
 
 def test_max_pixels_is_obeyed(samples, tokenized, tmp_path):
-    small = _tokenize(samples, tmp_path, CONFIG.model_copy(update={"max_pixels": 64 * 64}))
+    small = _tokenize(samples, tmp_path, max_pixels=64 * 64)
     assert small.manifest.stats["max_pixels"] == 64 * 64
     for row in read_index(small.dir).to_pylist():
         assert row["num_patches"] <= 16 * row["num_images"]
     assert small.manifest.stats["total"]["num_patches"] < tokenized.manifest.stats["total"]["num_patches"]
 
 
-@pytest.mark.full
-@pytest.mark.promise(
-    "The data stages write the same bytes from one process, several or a Dask cluster, on a disk or in an object "
-    "store whose connections are cut, in any order of completion and after kill -9."
-)
-def test_two_workers_write_the_same_bytes(samples, tokenized, tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenize_samples, "_PROCESS_WORTH", 1e-9)
-    assert tree_digest(_tokenize(samples, tmp_path, num_workers=2).dir) == tree_digest(tokenized.dir)
-
-
-def test_few_samples_are_not_worth_a_process(samples):
+def test_a_few_samples_are_tokenized_in_this_process_and_each_shard_is_progress(samples, tmp_path):
     assert tokenize_samples._worthwhile_workers(samples.manifest) == 1
-
-
-def test_progress_reaches_the_end(samples, tmp_path):
     seen: list[tuple[int, int]] = []
-    inputs = {"samples": samples, "processor": processor_input(ModelDirectory(tiny_hf_dir()))}
-    run_stage(STAGE, CONFIG, inputs, tmp_path, StageResources(on_progress=lambda *args: seen.append(args)))
+    _tokenize(samples, tmp_path, resources=StageResources(on_progress=lambda *args: seen.append(args)))
     assert seen == [(8, 20), (16, 20), (20, 20)]
 
 
@@ -166,9 +155,8 @@ _BAD = {
 
 def test_what_cannot_be_used_is_left_out_and_named(tmp_path):
     good = make_sample(0)
-    artifact = make_samples_artifact(tmp_path / "samples", {"train/shard-00000.tar": [*_BAD.values(), good]})
-    tokenized = _tokenize(artifact, tmp_path / "root")
-    assert read_index(tokenized.dir)["key"].to_pylist() == [good.key]
+    tokenized = _tokenize([*_BAD.values(), good], tmp_path)
+    assert _keys(tokenized) == [good.key]
     assert tokenized.manifest.skips == dict.fromkeys(sorted(_BAD), 1) == tokenized.manifest.shards[0].skips
     lines = _quarantine(tokenized.dir)
     assert [(line["key"], line["reason"]) for line in lines] == [(s.key, reason) for reason, s in _BAD.items()]
@@ -178,15 +166,11 @@ def test_what_cannot_be_used_is_left_out_and_named(tmp_path):
 
 
 def test_the_length_limit_is_exact(tmp_path):
-    artifact = make_samples_artifact(
-        tmp_path / "samples", {"train/shard-00000.tar": [make_sample(i) for i in range(8)]}
-    )
-    lengths = read_index(_tokenize(artifact, tmp_path / "root").dir)["num_tokens"].to_pylist()
+    samples = [make_sample(i) for i in range(8)]
+    lengths = read_index(_tokenize(samples, tmp_path).dir)["num_tokens"].to_pylist()
     longest = max(lengths)
-    config = CONFIG.model_copy(update={"max_seq_len": longest})
-    assert read_index(_tokenize(artifact, tmp_path / "root", config).dir).num_rows == 8
-    config = CONFIG.model_copy(update={"max_seq_len": longest - 1})
-    cut = read_index(_tokenize(artifact, tmp_path / "root", config).dir)
+    assert len(_keys(_tokenize(samples, tmp_path, max_seq_len=longest))) == 8
+    cut = read_index(_tokenize(samples, tmp_path, max_seq_len=longest - 1).dir)
     assert cut["num_tokens"].to_pylist() == [n for n in lengths if n < longest], "left out, not cut"
 
 
@@ -209,22 +193,16 @@ def _prefix(sample: Sample, num_turns: int) -> Sample:
 @pytest.mark.parametrize("learn", ["all", "last"])
 def test_last_turns_are_dropped_whole_until_the_rest_fits(tmp_path, monkeypatch, learn):
     sample = _long_sample(0, 7)
-    one_by_one = {"train/shard-00000.tar": [_prefix(sample, n) for n in range(1, 8)]}
-    config = CONFIG.model_copy(update={"learn": Learn(answers=learn)})
-    lengths = _tokenize(make_samples_artifact(tmp_path / "prefixes", one_by_one), tmp_path / "root", config)
+    config = {"learn": Learn(answers=learn)}
+    lengths = _tokenize([_prefix(sample, n) for n in range(1, 8)], tmp_path, **config)
     expected = {row["num_tokens"]: _read(lengths, row) for row in read_index(lengths.dir).to_pylist()}
     assert list(expected) == sorted(expected) and len(expected) == 7
-    artifact = make_samples_artifact(tmp_path / "samples", {"train/shard-00000.tar": [sample]})
     decoded: list[int] = []
     monkeypatch.setattr(tokenize_shard, "encode_rgb", lambda *args: (decoded.append(1), encode_rgb(*args))[1])
     for kept, length in enumerate(expected, start=1):
         for limit in {length, min([n for n in expected if n > length], default=length + 1) - 1}:
             decoded.clear()
-            cut = _tokenize(
-                artifact,
-                tmp_path / "root",
-                config.model_copy(update={"max_seq_len": limit, "over_length": "drop_turns"}),
-            )
+            cut = _tokenize([sample], tmp_path, max_seq_len=limit, over_length="drop_turns", **config)
             (row,) = read_index(cut.dir).to_pylist()
             stored = _read(cut, row)
             for name in ("input_ids", "loss_mask", "image_grid_thw", "patches"):
@@ -238,10 +216,8 @@ def test_last_turns_are_dropped_whole_until_the_rest_fits(tmp_path, monkeypatch,
 
 def test_a_first_turn_that_does_not_fit_is_left_out(tmp_path):
     long = Sample(key="long/00000000", messages=turns("long " * 100, "a", "b", "c", "d", "e"), images=())
-    artifact = make_samples_artifact(tmp_path / "samples", {"train/shard-00000.tar": [long, make_sample(3)]})
-    config = CONFIG.model_copy(update={"max_seq_len": 60, "over_length": "drop_turns"})
-    tokenized = _tokenize(artifact, tmp_path / "root", config)
-    assert read_index(tokenized.dir)["key"].to_pylist() == ["text/00000003"]
+    tokenized = _tokenize([long, make_sample(3)], tmp_path, max_seq_len=60, over_length="drop_turns")
+    assert _keys(tokenized) == ["text/00000003"]
     (line,) = _quarantine(tokenized.dir)
     assert line["reason"] == "over_length" and "the first of 3 turns" in line["detail"]
 
@@ -251,15 +227,13 @@ def test_what_drops_turns_can_leave_nothing_to_learn(tmp_path):
     messages[1] = Message(role="assistant", text=messages[1].text, is_learnt=False)
     sample = Sample(key="long/00000000", messages=tuple(messages), images=_long_sample(0, 4).images)
     first = ChatEncoder(ModelDirectory(tiny_hf_dir())).count_tokens(messages[:2])
-    artifact = make_samples_artifact(tmp_path / "samples", {"train/shard-00000.tar": [sample, make_sample(3)]})
-    config = CONFIG.model_copy(update={"max_seq_len": first + 30, "over_length": "drop_turns"})
-    tokenized = _tokenize(artifact, tmp_path / "root", config)
+    tokenized = _tokenize([sample, make_sample(3)], tmp_path, max_seq_len=first + 30, over_length="drop_turns")
     assert tokenized.manifest.skips == {"empty_target": 1}
 
 
 @pytest.mark.parametrize("codec", ["u8_zstd", "original"])
 def test_every_codec_gives_the_same_samples(samples, tokenized, tmp_path, codec):
-    other = _tokenize(samples, tmp_path, CONFIG.model_copy(update={"codec": codec}))
+    other = _tokenize(samples, tmp_path, codec=codec)
     assert other.manifest.stats["total"] == tokenized.manifest.stats["total"]
     rows = zip(read_index(other.dir).to_pylist(), read_index(tokenized.dir).to_pylist())
     for theirs, ours in rows:
@@ -275,8 +249,7 @@ def test_the_original_codec_keeps_the_files_and_refuses_broken_ones(tmp_path):
     whole = make_image(80, 80, image_format="JPEG")
     cut = Sample(key="bad/00000000", messages=turns(f"{IMAGE_SLOT}a", "x"), images=(whole[:-200],))
     good = Sample(key="good/00000000", messages=turns(f"{IMAGE_SLOT}a", "x"), images=(whole,))
-    artifact = make_samples_artifact(tmp_path / "samples", {"train/shard-00000.tar": [cut, good]})
-    tokenized = _tokenize(artifact, tmp_path / "root", CONFIG.model_copy(update={"codec": "original"}))
+    tokenized = _tokenize([cut, good], tmp_path, codec="original")
     assert tokenized.manifest.skips == {"truncated_image": 1}
     (row,) = read_index(tokenized.dir).to_pylist()
     assert read_record(tokenized.dir / row["shard"], row["offset"], row["size"])["0.jpg"] == whole
@@ -289,7 +262,7 @@ def test_the_checksum_is_of_the_records_bytes(tokenized):
 
 
 def test_the_system_prompt_is_in_every_sample_and_in_the_stats(samples, tokenized, tmp_path):
-    prompted = _tokenize(samples, tmp_path, CONFIG.model_copy(update={"system_prompt": "Be brief."}))
+    prompted = _tokenize(samples, tmp_path, system_prompt="Be brief.")
     assert prompted.manifest.stats["system_prompt"] == "Be brief." and tokenized.manifest.stats["system_prompt"] is None
     chat = ChatEncoder(ModelDirectory(tiny_hf_dir()))
     for row in read_index(prompted.dir).to_pylist():
@@ -312,24 +285,26 @@ def test_the_index_is_partitioned_by_shards(samples, tokenized, tmp_path, monkey
     assert parted.manifest.stats == tokenized.manifest.stats
 
 
-def _fault(name: str):
-    """Return a patch that makes the encoder write other bytes than the reference, which `verify` only would not see."""
-    splice, encode = ChatEncoder.splice, encode_rgb
-
-    def other_ids(self, text, patches):
-        ids, mask = splice(self, text, patches)
-        return np.where(ids == ids[1], ids[2], ids), mask
-
-    def other_pixels(rgb, config):
-        patches, grid = encode(rgb, config)
-        return patches[::-1].copy(), grid
-
-    return {"ids": (ChatEncoder, "splice", other_ids), "pixels": (tokenize_shard, "encode_rgb", other_pixels)}[name]
+def _other_ids(self, text, patches, splice=ChatEncoder.splice):
+    ids, mask = splice(self, text, patches)
+    return np.where(ids == ids[1], ids[2], ids), mask
 
 
-@pytest.mark.parametrize(("fault", "words"), [("ids", "the stored ids are not"), ("pixels", "not what Pillow decodes")])
+def _other_pixels(rgb, config):
+    patches, grid = encode_rgb(rgb, config)
+    return patches[::-1].copy(), grid
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ((ChatEncoder, "splice", _other_ids), "the stored ids are not"),
+        ((tokenize_shard, "encode_rgb", _other_pixels), "not what Pillow decodes"),
+    ],
+    ids=["ids", "pixels"],
+)
 def test_the_reference_sees_what_the_stored_bytes_do_not_show(samples, tmp_path, monkeypatch, fault, words):
-    monkeypatch.setattr(*_fault(fault))
+    monkeypatch.setattr(*fault)
     with pytest.raises(AssertionError, match=words):
         _tokenize(samples, tmp_path)
 
@@ -342,8 +317,7 @@ def test_one_in_256_samples_is_compared(tmp_path, monkeypatch):
         ProcessorCheck, "check", lambda self, *args: (compared.append(args[0].key), check(self, *args))[1]
     )
     good = [make_sample(i) for i in range(8)]
-    artifact = make_samples_artifact(tmp_path / "samples", {"train/shard-00000.tar": [*_BAD.values(), *good]})
-    tokenized = _tokenize(artifact, tmp_path / "root")
+    tokenized = _tokenize([*_BAD.values(), *good], tmp_path)
     assert compared == [good[i].key for i in (0, 3, 6)]
     version = torchvision_version()
     both = f"Pillow's decoding and transformers' image processor, torchvision {version}"
@@ -369,18 +343,15 @@ def test_what_was_compared_is_said_with_and_without_torchvision(monkeypatch):
 
 
 def test_too_many_left_out_is_an_error_that_names_the_file(tmp_path):
-    samples = [*_BAD.values(), make_sample(0)]
-    artifact = make_samples_artifact(tmp_path / "samples", {"train/shard-00000.tar": samples})
     with pytest.raises(InputError, match=r"^6 of 7 samples .*\.max_skip_fraction=0\.5") as caught:
-        _tokenize(artifact, tmp_path / "root", CONFIG.model_copy(update={"max_skip_fraction": 0.5}))
+        _tokenize([*_BAD.values(), make_sample(0)], tmp_path, max_skip_fraction=0.5)
     named = Path(re.search(r"named in (\S+)$", str(caught.value)).group(1))
     assert len(named.read_text().splitlines()) == 6 and "\n" not in str(caught.value)
 
 
 def test_no_sample_left_is_an_error(tmp_path):
-    artifact = make_samples_artifact(tmp_path / "samples", {"train/shard-00000.tar": [_BAD["over_length"]]})
     with pytest.raises(InputError, match=r"1 of 1 samples of .* cannot be used"):
-        _tokenize(artifact, tmp_path / "root")
+        _tokenize([_BAD["over_length"]], tmp_path)
 
 
 def test_a_fault_of_the_encoder_stops_the_stage(samples, tmp_path, monkeypatch):
@@ -394,59 +365,3 @@ def test_a_fault_of_the_encoder_stops_the_stage(samples, tmp_path, monkeypatch):
     tokenize_shard._encoders.clear()
     with pytest.raises(AssertionError, match="the mask decodes to"):
         _tokenize(samples, tmp_path)
-
-
-def test_runs_hold_every_token_once(tokenized):
-    chat = ChatEncoder(ModelDirectory(tiny_hf_dir()))
-    row = next(row for row in read_index(tokenized.dir).to_pylist() if row["subset"] == "compare")
-    stored = _read(tokenized, row)
-    runs = list(token_runs(stored, chat.image_token_id, chat.merge_size))
-    assert [run.kind for run in runs] == ["given", "image", "given", "image", "given", "learnt", "given"]
-    assert chat.decode(stored.input_ids[runs[5].start : runs[5].end]) == "The left one is larger.<|im_end|>"
-    for number, (run, (_, rows, columns)) in enumerate(zip((runs[1], runs[3]), stored.image_grid_thw), 1):
-        assert (run.number, run.rows, run.columns) == (number, rows // 2, columns // 2)
-        assert run.end - run.start == run.rows * run.columns
-    assert [run.start for run in runs] == [0, *(run.end for run in runs[:-1])]
-    assert runs[-1].end == len(stored.input_ids)
-
-
-def test_the_page_shows_learnt_tokens_and_pictures(tokenized):
-    page = parse_page((tokenized.dir / "report.html").read_text())
-    assert "The left one is larger.<|im_end|>" in [run.text for run in page.find("span", "learnt")]
-    assert len(page.find("section", "card")) == 12 and len(page.find("figure", "shot")) >= 8
-    report = json.loads((tokenized.dir / "report.json").read_text())
-    assert report["summary"]["loss_tokens"] == tokenized.manifest.stats["total"]["num_loss_tokens"]
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("tokenizer.json", "no tokenizer"),
-        ("preprocessor_config.json", "no preprocessor"),
-        ("chat_template.jinja", "no chat"),
-    ],
-)
-def test_an_incomplete_model_directory_is_one_line(samples, tmp_path, name, words):
-    hf_dir = Path(shutil.copytree(tiny_hf_dir(), tmp_path / "model"))
-    (hf_dir / name).unlink()
-    with pytest.raises(InputError, match=words) as caught:
-        run_stage(
-            STAGE, CONFIG, {"samples": samples, "processor": processor_input(ModelDirectory(hf_dir))}, tmp_path / "root"
-        )
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("every", [1])
-@pytest.mark.promise(
-    "The data stages write the same bytes from one process, several or a Dask cluster, on a disk or in an object "
-    "store whose connections are cut, in any order of completion and after kill -9."
-)
-def test_kill_at_many_moments_and_rerun_gives_the_same_bytes(tmp_path, every):
-    """Runs tokenize and plan_bins in their own process, which forks the processes to be killed."""
-    command = [sys.executable, "-m", "tests.helpers.kill_tokenize", str(tmp_path), str(every)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=at_most(300))
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(done.stdout.splitlines()[-1])
-    assert result["tokenize"]["kills"] >= 8 // every and result["plan_bins"]["kills"] >= 4 // every
-    assert result["tokenize"]["differing"] == result["plan_bins"]["differing"] == {}

@@ -12,7 +12,8 @@ from stages.shared.pages.report import REPORT_JSON
 from stages.train.stage import make_run_config, predict, write_train_report
 from tests.helpers.fake_trainer import metrics_row
 from tests.helpers.tiny_model import tiny_hf_dir
-from tests.stages.train.test_train_stage import CONFIG, _artifact
+from tests.stages.artifacts import stage_artifact
+from tests.stages.train.test_train_stage import CONFIG
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import RunConfig, TrainConfig, TrainerExecution
 from trainer.model.registry import read_model
@@ -31,12 +32,12 @@ PREDICTED = Placement(
 
 
 def run_of(tmp_path: Path, config: TrainConfig, patches: int, parallel: ParallelConfig) -> RunConfig:
-    sums = {**SUMS, "num_patches": patches}
-    stats = {"num_bins": {"train": 4}, "epochs": [{"num_bins": 4, "num_tokens": 800, "subsets": {"all": sums}}]}
+    epoch = {"num_bins": 4, "num_tokens": 800, "subsets": {"all": {**SUMS, "num_patches": patches}}}
+    planned = {"config": {"seq_len": 512, "max_patches": 2048}, "stats": {"num_bins": {"train": 4}, "epochs": [epoch]}}
     inputs = {
         "model": model_input(ModelDirectory(tiny_hf_dir())),
-        "tokenized": _artifact(tmp_path, "tokenize", {}, {}),
-        "bins": _artifact(tmp_path, "plan_bins", {"seq_len": 512, "max_patches": 2048}, stats),
+        "tokenized": stage_artifact(tmp_path / "tokenize", "tokenize"),
+        "bins": stage_artifact(tmp_path / "bins", "plan_bins", **planned),
     }
     resources = StageResources(trainer=TrainerExecution(parallel=parallel))
     return make_run_config(config, inputs, tmp_path / "out", resources)

@@ -7,16 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from dataset_builders.contracts.manifest import Manifest
 from dataset_builders.errors import InputError
 from dataset_builders.storage.files import sha256_file
 from stages.export import stage as export
 from stages.export.stage import ExportConfig, copy_processor_files
 from stages.shared.artifacts import verify
-from stages.shared.artifacts.artifact import Artifact, External
+from stages.shared.artifacts.artifact import Artifact
 from stages.shared.artifacts.run_stage import run_stage
 from stages.shared.artifacts.workers import StageResources
-from stages.shared.inputs.model_directory import ModelDirectory, hf_dir_of, model_input
+from stages.shared.inputs.model_directory import ModelDirectory, model_input
 from stages.shared.launchers.config import ClusterConfig
 from stages.shared.launchers.job import LAUNCHERS, JobFailed
 from stages.train import stage as train
@@ -28,8 +27,10 @@ from tests.helpers.pages import parse_page
 from tests.helpers.run_dir import changed
 from tests.helpers.tiers import full
 from tests.helpers.tiny_model import tiny_hf_dir
+from tests.helpers.trees import tree_digest
+from tests.stages.artifacts import stage_artifact
 from trainer.contract.checkpoint import write_checkpoint_record
-from trainer.contract.names import EXIT_INPUT, METRICS_JSONL
+from trainer.contract.names import METRICS_JSONL
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import OptimConfig, PartConfig, ProfileConfig, RunConfig, TrainConfig, TrainerExecution
 
@@ -42,8 +43,6 @@ CONFIG = TrainConfig(
     optim=OptimConfig(lr=1e-3, min_lr_fraction=0.1, warmup_steps=1, weight_decay=0.0),
 )
 
-BINS = {"num_bins": {"train": 6, "heldout": 1}}
-
 
 @pytest.fixture(autouse=True)
 def fake_trainer(monkeypatch):
@@ -51,27 +50,29 @@ def fake_trainer(monkeypatch):
     monkeypatch.delenv("FAKE_TRAINER", raising=False)
 
 
-def _artifact(root: Path, stage: str, config: dict, stats: dict) -> Artifact:
-    directory = root / stage
-    directory.mkdir(parents=True)
-    manifest = Manifest(stage=stage, version=1, fingerprint=f"{stage:0<16.16}", config=config, parents={}, stats=stats)
-    manifest.write(directory)
-    return Artifact.load(directory)
+def training_inputs(directory: Path, hf_dir: Path) -> dict:
+    planned = {"config": {"seq_len": 512, "pad_multiple": 4}, "stats": {"num_bins": {"train": 6, "heldout": 1}}}
+    pixels = {"min_pixels": 2048, "max_pixels": 9216}
+    return {
+        "model": model_input(ModelDirectory(hf_dir)),
+        "tokenized": stage_artifact(directory / "tokenize", "tokenize", stats=pixels),
+        "bins": stage_artifact(directory / "plan_bins", "plan_bins", **planned),
+    }
 
 
 @pytest.fixture
 def inputs(tmp_path):
-    return {
-        "model": model_input(ModelDirectory(tiny_hf_dir())),
-        "tokenized": _artifact(tmp_path / "in", "tokenize", {}, {"min_pixels": 2048, "max_pixels": 9216}),
-        "bins": _artifact(tmp_path / "in", "plan_bins", {"seq_len": 512, "pad_multiple": 4}, BINS),
-    }
+    return training_inputs(tmp_path, tiny_hf_dir())
 
 
 def _run(inputs, root: Path, **resources):
     execution = {name: resources.pop(name) for name in TrainerExecution.model_fields if name in resources}
     resources |= {"trainer": TrainerExecution(**execution)}
     return run_stage(train.STAGE, CONFIG, inputs, root, StageResources(**resources))
+
+
+def _run_of(artifact: Artifact) -> RunConfig:
+    return RunConfig.model_validate_json((artifact.dir / "run.json").read_text())
 
 
 def test_a_finished_training_is_an_artifact_with_its_figures(inputs, tmp_path):
@@ -84,30 +85,20 @@ def test_a_finished_training_is_an_artifact_with_its_figures(inputs, tmp_path):
     assert "fake trainer train" in lines
     page = parse_page((result.artifact.dir / "report.html").read_text())
     assert len(page.find("img", "curve")) == 4 and "optim.lr" in page.text
-    assert _run(inputs, tmp_path).reused
-
-
-def test_the_manifest_holds_no_path_and_no_time(inputs, tmp_path):
-    first = _run(inputs, tmp_path / "a").artifact.dir / "manifest.json"
-    second = _run(inputs, tmp_path / "b").artifact.dir / "manifest.json"
-    assert first.read_bytes() == second.read_bytes()
-    assert str(tmp_path) not in first.read_text() and "seconds" not in first.read_text()
-
-
-def test_steps_are_traced_without_another_identity(inputs, tmp_path):
-    plain = _run(inputs, tmp_path / "a").artifact
-    traced = _run(inputs, tmp_path / "b", profile=ProfileConfig(first_step=2)).artifact
-    run = RunConfig.model_validate_json((traced.dir / "run.json").read_text())
-    assert run.execution.profile == ProfileConfig(first_step=2)
-    assert (traced.dir / "manifest.json").read_bytes() == (plain.dir / "manifest.json").read_bytes()
-
-
-def test_run_json_says_what_to_train(inputs, tmp_path):
-    result = _run(inputs, tmp_path, parallel=ParallelConfig(cp=1))
-    run = RunConfig.model_validate(json.loads((result.artifact.dir / "run.json").read_text()))
+    run = _run_of(result.artifact)
     assert run.task == "train" and run.seq_len == 512 and run.train == CONFIG
     assert run.fingerprint == result.artifact.manifest.fingerprint
     assert run.hf_dir == inputs["model"].dir.resolve() and run.bins_dir == inputs["bins"].dir.resolve()
+    assert _run(inputs, tmp_path).reused
+
+
+def test_the_manifest_holds_no_path_no_time_and_no_trace_of_steps(inputs, tmp_path):
+    plain = _run(inputs, tmp_path / "a").artifact
+    traced = _run(inputs, tmp_path / "b", profile=ProfileConfig(first_step=2)).artifact
+    assert _run_of(traced).execution.profile == ProfileConfig(first_step=2)
+    manifest = (plain.dir / "manifest.json").read_text()
+    assert (traced.dir / "manifest.json").read_text() == manifest
+    assert str(tmp_path) not in manifest and "seconds" not in manifest
 
 
 @pytest.mark.parametrize(
@@ -123,14 +114,13 @@ def test_epochs_and_a_share_of_warmup_are_counted_in_steps(inputs, tmp_path, epo
 
 def test_a_warmup_that_is_longer_than_the_epochs_is_refused(inputs, tmp_path):
     config = CONFIG.model_copy(update={"num_steps": None, "num_epochs": 0.1})
-    with pytest.raises(
-        InputError, match=r"^train\.optim\.warmup_steps=1 leaves nothing of the 1 steps .*num_epochs=0\.1"
-    ):
+    words = r"^train\.optim\.warmup_steps=1 leaves nothing of the 1 steps .*num_epochs=0\.1"
+    with pytest.raises(InputError, match=words):
         make_run_config(config, inputs, tmp_path, StageResources())
 
 
 def test_a_model_that_a_stage_made_lies_in_its_hf_folder(inputs, tmp_path):
-    made = _artifact(tmp_path / "in", "embedded_model", {}, {})
+    made = stage_artifact(tmp_path / "embedded_model", "embedded_model")
     run = make_run_config(CONFIG, {**inputs, "model": made}, tmp_path, StageResources())
     assert run.hf_dir == made.dir.resolve() / "hf"
 
@@ -141,28 +131,25 @@ def test_a_model_that_a_stage_made_lies_in_its_hf_folder(inputs, tmp_path):
         ("fail", TrainerFailed, ["loss is nan at step 4", "a/00000001", "trainer.log"]),
         ("stop", StageStopped, ["after step 3", "run the same command again"]),
         ("die", JobFailed, ["exit status", "fake trainer train", "trainer.log"]),
+        ("input", InputError, ["hf_dir has no weights"]),
     ],
 )
-def test_how_a_training_ends_badly(inputs, tmp_path, monkeypatch, how, error, words):
+def test_how_a_training_ends_badly_and_that_its_checkpoints_survive(inputs, tmp_path, monkeypatch, how, error, words):
     monkeypatch.setenv("FAKE_TRAINER", how)
     with pytest.raises(error) as caught:
         _run(inputs, tmp_path)
     assert all(word in str(caught.value) for word in words), str(caught.value)
+    (scratch,) = (tmp_path / "scratch").glob("train-*/")
+    (scratch / "checkpoints" / "step-000002").mkdir(parents=True)
     monkeypatch.delenv("FAKE_TRAINER")
-    assert not _run(inputs, tmp_path).reused  # the same directory serves the next try
+    again = _run(inputs, tmp_path)  # the same directory serves the next try
+    assert not again.reused and (again.artifact.dir / "checkpoints" / "step-000002").is_dir()
 
 
 def test_a_deadline_is_named_although_the_trainer_saved(inputs, tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_TRAINER", "wait")
     with pytest.raises(StageStopped, match=r"stopped after timeout_seconds=6; .* saved; .*larger execution\.cluster\."):
         _run(inputs, tmp_path, cluster=ClusterConfig(timeout_seconds=6))
-
-
-def test_what_the_trainer_refuses_is_the_users_to_mend(inputs, tmp_path, monkeypatch):
-    monkeypatch.setenv("FAKE_TRAINER", "input")
-    with pytest.raises(InputError, match="hf_dir has no weights"):
-        _run(inputs, tmp_path)
-    assert EXIT_INPUT == 2
 
 
 def test_an_earlier_answer_is_not_taken_for_this_one(inputs, tmp_path, monkeypatch):
@@ -192,20 +179,8 @@ def test_a_broken_listener_stops_nothing(inputs, tmp_path):
     assert _run(inputs, tmp_path, on_rows=broken).artifact.manifest.stats["steps"] == 4
 
 
-def test_checkpoints_survive_into_the_next_try(inputs, tmp_path, monkeypatch):
-    monkeypatch.setenv("FAKE_TRAINER", "die")
-    with pytest.raises(JobFailed):
-        _run(inputs, tmp_path)
-    (scratch,) = (tmp_path / "scratch").glob("train-*/")
-    (scratch / "checkpoints" / "step-000002").mkdir(parents=True)
-    monkeypatch.delenv("FAKE_TRAINER")
-    assert (_run(inputs, tmp_path).artifact.dir / "checkpoints" / "step-000002").is_dir()
-
-
 @pytest.mark.parametrize("is_noticed_late", [full(False), True])
-def test_a_finished_training_whose_checkpoint_is_damaged_goes_on(
-    inputs, tmp_path, caplog, monkeypatch, is_noticed_late
-):
+def test_a_finished_training_whose_checkpoint_is_damaged_goes_on(inputs, tmp_path, caplog, is_noticed_late):
     """It is not reused: the trainer resumes from the existing files, and its first line prints where it resumes.
     `is_noticed_late`: a flow that was killed after the trainer's end finds its result and the damage.
     """
@@ -281,12 +256,7 @@ def test_metrics_of_a_directory_are_one_a_step(tmp_path):
     ("processes", "parallel", "words"),
     [
         (3, ParallelConfig(tp=2), "processes=3 is not a multiple of tp=2 x pp=1 x cp=1 = 2; try processes=2"),
-        (3, ParallelConfig(), "train.global_batch_size=4 bins is not a multiple of dp=3"),
-        (
-            4,
-            ParallelConfig(tp=4),
-            "parallel.tp=4 does not divide the model's num_kv_heads=2; try execution.parallel.tp=2",
-        ),
+        (4, ParallelConfig(tp=4), "parallel.tp=4 does not divide the model's num_kv_heads=2; try execution.parallel."),
         (4, ParallelConfig(cp=4), "plan_bins.pad_multiple=4 is not a multiple of 8"),
     ],
 )
@@ -297,29 +267,23 @@ def test_a_layout_that_does_not_fit_is_refused_before_anything_is_started(inputs
     assert not started and not list(tmp_path.glob("scratch/*/run.json"))
 
 
-def _export_inputs(inputs, root: Path):
-    trained = _run(inputs, root).artifact
-    return {"train": trained, "model": inputs["model"], "tokenized": inputs["tokenized"]}
+def _export(inputs, root: Path) -> Artifact:
+    from_train = {"train": _run(inputs, root).artifact, "model": inputs["model"], "tokenized": inputs["tokenized"]}
+    return run_stage(export.STAGE, ExportConfig(), from_train, root).artifact
 
 
 def test_an_export_loads_and_says_the_pixels_it_was_trained_with(inputs, tmp_path):
-    from_train = _export_inputs(inputs, tmp_path)
-    result = run_stage(export.STAGE, ExportConfig(), from_train, tmp_path, StageResources())
-    hf_dir = result.artifact.dir / "hf"
+    made = _export(inputs, tmp_path)
+    hf_dir = made.dir / "hf"
     size = json.loads((hf_dir / "preprocessor_config.json").read_text())["size"]
     assert size == {"shortest_edge": 2048, "longest_edge": 9216}
     source = {f.name for f in inputs["model"].dir.iterdir()}
     assert {"tokenizer.json", "chat_template.jinja", "config.json", "model.safetensors"} <= source
     assert {f.name for f in hf_dir.iterdir()} == source
-    assert result.artifact.manifest.stats["dtype"] == "float32"
-    written = {file.name: (file.size_bytes, file.sha256) for file in result.artifact.manifest.files}
+    assert made.manifest.stats["dtype"] == "float32"
+    written = {file.name: (file.size_bytes, file.sha256) for file in made.manifest.files}
     assert written == {f"hf/{f.name}": (f.stat().st_size, sha256_file(f)) for f in hf_dir.iterdir()}
-    assert sorted(f.name for f in result.artifact.dir.iterdir()) == [
-        "hf",
-        "manifest.json",
-        "report.html",
-        "report.json",
-    ]
+    assert {file.name for file in made.dir.iterdir()} == {"hf", "manifest.json", "report.html", "report.json"}
 
 
 @pytest.mark.parametrize(
@@ -345,11 +309,8 @@ def test_an_export_ends_where_the_trained_turns_do(inputs, tmp_path, eos, expect
     else:
         file.write_text(json.dumps({"eos_token_id": eos, "do_sample": False}))
     stats = {"min_pixels": 2048, "max_pixels": 9216, "end_of_turn_id": 2}
-    given = inputs | {
-        "model": model_input(ModelDirectory(source)),
-        "tokenized": _artifact(tmp_path / "of", "tokenize", {}, stats),
-    }
-    made = run_stage(export.STAGE, ExportConfig(), _export_inputs(given, tmp_path), tmp_path, StageResources()).artifact
+    tokenized = stage_artifact(tmp_path / "of", "tokenize", stats=stats)
+    made = _export({**inputs, "model": model_input(ModelDirectory(source)), "tokenized": tokenized}, tmp_path)
     written = json.loads((made.dir / "hf" / file.name).read_text())
     assert written["eos_token_id"] == expected and (eos is ... or written["do_sample"] is False)
     assert ("added_end" in made.manifest.stats) == (expected != eos)
@@ -357,21 +318,14 @@ def test_an_export_ends_where_the_trained_turns_do(inputs, tmp_path, eos, expect
 
 
 def test_exports_are_byte_identical(inputs, tmp_path):
-    from_train = _export_inputs(inputs, tmp_path)
-    first = run_stage(export.STAGE, ExportConfig(), from_train, tmp_path / "a", StageResources()).artifact.dir
-    second = run_stage(export.STAGE, ExportConfig(), from_train, tmp_path / "b", StageResources()).artifact.dir
-    names = sorted(str(f.relative_to(first)) for f in first.rglob("*") if f.is_file())
-    assert names == sorted(str(f.relative_to(second)) for f in second.rglob("*") if f.is_file())
-    assert all((first / n).read_bytes() == (second / n).read_bytes() for n in names)
+    assert tree_digest(_export(inputs, tmp_path / "a").dir) == tree_digest(_export(inputs, tmp_path / "b").dir)
 
 
 def test_weights_are_digested_while_they_are_written(inputs, tmp_path, monkeypatch):
     """The trainer computes the digests in its own process; the stage reads only the small files again."""
-    from_train = _export_inputs(inputs, tmp_path)
-    read = []
-    original = verify.file_entry
+    read, original = [], verify.file_entry
     monkeypatch.setattr(verify, "file_entry", lambda folder, name: read.append(name) or original(folder, name))
-    files = run_stage(export.STAGE, ExportConfig(), from_train, tmp_path, StageResources()).artifact.manifest.files
+    files = _export(inputs, tmp_path).manifest.files
     assert {file.name for file in files} - set(read) == {"hf/model.safetensors"} and len(read) > 4
 
 
@@ -389,21 +343,12 @@ def test_dtype_and_old_pixel_names_are_set_right(tmp_path):
     assert preprocessor == {"patch_size": 16, "size": {"shortest_edge": 1024, "longest_edge": 4096}}
 
 
-def test_an_external_model_is_its_own_directory(tmp_path):
-    assert hf_dir_of(External(tmp_path, "hf_dir", "0" * 16)) == tmp_path
-
-
 def _features(root: Path, inputs, **parents: str) -> Artifact:
     """Return features of the inputs' samples by their model, or by another model."""
     made_of = {role: inputs[role].parent() for role in ("model", "tokenized")}
     made_of |= {role: made_of[role].model_copy(update={"fingerprint": other}) for role, other in parents.items()}
     stats = {"features": {"format_version": 1, "dtype": "bfloat16", "width": 192}}
-    manifest = Manifest(
-        stage="encode_images", version=1, fingerprint="f" * 16, config={}, parents=made_of, shards=[], stats=stats
-    )
-    root.mkdir(parents=True)
-    manifest.write(root)
-    return Artifact.load(root)
+    return stage_artifact(root, "encode_images", parents=made_of, stats=stats)
 
 
 FROZEN = CONFIG.model_copy(update=dict.fromkeys(("vision", "merger"), PartConfig(frozen=True)))
@@ -411,11 +356,10 @@ FROZEN = CONFIG.model_copy(update=dict.fromkeys(("vision", "merger"), PartConfig
 
 def test_features_are_an_input_and_stand_in_run_json(inputs, tmp_path):
     features = _features(tmp_path / "features", inputs)
-    made = run_stage(train.STAGE, FROZEN, {**inputs, "features": features}, tmp_path, StageResources()).artifact
-    run = RunConfig.model_validate_json((made.dir / "run.json").read_text())
-    assert run.features_dir == features.dir and made.manifest.parents["features"] == features.parent()
-    without = run_stage(train.STAGE, FROZEN, inputs, tmp_path, StageResources()).artifact
-    assert RunConfig.model_validate_json((without.dir / "run.json").read_text()).features_dir is None
+    made = run_stage(train.STAGE, FROZEN, {**inputs, "features": features}, tmp_path).artifact
+    assert _run_of(made).features_dir == features.dir and made.manifest.parents["features"] == features.parent()
+    without = run_stage(train.STAGE, FROZEN, inputs, tmp_path).artifact
+    assert _run_of(without).features_dir is None
     assert without.manifest.parents.keys() == {"model", "tokenized", "bins"}
 
 
@@ -430,4 +374,4 @@ def test_features_are_an_input_and_stand_in_run_json(inputs, tmp_path):
 def test_features_of_another_model_or_of_other_samples_are_refused(role, words, inputs, tmp_path):
     features = _features(tmp_path / "features", inputs, **{role: "e" * 16})
     with pytest.raises(InputError, match=words):
-        run_stage(train.STAGE, FROZEN, {**inputs, "features": features}, tmp_path, StageResources())
+        run_stage(train.STAGE, FROZEN, {**inputs, "features": features}, tmp_path)

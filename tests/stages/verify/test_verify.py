@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dataset_builders.contracts.manifest import Manifest
 from stages.answer.config import AnswerConfig
 from stages.export.stage import copy_processor_files
 from stages.shared.artifacts.artifact import Artifact, External
@@ -28,6 +27,7 @@ from tests.helpers.tiny_experts_model import experts_hf_dir
 from tests.helpers.tiny_hybrid_model import hybrid_hf_dir, talkative_hybrid_dir
 from tests.helpers.tiny_model import tiny_hf_dir
 from tests.helpers.tiny_text_model import text_hf_dir
+from tests.stages.artifacts import stage_artifact
 from trainer.contract.adapter import ROLES, AdapterConfig
 from trainer.loop.export import write_weights
 
@@ -64,21 +64,14 @@ def exported(directory: Path, hf_dir: Path, adapter_dir: Path | None = None) -> 
     if adapter_dir is not None:
         shutil.copytree(adapter_dir, directory / "adapter")
         stats["adapter"] = {"kind": "lora"}
-    files = file_entries(directory, ("hf/*", "adapter/*"))
-    named = {"stage": "export", "version": 1, "fingerprint": "e" * 16, "config": {}, "parents": {}}
-    Manifest(**named, files=files, stats=stats).write(directory)
-    return Artifact.load(directory)
+    return stage_artifact(directory, "export", files=file_entries(directory, ("hf/*", "adapter/*")), stats=stats)
 
 
 def verified(tmp_path: Path, export: Artifact, base: Path, answers_of: Path | None = None, tokens: int = 6) -> dict:
-    """Return the stats of the stage.
-
-    Args:
-        base: the model that the training started from.
-        answers_of: the model that gave our answers; None: the export.
-        tokens: the limit of our answers.
-    """
-    heldout = [sample for sample in mixed_samples(8) if export_has_pictures(export) or not sample.images]
+    """Return the stats of the stage; `base` is the model before training, `answers_of` the one that gave our answers if
+    it is not the export, `tokens` the limit of our answers."""
+    reads_pictures = (export.dir / "hf" / "preprocessor_config.json").is_file()
+    heldout = [sample for sample in mixed_samples(8) if reads_pictures or not sample.images]
     samples = samples_artifact(tmp_path / "samples", heldout)
     asked = {"hf": External(answers_of or export.dir / "hf", "hf_dir", "f" * 16), "samples": samples}
     answers = answered(AnswerConfig(max_new_tokens=tokens), asked, tmp_path / "root")
@@ -88,10 +81,6 @@ def verified(tmp_path: Path, export: Artifact, base: Path, answers_of: Path | No
         *("loaders.json", "manifest.json", "report.html", "report.json")
     ]
     return made.manifest.stats
-
-
-def export_has_pictures(export: Artifact) -> bool:
-    return (export.dir / "hf" / "preprocessor_config.json").is_file()
 
 
 @pytest.mark.full
@@ -114,12 +103,12 @@ def test_a_merged_export_and_its_adapter_pass(kind, tmp_path, in_this_process):
     adapter = write_adapter(tmp_path / "adapter", base, kind=kind)
     merged = merge_adapter(tmp_path / "merged", base, adapter)
     stats = verified(tmp_path, exported(tmp_path / "export", merged, adapter), base)
-    assert {name: each["same_answers"] for name, each in stats["loaders"].items()} == {
-        **{"transformers": 1.0, "peft": 1.0, "mlflow": 1.0}
-    }
+    same = {name: each["same_answers"] for name, each in stats["loaders"].items()}
+    assert same == {"transformers": 1.0, "peft": 1.0, "mlflow": 1.0}
 
 
-@pytest.mark.parametrize("shape", [full("first"), full("hybrid-first"), full("experts-listed"), full("experts-shared")])
+@pytest.mark.full
+@pytest.mark.parametrize("shape", ["first", "hybrid-first", "experts-listed", "experts-shared"])
 def test_what_the_trainer_exports_passes(shape, tmp_path, in_this_process):
     """Merged weights and the adapter, also of experts, as the trainer writes them."""
     targets = ROLES if "experts" in shape else PLACES[shape]
@@ -156,10 +145,6 @@ def test_an_adapter_of_another_base_is_caught(tmp_path, in_this_process):
     save_file(noisy, other / "model.safetensors", metadata={"format": "pt"})
     stats = verified(tmp_path, exported(tmp_path / "export", merged, adapter), other)
     assert stats["same_answers"] == stats["loaders"]["peft"]["same_answers"] < 1
-
-
-def edit(file: Path, **values: object) -> None:
-    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
 
 
 def test_pixels_of_another_normalisation_are_caught(tmp_path, in_this_process):
