@@ -40,18 +40,8 @@ def test_a_directory_is_known_by_its_content(tmp_path):
     assert only[0] == only[1] != content_digest(one, patterns(["b"]))
 
 
-def test_pictures_that_rows_may_point_at_count(tmp_path):
-    source = write_source(tmp_path, {"a": plain_rows(2)})
-    before = content_digest(source, ALL)
-    (source / "a" / "deep").mkdir()
-    (source / "a" / "deep" / "1.png").write_bytes(png(1))
-    with_picture = content_digest(source, ALL)
-    (source / "a" / "deep" / "1.png").write_bytes(png(2))
-    assert len({before, with_picture, content_digest(source, ALL)}) == 3
-
-
 @pytest.mark.parametrize("name", ["1.WEBP", "1.tif", "1.Jfif", "1.avif", "1", "deep/1.jpg_large"])
-@pytest.mark.parametrize("builder", ["table", "llava", "openai_messages"])
+@pytest.mark.parametrize("builder", ["table", "llava", "openai_messages", "the_cauldron"])
 def test_a_picture_counts_whatever_its_suffix_is(name, builder, tmp_path):
     write_file(tmp_path / "rows.jsonl", b"{}")
     write_file(tmp_path / name, png(1))
@@ -238,32 +228,16 @@ def test_a_damaged_memo_is_written_anew(damaged, tmp_path):
     "The hub's own client downloads data and takes a release, tested against a local server; the hub reads its "
     "model card."
 )
-def test_a_hub_dataset_is_downloaded_subset_by_subset(tmp_path, monkeypatch):
-    source = write_source(tmp_path / "snapshot", {"ai2d": plain_rows(2)})
-    asked = {}
-
-    def download(name, **options):
-        asked.update(options, name=name)
-        return str(source)
-
-    monkeypatch.setattr(raw_source.huggingface_hub, "snapshot_download", download)
-    assert open_raw("HuggingFaceM4/the_cauldron", ["ai2d"], "the_cauldron").dir == source
-    assert (asked["name"], asked["repo_type"]) == ("HuggingFaceM4/the_cauldron", "dataset")
-    assert asked["allow_patterns"][0] == "ai2d/*.parquet"
-    assert all(pattern.startswith("ai2d/") for pattern in asked["allow_patterns"])
-    with pytest.raises(InputError, match=r"owner/name has no subset 'ai3d' that the builder the_cauldron reads"):
-        open_raw("owner/name", ["ai3d"], "the_cauldron")
-
-
-@pytest.mark.promise(
-    "The hub's own client downloads data and takes a release, tested against a local server; the hub reads its "
-    "model card."
-)
-def test_a_misspelt_subset_of_the_hub_is_named_before_a_download(monkeypatch):
+def test_a_misspelt_subset_of_the_hub_is_named_before_a_download_where_its_subsets_are_known(tmp_path, monkeypatch):
     monkeypatch.setattr(raw_source.huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("downloaded"))
     for subset, message in [("ai3d", "has no subset 'ai3d'; did you mean 'ai2d'"), ("qqqq", "'qqqq'; it has ai2d, ")]:
         with pytest.raises(InputError, match=message):
             open_raw("HuggingFaceM4/the_cauldron", [subset], "the_cauldron")
+    source = write_source(tmp_path, {"ai2d": plain_rows(2)})
+    monkeypatch.setattr(raw_source.huggingface_hub, "snapshot_download", lambda *_, **__: str(source))
+    with pytest.raises(InputError, match=r"owner/name has no subset 'ai3d' that the builder the_cauldron reads"):
+        open_raw("owner/name", ["ai3d"], "the_cauldron")
+    assert open_raw("owner/name", ["ai2d"], "the_cauldron").dir == source
 
 
 def test_what_is_not_there_says_so_in_one_line(tmp_path, monkeypatch):
