@@ -232,11 +232,7 @@ def test_many_conversations_at_once_are_as_one_by_one(chat):
 def test_turns_begin_with_a_question_after_an_answer():
     system = Message(role="system", text="s")
     messages = (system, *turns("a", "b", "c", "d"), Message(role="user", text="e"), *turns("f", "g"))
-    assert [[m.text for m in turn] for turn in split_turns(messages)] == [
-        ["s", "a", "b"],
-        ["c", "d"],
-        ["e", "f", "g"],
-    ]
+    assert [[m.text for m in turn] for turn in split_turns(messages)] == [["s", "a", "b"], ["c", "d"], ["e", "f", "g"]]
 
 
 def test_a_template_that_changes_an_answer_is_caught(tmp_path):

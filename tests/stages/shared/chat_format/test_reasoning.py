@@ -185,10 +185,7 @@ def test_masks_of_3_8(chat):
     assert shown(chat, plain) == [f"{A_B}{EMPTY}[b<|im_end|>]\n{C.removeprefix(END)}{EMPTY}{LEARNT_D}"]
     first = f"{effort}{A_B}<think>\n[why\n</think>\n\nb<|im_end|>]\n"
     assert shown(chat, reasoned) == [f"{first}{C.removeprefix(END)}<think>\n[so\n</think>\n\nd<|im_end|>]\n"]
-    assert shown(chat, thinking(plain, "why", "")) == [
-        first,
-        f"{A_B}<think>\nwhy\n</think>\n\nb{C}{EMPTY}{LEARNT_D}",
-    ]
+    assert shown(chat, thinking(plain, "why", "")) == [first, f"{A_B}<think>\nwhy\n</think>\n\nb{C}{EMPTY}{LEARNT_D}"]
 
 
 def chat_with(begin: str, generation: str, directory: Path) -> ChatEncoder:

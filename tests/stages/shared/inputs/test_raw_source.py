@@ -40,8 +40,18 @@ def test_a_directory_is_known_by_its_content(tmp_path):
     assert only[0] == only[1] != content_digest(one, patterns(["b"]))
 
 
+def test_pictures_that_rows_may_point_at_count(tmp_path):
+    source = write_source(tmp_path, {"a": plain_rows(2)})
+    before = content_digest(source, ALL)
+    (source / "a" / "deep").mkdir()
+    (source / "a" / "deep" / "1.png").write_bytes(png(1))
+    with_picture = content_digest(source, ALL)
+    (source / "a" / "deep" / "1.png").write_bytes(png(2))
+    assert len({before, with_picture, content_digest(source, ALL)}) == 3
+
+
 @pytest.mark.parametrize("name", ["1.WEBP", "1.tif", "1.Jfif", "1.avif", "1", "deep/1.jpg_large"])
-@pytest.mark.parametrize("builder", ["table", "llava", "openai_messages", "the_cauldron"])
+@pytest.mark.parametrize("builder", ["table", "llava", "openai_messages"])
 def test_a_picture_counts_whatever_its_suffix_is(name, builder, tmp_path):
     write_file(tmp_path / "rows.jsonl", b"{}")
     write_file(tmp_path / name, png(1))

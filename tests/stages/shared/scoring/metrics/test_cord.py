@@ -10,14 +10,7 @@ import pytest
 from dataset_builders.errors import InputError
 from dataset_builders.sources.cord_target import NoTagForm, to_json, to_tags
 from stages.shared.scoring.metrics.contract import Judged
-from stages.shared.scoring.metrics.cord import (
-    CordFieldF1,
-    CordTreeEdit,
-    _change,
-    _nodes,
-    read_receipt,
-    tree_distance,
-)
+from stages.shared.scoring.metrics.cord import CordFieldF1, CordTreeEdit, _change, _nodes, read_receipt, tree_distance
 from tests.stages.shared.scoring.metrics.cord_cases import CORD_JSON, ONE, RECEIPTS, SUB, TWO
 
 pytestmark = pytest.mark.promise(
