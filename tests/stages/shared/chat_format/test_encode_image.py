@@ -109,14 +109,6 @@ def test_the_preview_shows_the_scaled_picture():
     assert small.size == (48, 32)
 
 
-def test_config_of_a_directory_and_its_overrides():
-    config = load_image_config(ModelDirectory(tiny_hf_dir()))
-    assert (config.min_pixels, config.max_pixels, config.factor) == (32 * 32, 256 * 256, 32)
-    narrow = load_image_config(ModelDirectory(tiny_hf_dir()), min_pixels=2048, max_pixels=4096)
-    assert (narrow.min_pixels, narrow.max_pixels) == (2048, 4096)
-    assert narrow.patch_format == config.patch_format
-
-
 _SIZES = (
     ...,
     None,

@@ -4,7 +4,7 @@ import pytest
 
 from dataset_builders.errors import InputError
 from dataset_builders.sources.registry import HUB_SUBSETS
-from stages.shared.scoring.subsets import METRICS, SUBSETS, check_overrides, get_metric, metrics_of
+from stages.shared.scoring.subsets import METRICS, SUBSETS, check_overrides, metrics_of
 
 CAULDRON = HUB_SUBSETS["HuggingFaceM4/the_cauldron"]
 
@@ -50,9 +50,3 @@ def test_what_a_recipe_may_not_say(overrides, message):
         with pytest.raises(InputError, match=message) as error:
             call()
         assert "\n" not in str(error.value)
-
-
-def test_names_of_metrics():
-    assert all(get_metric(name).name == name for name in METRICS)
-    with pytest.raises(InputError, match=r"no metric 'anlss'; did you mean 'anls'\?; known: "):
-        get_metric("anlss")
