@@ -112,9 +112,8 @@ def test_what_was_made_from_another_input_of_the_same_fingerprint_is_made_again(
     assert [result.reused for result in chain(root, "a")] == [False, True, True]  # the same bytes again
     remove_tree(first[0].artifact.dir)
     second = chain(root, "b")
-    assert [result.reused for result in second] == [
-        False
-    ] * 3 and "was made from inputs (made) that were made again" in caplog.text
+    assert not any(result.reused for result in second)
+    assert "was made from inputs (made) that were made again" in caplog.text
     assert [r.artifact.dir for r in second] == [r.artifact.dir for r in first]
     assert second[1].artifact.manifest.stats == {"written": [0, 1, 2]}
     assert all(result.reused for result in chain(root, "b"))
@@ -188,6 +187,11 @@ def test_the_manifest_comes_last(tmp_path, monkeypatch):
         assert order[-1].endswith(MANIFEST) and sum(name.endswith(MANIFEST) for name in order) == 1
 
 
+@pytest.fixture
+def quick_polls(monkeypatch) -> None:
+    monkeypatch.setattr("stages.shared.artifacts.run_stage.LOCK_POLL_SECONDS", 0.02)
+
+
 _HOLD = """
 import sys, time
 from pathlib import Path
@@ -200,12 +204,9 @@ run_stage(Stage("shards", 1, run), Config(), {}, Path(sys.argv[1]))
 """
 
 
-def test_the_second_of_two_waits_and_says_for_whom(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("stages.shared.artifacts.run_stage.LOCK_POLL_SECONDS", 0.02)
-    repository = Path(__file__).parents[4]
-    holder = subprocess.Popen(
-        [sys.executable, "-c", _HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=repository
-    )
+def test_the_second_of_two_waits_and_says_for_whom(tmp_path, caplog, quick_polls):
+    command = [sys.executable, "-c", _HOLD, str(tmp_path)]
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[4])
     assert holder.stdout.readline() == "working\n"
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(run_stage, stage(), Config(), {}, tmp_path)
@@ -218,9 +219,8 @@ def test_the_second_of_two_waits_and_says_for_whom(tmp_path, caplog, monkeypatch
 
 
 @pytest.mark.parametrize("text", ["", '{"pid": 1', "[]"])
-def test_a_second_run_waits_for_an_owner_that_cannot_be_read(text, tmp_path, caplog, monkeypatch):
+def test_a_second_run_waits_for_an_owner_that_cannot_be_read(text, tmp_path, caplog, quick_polls):
     """The owner may be writing its name, or may have been killed while it wrote it."""
-    monkeypatch.setattr("stages.shared.artifacts.run_stage.LOCK_POLL_SECONDS", 0.02)
     fingerprint = artifact_dir(tmp_path, stage(), stage_identity(stage(), Config(), {})).name
     beside = tmp_path / "scratch" / f"shards-{fingerprint}"
     beside.parent.mkdir()
@@ -234,8 +234,7 @@ def test_a_second_run_waits_for_an_owner_that_cannot_be_read(text, tmp_path, cap
     assert "is being made by process ? on ?" in caplog.text
 
 
-def test_what_the_first_has_made_the_second_uses(tmp_path, monkeypatch):
-    monkeypatch.setattr("stages.shared.artifacts.run_stage.LOCK_POLL_SECONDS", 0.02)
+def test_what_the_first_has_made_the_second_uses(tmp_path, quick_polls):
     working, go_on, tries = threading.Event(), threading.Event(), []
 
     def slow(config, inputs, work, resources):
@@ -258,7 +257,6 @@ def test_an_artifact_of_another_format_says_what_to_do(root):
     made = run_stage(stage(), Config(), {}, root).artifact
     raw = json.loads((made.dir / MANIFEST).read_text()) | {"format_version": 0}
     write_text(made.dir / MANIFEST, json.dumps(raw))
-    with pytest.raises(
-        InputError, match=r"format_version is 0, this code reads .*; delete .* run the shards stage again"
-    ):
+    line = r"format_version is 0, this code reads .*; delete .* run the shards stage again"
+    with pytest.raises(InputError, match=line):
         run_stage(stage(), Config(), {}, root)

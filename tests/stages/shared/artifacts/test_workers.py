@@ -9,12 +9,14 @@ import time
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 
 from dataset_builders.errors import InputError
 from stages.shared.artifacts import workers
 from stages.shared.artifacts.workers import StageResources, run_tasks
-from tests.helpers.patience import at_most
+from stages.shared.launchers.processes import runs
+from tests.helpers.patience import wait_for
 
 REPO = Path(__file__).parents[4]
 
@@ -54,7 +56,7 @@ class HeldExecutor(Executor):
         return future
 
     def run_one(self, at: int) -> None:
-        wait_until(lambda: len(self.held) > at)
+        wait_for(lambda: len(self.held) > at, 30, "task")
         future, function, args = self.held.pop(at)
         future.set_running_or_notify_cancel()
         future.set_result(function(*args))
@@ -123,13 +125,6 @@ def test_a_killed_worker_is_one_clear_error():
     assert "\n" not in str(caught.value)
 
 
-def test_report_without_a_listener_is_fine():
-    StageResources().report(1, 2)
-    heard = []
-    StageResources(on_progress=lambda done, total: heard.append((done, total))).report(1, 2)
-    assert heard == [(1, 2)]
-
-
 def test_workers_die_with_a_killed_parent(tmp_path):
     """Otherwise they would write into the shards of the next try."""
     script = tmp_path / "parent.py"
@@ -145,24 +140,9 @@ def test_workers_die_with_a_killed_parent(tmp_path):
     files = [tmp_path / "a", tmp_path / "b"]
     parent = subprocess.Popen([sys.executable, script, *files], env={**os.environ, "PYTHONPATH": str(REPO)})
     try:
-        wait_until(lambda: all(f.is_file() and f.read_text() for f in files))
+        wait_for(lambda: all(f.is_file() and f.read_text() for f in files), 30, "start of the workers")
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.wait()
-    workers = [int(f.read_text()) for f in files]
-    wait_until(lambda: not any(is_running(pid) for pid in workers))
-
-
-def wait_until(condition, seconds: float = 30) -> None:
-    end = time.monotonic() + at_most(seconds)
-    while not condition():
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.05)
-
-
-def is_running(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    try:
-        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    started = [int(f.read_text()) for f in files]
+    wait_for(lambda: not any(p.pid in started and runs(p) for p in psutil.process_iter()), 30, "end of the workers")

@@ -99,29 +99,6 @@ def test_an_aspect_over_200_is_left_out():
         smart_resize(1, 201, config)
 
 
-def test_exif_turns_the_picture():
-    image = Image.new("RGB", (64, 128), "red")
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    out = io.BytesIO()
-    image.save(out, "JPEG", exif=exif)
-    assert encode_image(out.getvalue(), image_config())[1].tolist() == [1, 4, 8]
-
-
-def test_transparency_is_white():
-    clear = Image.new("RGBA", (64, 64), (255, 0, 0, 0))
-    out = io.BytesIO()
-    clear.save(out, "PNG")
-    assert (encode_image(out.getvalue(), image_config())[0] == 255).all()
-
-
-def test_broken_bytes_are_left_out():
-    whole = make_image(80, 80)
-    for data in (b"", b"no image", whole[: len(whole) // 2]):
-        with pytest.raises(SkipSample, match=r"empty|decode_error|truncated_image"):
-            encode_image(data, image_config())
-
-
 def test_the_preview_shows_the_scaled_picture():
     config = image_config()
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 96, 3)).astype(np.uint8))
@@ -130,14 +107,6 @@ def test_the_preview_shows_the_scaled_picture():
     assert np.array_equal(np.asarray(shown), np.asarray(image))
     small = Image.open(io.BytesIO(patches_png(patches, grid, config.patch_format, 48)))
     assert small.size == (48, 32)
-
-
-def test_config_of_a_directory_and_its_overrides():
-    config = load_image_config(ModelDirectory(tiny_hf_dir()))
-    assert (config.min_pixels, config.max_pixels, config.factor) == (32 * 32, 256 * 256, 32)
-    narrow = load_image_config(ModelDirectory(tiny_hf_dir()), min_pixels=2048, max_pixels=4096)
-    assert (narrow.min_pixels, narrow.max_pixels) == (2048, 4096)
-    assert narrow.patch_format == config.patch_format
 
 
 _SIZES = (

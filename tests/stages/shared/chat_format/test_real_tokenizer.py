@@ -23,7 +23,7 @@ from stages.shared.inputs.model_directory import ModelDirectory
 from tests.helpers.samples import turns
 from tests.helpers.tiny_model import tiny_hf_dir
 from tests.helpers.tiny_text_model import text_config
-from tests.stages.shared.chat_format.test_reasoning import CASES, NONE
+from tests.stages.shared.chat_format.test_reasoning import CASES, NONE, learnt_spans, to_learn
 
 pytestmark = [
     pytest.mark.full,
@@ -109,20 +109,16 @@ def test_ids_and_masks_are_those_of_transformers(model_dir, has_reasoning):
     for name, messages in (of_images | TEXTS).items():
         (parts,) = chat.cut([tuple(messages)])
         learnt = []
-        for part in parts:
-            ids, mask = chat.encode(part, NONE)
-            runs = np.flatnonzero(np.diff(mask, prepend=0, append=0)).reshape(-1, 2)
-            places = [place for place, m in enumerate(part) if m.role == "assistant" and m.is_learnt]
-            for (start, end), place in zip(runs, places, strict=True):
-                asked = {"tokenize": False, "enable_thinking": bool(messages[place].reasoning) and has_reasoning}
-                raw = _raw(tuple(messages[: place + 1]), has_reasoning)
-                prompt = chat.tokenizer.apply_chat_template(raw[:-1], add_generation_prompt=True, **asked)
-                whole = chat.tokenizer.apply_chat_template(raw, **asked)
-                assert whole.startswith(prompt)
-                assert ids[:start].tolist() == chat.tokenizer(prompt)["input_ids"], (name, place)
-                assert ids[:end].tolist() == chat.tokenizer(whole.removesuffix("\n"))["input_ids"], (name, place)
-                learnt.append(place)
-        assert sorted(learnt) == [n for n, m in enumerate(messages) if m.role == "assistant" and m.is_learnt]
+        for ids, start, end, place in learnt_spans(chat, parts, NONE):
+            asked = {"tokenize": False, "enable_thinking": bool(messages[place].reasoning) and has_reasoning}
+            raw = _raw(tuple(messages[: place + 1]), has_reasoning)
+            prompt = chat.tokenizer.apply_chat_template(raw[:-1], add_generation_prompt=True, **asked)
+            whole = chat.tokenizer.apply_chat_template(raw, **asked)
+            assert whole.startswith(prompt)
+            assert ids[:start].tolist() == chat.tokenizer(prompt)["input_ids"], (name, place)
+            assert ids[:end].tolist() == chat.tokenizer(whole.removesuffix("\n"))["input_ids"], (name, place)
+            learnt.append(place)
+        assert sorted(learnt) == to_learn(messages)
         spans += len(learnt)
     assert spans > 30
 

@@ -7,7 +7,7 @@ templates have the structure of each model generation, in our own words (tests/h
 
 import dataclasses
 import itertools
-from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -93,23 +93,38 @@ def written(generation: str, message: Message, reasoning: bool = True) -> str:
     return f"{begin}{message.reasoning.strip()}\n</think>\n\n{answer}"
 
 
+def learnt_spans(
+    chat: ChatEncoder, parts: Sequence[tuple[Message, ...]], grids: np.ndarray
+) -> Iterator[tuple[np.ndarray, int, int, int]]:
+    """Yield (ids, start, end, place of the message) of every answer that the parts train on."""
+    for part in parts:
+        ids, mask = chat.encode(part, grids[: num_images(part)])
+        runs = np.flatnonzero(np.diff(mask, prepend=0, append=0)).reshape(-1, 2)
+        for (start, end), place in zip(runs, to_learn(part), strict=True):
+            yield ids, start, end, place
+
+
+def num_images(messages: Sequence[Message]) -> int:
+    return sum(m.text.count(IMAGE_SLOT) for m in messages)
+
+
+def to_learn(messages: Sequence[Message]) -> list[int]:
+    """Return the places of the answers to train on."""
+    return [place for place, m in enumerate(messages) if m.role == "assistant" and m.is_learnt]
+
+
 def check_exact(chat: ChatEncoder, generation: str, messages: tuple[Message, ...]) -> list[tuple[Message, ...]]:
     """Check every trained answer of every part, and that each is trained on once; return the parts."""
     grids = np.array([[1, 2 * (i + 1), 4] for i in range(2)], np.int32)
     (parts,) = chat.cut([messages])
-    learnt = Counter()
-    for part in parts:
-        ids, mask = chat.encode(part, grids[: sum(m.text.count(IMAGE_SLOT) for m in part)])
-        runs = np.flatnonzero(np.diff(mask, prepend=0, append=0)).reshape(-1, 2)
-        places = [place for place, m in enumerate(part) if m.role == "assistant" and m.is_learnt]
-        for (start, end), place in zip(runs, places, strict=True):
-            before = messages[:place]
-            shown = grids[: sum(m.text.count(IMAGE_SLOT) for m in before)]
-            thinks = bool(messages[place].reasoning) and chat.learn.reasoning
-            assert ids[:start].tolist() == prompt_ids(chat, before, shown, thinks), place
-            assert chat.decode(ids[start:end]) == written(generation, messages[place], chat.learn.reasoning), place
-            learnt[place] += 1
-    assert learnt == Counter(p for p, m in enumerate(messages) if m.role == "assistant" and m.is_learnt)
+    learnt = []
+    for ids, start, end, place in learnt_spans(chat, parts, grids):
+        before = messages[:place]
+        thinks = bool(messages[place].reasoning) and chat.learn.reasoning
+        assert ids[:start].tolist() == prompt_ids(chat, before, grids[: num_images(before)], thinks), place
+        assert chat.decode(ids[start:end]) == written(generation, messages[place], chat.learn.reasoning), place
+        learnt.append(place)
+    assert sorted(learnt) == to_learn(messages)
     return parts
 
 
@@ -158,6 +173,8 @@ def test_masks_of_3_5_and_3_6(chat):
     ]
     mixed = thinking(turns("a", "b", "c", "d"), "why", "")
     assert shown(chat, mixed) == [shown(chat, reasoned)[0], shown(chat, plain)[1]]
+    with pytest.raises(SkipSample, match="mask_span_mismatch: found 'b' for the answer 'b'"):
+        chat.encode(plain, NONE)  # uncut, where at inference a block comes before b
 
 
 @pytest.mark.parametrize("generation", ["qwen3_8"], indirect=True)
@@ -168,18 +185,18 @@ def test_masks_of_3_8(chat):
     assert shown(chat, plain) == [f"{A_B}{EMPTY}[b<|im_end|>]\n{C.removeprefix(END)}{EMPTY}{LEARNT_D}"]
     first = f"{effort}{A_B}<think>\n[why\n</think>\n\nb<|im_end|>]\n"
     assert shown(chat, reasoned) == [f"{first}{C.removeprefix(END)}<think>\n[so\n</think>\n\nd<|im_end|>]\n"]
-    assert shown(chat, thinking(plain, "why", "")) == [
-        first,
-        f"{A_B}<think>\nwhy\n</think>\n\nb{C}{EMPTY}{LEARNT_D}",
-    ]
+    assert shown(chat, thinking(plain, "why", "")) == [first, f"{A_B}<think>\nwhy\n</think>\n\nb{C}{EMPTY}{LEARNT_D}"]
+
+
+def chat_with(begin: str, generation: str, directory: Path) -> ChatEncoder:
+    """Return the encoder of a generation's template behind a text of Jinja."""
+    hf_dir = think_hf_dir(generation, directory)
+    (hf_dir / "chat_template.jinja").write_text(begin + think_template(generation))
+    return ChatEncoder(ModelDirectory(hf_dir))
 
 
 def test_a_template_whose_flag_keeps_thinking_needs_no_cut(tmp_path):
-    """The template of 3.6 with `preserve_thinking` set in the template itself."""
-    hf_dir = think_hf_dir("qwen3_6", tmp_path)
-    template = "{%- set preserve_thinking = true -%}\n" + think_template("qwen3_6")
-    (hf_dir / "chat_template.jinja").write_text(template)
-    chat = ChatEncoder(ModelDirectory(hf_dir))
+    chat = chat_with("{%- set preserve_thinking = true -%}\n", "qwen3_6", tmp_path)
     for case in ("plain", "reasoned", "last reasoned"):
         assert len(check_exact(chat, "qwen3_6", CASES[case])) == 1
 
@@ -213,23 +230,15 @@ def test_reasoning_holds_no_token_of_the_chat(chat, text):
 
 
 def test_a_prompt_that_cannot_think_leaves_reasoning_out(tmp_path):
-    template = "{%- if enable_thinking -%}{{- raise_exception('never') -}}{%- endif -%}" + think_template("qwen3_5")
-    hf_dir = think_hf_dir("qwen3_5", tmp_path)
-    (hf_dir / "chat_template.jinja").write_text(template)
-    chat = ChatEncoder(ModelDirectory(hf_dir))
+    refuses = "{%- if enable_thinking -%}{{- raise_exception('never') -}}{%- endif -%}"
+    chat = chat_with(refuses, "qwen3_5", tmp_path)
     assert shown(chat, thinking(turns("a", "b"), "why")) == [f"{A_B}{EMPTY}[b<|im_end|>]\n"]
 
 
 def test_a_refused_turn_costs_that_turn_alone(tmp_path):
-    template = "{%- if messages[-1].content == 'no' -%}{{- raise_exception('no') -}}{%- endif -%}"
-    hf_dir = think_hf_dir("qwen3_5", tmp_path)
-    (hf_dir / "chat_template.jinja").write_text(template + think_template("qwen3_5"))
-    chat = ChatEncoder(ModelDirectory(hf_dir))
+    refuses = "{%- if messages[-1].content == 'no' -%}{{- raise_exception('no') -}}{%- endif -%}"
+    chat = chat_with(refuses, "qwen3_5", tmp_path)
     (parts,) = chat.cut([turns("a", "b", "c", "no", "e", "f")])
-    assert [isinstance(text, SkipSample) for text in chat.tokenize(parts)] == [False, True, False]
-
-
-def test_the_setting_in_words_is_the_setting_of_before():
-    assert Learn.model_validate("last") == Learn(answers="last")
-    assert Learn.model_validate("last").model_dump(mode="json") == "last"
-    assert Learn(reasoning=False).model_dump(mode="json") == {"answers": "all", "reasoning": False}
+    first, refused, last = chat.tokenize(parts)
+    assert isinstance(refused, SkipSample) and refused.detail == "the chat template refuses the conversation: no"
+    assert not isinstance(first, SkipSample) and not isinstance(last, SkipSample)

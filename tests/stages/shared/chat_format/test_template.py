@@ -63,7 +63,7 @@ _HOSTILE = {
     "{% include 'other.jinja' %}": "fails with TypeError: no loader",
     "{% for i in range(10**9) %}{% endfor %}": "fails with OverflowError: Range too big",
     "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}": "fails with RecursionError: maximum recursion depth",
-    "{% for m in messages %}": "refuses a plain question (Unexpected end of template",
+    "{% for m in messages %}": r"refuses a plain question \(Unexpected end of template",
     "{{ raise_exception('never') }}": r"refuses a plain question \(never\)",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "fails with RecursionError",
 }
@@ -83,8 +83,7 @@ def test_a_hostile_template_is_one_line_before_any_tokenizer(text, tmp_path, req
     if "0.5 s" in _HOSTILE[text]:
         request.getfixturevalue("short_limit")
     hf_dir = model_with(tmp_path, text)
-    said = _HOSTILE[text].replace("question (U", r"question \(U")
-    with pytest.raises(InputError, match=f"{hf_dir}: the chat template .*{said}") as caught:
+    with pytest.raises(InputError, match=f"{hf_dir}: the chat template .*{_HOSTILE[text]}") as caught:
         check_template(ModelDirectory(hf_dir))
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
     assert "copy the chat_template.jinja of the model's makers" in str(caught.value)
@@ -135,23 +134,14 @@ def test_a_template_that_rewrites_questions_after_a_system_message_is_refused_by
     ChatEncoder(ModelDirectory(hf_dir))
 
 
-# Each takes only texts, as the templates of text models do, and none a list of parts.
-_FOR_TEXT_ALONE = {
-    "joins": "'<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n'",
-    "strips": "'<|im_start|>' ~ m.role ~ '\\n' ~ m.content.strip() ~ '<|im_end|>\\n'",
-    "replaces": "'<|im_start|>' ~ m.role ~ '\\n' ~ m.content.replace('<think>', '') ~ '<|im_end|>\\n'",
-}
-
-
-@pytest.mark.parametrize("name", tiered(_FOR_TEXT_ALONE, ["joins"]))
-def test_a_text_models_template_is_not_tried_with_an_image(name, tmp_path):
-    text = f"{{% for m in messages %}}{{{{ {_FOR_TEXT_ALONE[name]} }}}}{{% endfor %}}"
+def test_a_text_models_template_is_not_tried_with_an_image_as_an_encoder_of_images_does(tmp_path):
+    text = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
     text += "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
     hf_dir = Path(shutil.copytree(text_hf_dir(), tmp_path / "text"))
     (hf_dir / "chat_template.jinja").write_text(text)
     check_template(ModelDirectory(hf_dir))
     ChatEncoder(ModelDirectory(hf_dir))
-    with pytest.raises(InputError, match=r"chat template (fails with TypeError|does not write .* image)"):
+    with pytest.raises(InputError, match="chat template fails with TypeError"):
         ChatEncoder(ModelDirectory(model_with(tmp_path, text)))
 
 
@@ -163,11 +153,6 @@ def test_a_template_that_refuses_system_messages_or_a_second_turn_passes(tmp_pat
         hf_dir = model_with(tmp_path / condition[:11], refusing)
         check_template(ModelDirectory(hf_dir))
         ChatEncoder(ModelDirectory(hf_dir))
-
-
-def test_an_encoder_of_a_hostile_template_says_the_same(tmp_path):
-    with pytest.raises(InputError, match="the chat template fails with ZeroDivisionError"):
-        ChatEncoder(ModelDirectory(model_with(tmp_path, "{{ 1 // 0 }}")))
 
 
 def test_a_sound_template_is_checked_by_its_files_alone(tmp_path):

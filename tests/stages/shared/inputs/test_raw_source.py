@@ -238,32 +238,16 @@ def test_a_damaged_memo_is_written_anew(damaged, tmp_path):
     "The hub's own client downloads data and takes a release, tested against a local server; the hub reads its "
     "model card."
 )
-def test_a_hub_dataset_is_downloaded_subset_by_subset(tmp_path, monkeypatch):
-    source = write_source(tmp_path / "snapshot", {"ai2d": plain_rows(2)})
-    asked = {}
-
-    def download(name, **options):
-        asked.update(options, name=name)
-        return str(source)
-
-    monkeypatch.setattr(raw_source.huggingface_hub, "snapshot_download", download)
-    assert open_raw("HuggingFaceM4/the_cauldron", ["ai2d"], "the_cauldron").dir == source
-    assert (asked["name"], asked["repo_type"]) == ("HuggingFaceM4/the_cauldron", "dataset")
-    assert asked["allow_patterns"][0] == "ai2d/*.parquet"
-    assert all(pattern.startswith("ai2d/") for pattern in asked["allow_patterns"])
-    with pytest.raises(InputError, match=r"owner/name has no subset 'ai3d' that the builder the_cauldron reads"):
-        open_raw("owner/name", ["ai3d"], "the_cauldron")
-
-
-@pytest.mark.promise(
-    "The hub's own client downloads data and takes a release, tested against a local server; the hub reads its "
-    "model card."
-)
-def test_a_misspelt_subset_of_the_hub_is_named_before_a_download(monkeypatch):
+def test_a_misspelt_subset_of_the_hub_is_named_before_a_download_where_its_subsets_are_known(tmp_path, monkeypatch):
     monkeypatch.setattr(raw_source.huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("downloaded"))
     for subset, message in [("ai3d", "has no subset 'ai3d'; did you mean 'ai2d'"), ("qqqq", "'qqqq'; it has ai2d, ")]:
         with pytest.raises(InputError, match=message):
             open_raw("HuggingFaceM4/the_cauldron", [subset], "the_cauldron")
+    source = write_source(tmp_path, {"ai2d": plain_rows(2)})
+    monkeypatch.setattr(raw_source.huggingface_hub, "snapshot_download", lambda *_, **__: str(source))
+    with pytest.raises(InputError, match=r"owner/name has no subset 'ai3d' that the builder the_cauldron reads"):
+        open_raw("owner/name", ["ai3d"], "the_cauldron")
+    assert open_raw("owner/name", ["ai2d"], "the_cauldron").dir == source
 
 
 def test_what_is_not_there_says_so_in_one_line(tmp_path, monkeypatch):

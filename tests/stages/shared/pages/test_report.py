@@ -94,17 +94,9 @@ def test_same_content_same_bytes(tmp_path):
 def test_numbers_json_cannot_say_become_null(tmp_path):
     rows = [["nan", float("nan")], ["loss", np.float64(1.5)], ["steps", np.int32(4096)]]
     data, page = write(tmp_path, summary={"worst": float("inf")}, sections=[Table("t", ["a", "b"], rows)])
-    assert data["summary"]["worst"] is None and data["sections"][0]["rows"] == [
-        ["nan", None],
-        ["loss", 1.5],
-        ["steps", 4096],
-    ]
+    assert data["summary"]["worst"] is None
+    assert data["sections"][0]["rows"] == [["nan", None], ["loss", 1.5], ["steps", 4096]]
     assert "4,096" in page
-
-
-def test_a_row_of_another_length_is_our_mistake(tmp_path):
-    with pytest.raises(AssertionError, match="another length"):
-        write(tmp_path, sections=[Table("t", ["a", "b"], [["only one"]])])
 
 
 def test_empty_sections_say_so(tmp_path):

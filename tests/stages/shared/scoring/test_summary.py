@@ -63,8 +63,3 @@ def test_the_interval_is_of_samples_and_not_of_answers():
     apart, together = (score_subsets(given, {}, BOOTSTRAP)[0]["digits_single"].headline for given in (one, paired))
     assert apart.value == together.value == 0.5
     assert apart.high - apart.low > 0.2 and together.low == together.high == 0.5
-
-
-def test_no_answers_are_no_score():
-    with pytest.raises(ValueError, match="no subset"):
-        score_subsets(answered([]), {}, BOOTSTRAP)

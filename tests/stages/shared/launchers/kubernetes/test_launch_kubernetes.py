@@ -109,15 +109,19 @@ SAVES = """
 """
 
 
+def _started(tmp_path: Path, code: str = SAVES, **changes) -> tuple[KubernetesLauncher, KubernetesHandle]:
+    """Return a launcher and its job, which has printed its first line."""
+    launcher = _launcher(tmp_path, **changes)
+    handle = launcher.submit(_job(tmp_path, code))
+    _poll_until(launcher, handle, lambda: handle.lines)
+    return launcher, handle
+
+
 # --- the manifest
 
 
-def _full(tmp_path: Path) -> ClusterConfig:
-    return _cluster(tmp_path, nodes=2, processes=16, timeout_seconds=3600.5)
-
-
 def test_the_manifest_is_what_kubeflows_models_know(tmp_path):
-    manifest = make_trainjob(_full(tmp_path), _job(tmp_path))
+    manifest = make_trainjob(_cluster(tmp_path, nodes=2, processes=16), _job(tmp_path))
     # The models ignore unknown fields, so a field that they leave out is misspelt.
     assert TrainerV1alpha1TrainJob.from_dict(manifest).to_dict() == manifest
     wrong = json.loads(json.dumps(manifest))
@@ -127,7 +131,7 @@ def test_the_manifest_is_what_kubeflows_models_know(tmp_path):
 
 def test_the_manifest_is_the_users_with_this_job(tmp_path):
     job, own = _job(tmp_path), _trainjob(tmp_path)
-    manifest = make_trainjob(_full(tmp_path), job)
+    manifest = make_trainjob(_cluster(tmp_path, nodes=2, processes=16, timeout_seconds=3600.5), job)
     trainer = manifest["spec"]["trainer"]
     rank = as_rank(job.log_path.parent, ["python", *job.arguments])
     assert trainer["command"][3:7] == [str(job.log_path), "torchrun", "--max-restarts=0", "--no-python"]
@@ -147,12 +151,8 @@ def test_the_manifest_is_the_users_with_this_job(tmp_path):
     assert trainer["resourcesPerNode"] == own["spec"]["trainer"]["resourcesPerNode"]
     assert pod == {**pod_spec_of(own), "terminationGracePeriodSeconds": 15}
     own["spec"]["trainer"]["env"] = [{"name": "OMP_NUM_THREADS", "value": "1"}]
-    (threads,) = [
-        variable["value"]
-        for variable in make_trainjob(_cluster(tmp_path, own), job)["spec"]["trainer"]["env"]
-        if variable["name"] == "OMP_NUM_THREADS"
-    ]
-    assert threads == "1"
+    env = make_trainjob(_cluster(tmp_path, own), job)["spec"]["trainer"]["env"]
+    assert [variable["value"] for variable in env if variable["name"] == "OMP_NUM_THREADS"] == ["1"]
 
 
 def test_no_secret_is_in_the_plan(tmp_path, monkeypatch):
@@ -327,42 +327,17 @@ def test_an_outage_is_no_end_of_the_job(tmp_path, fake):
     assert status == 0 and handle.job.log_path.read_text().splitlines() == _own_lines(said) == ["ready", "done"]
 
 
-def test_a_cluster_that_stays_silent_is_given_up(tmp_path, fake, monkeypatch):
-    monkeypatch.setattr("stages.shared.launchers.scheduled.OUTAGE_SECONDS", 0.5)
-    launcher = _launcher(tmp_path)
-    handle = launcher.submit(_job(tmp_path, SAVES))
-    fake.outage = True
-    with pytest.raises(JobFailed, match="no answer about TrainJob"):
-        _poll_until(launcher, handle, lambda: False)
-    fake.outage = False
-    launcher.cancel(handle)
-
-
 def test_cancel_gives_time_to_save_and_leaves_nothing(tmp_path, fake):
-    launcher = _launcher(tmp_path)
-    handle = launcher.submit(_job(tmp_path, SAVES))
-    _poll_until(launcher, handle, lambda: "ready" in handle.lines)
+    launcher, handle = _started(tmp_path)
     launcher.cancel(handle)
     assert (tmp_path / "root" / "train-1" / "job.py.saved").read_text() == "saved"
     assert "saved" in handle.lines
     assert not fake.trainjobs and not fake.pods
 
 
-def test_who_ignores_sigterm_is_killed_after_the_grace(tmp_path, fake, monkeypatch):
-    code = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('ready', flush=True)\n"
-    monkeypatch.setattr("stages.shared.launchers.kubernetes.LEFTOVER_SECONDS", 1)
-    launcher = _launcher(tmp_path, stop_grace_seconds=1)
-    handle = launcher.submit(_job(tmp_path, code + "time.sleep(100)"))
-    _poll_until(launcher, handle, lambda: "ready" in handle.lines)
-    launcher.cancel(handle)
-    assert not fake.pods
-
-
 def test_pods_of_a_lost_node_are_removed_by_force(tmp_path, fake, monkeypatch):
     monkeypatch.setattr(KubernetesLauncher, "late_seconds", 1.0)
-    launcher = _launcher(tmp_path, stop_grace_seconds=1)
-    handle = launcher.submit(_job(tmp_path, SAVES))
-    _poll_until(launcher, handle, lambda: "ready" in handle.lines)
+    launcher, handle = _started(tmp_path, stop_grace_seconds=1)
     fake.lost = True
     launcher.cancel(handle)
     assert not fake.pods and not fake.trainjobs and fake.count("DELETE pods/") == 1
@@ -387,9 +362,7 @@ def test_the_clusters_own_deadline_is_the_same_error(tmp_path, fake):
 
 def test_the_next_try_goes_on_with_a_living_job(tmp_path, fake):
     code = "import time\nprint('begun', flush=True)\ntime.sleep(2)\nprint('done')"
-    launcher = _launcher(tmp_path)
-    left = launcher.submit(_job(tmp_path, code))
-    _poll_until(launcher, left, lambda: "begun" in left.lines)
+    _started(tmp_path, code)
     seen = []  # the first launcher asks no more, as after a kill -9 of the flow
     run_job(_launcher(tmp_path), _job(tmp_path, code, on_line=seen.append))
     assert _own_lines(seen) == ["begun", "done"] and any("going on with it" in line for line in seen)
@@ -397,9 +370,7 @@ def test_the_next_try_goes_on_with_a_living_job(tmp_path, fake):
 
 
 def test_a_living_job_of_other_settings_is_ended_first(tmp_path, fake):
-    launcher = _launcher(tmp_path)
-    left = launcher.submit(_job(tmp_path, SAVES))
-    _poll_until(launcher, left, lambda: "ready" in left.lines)
+    _started(tmp_path)
     job = _job(tmp_path, "print('second')")  # same name, other file content
     run_job(_launcher(tmp_path), job)
     assert job.log_path.read_text().splitlines() == ["second"]
@@ -414,9 +385,7 @@ def test_an_ended_job_makes_room_for_the_next_try(tmp_path, fake):
 
 
 def test_a_job_that_somebody_deleted(tmp_path, fake):
-    launcher = _launcher(tmp_path)
-    handle = launcher.submit(_job(tmp_path, SAVES))
-    _poll_until(launcher, handle, lambda: "ready" in handle.lines)
+    launcher, handle = _started(tmp_path)
     launcher.api.delete_trainjob(handle.name)
     with pytest.raises(JobFailed, match="somebody deleted TrainJob"):
         _poll_until(launcher, handle, lambda: False)
@@ -492,14 +461,12 @@ def test_a_cluster_that_cannot_now_is_asked_again(tmp_path, fake, status):
     assert any("leader changed" in line and line.endswith("trying again") for line in said) and "here" in said
 
 
-def test_a_cluster_that_does_not_answer_at_submit(tmp_path, fake, monkeypatch):
-    fake.outage = True
+def test_a_cluster_that_does_not_answer_at_submit_is_asked_again_for_a_while(tmp_path, fake, monkeypatch):
+    fake.outage, said = True, []
     monkeypatch.setattr("stages.shared.launchers.scheduled.SUBMIT_SECONDS", 0.3)
     with pytest.raises(InputError, match="the API server does not answer"):
-        _launcher(tmp_path).submit(_job(tmp_path))
-    monkeypatch.setattr("stages.shared.launchers.scheduled.SUBMIT_SECONDS", 60)
-    threading.Timer(0.5, setattr, (fake, "outage", False)).start()
-    run_job(_launcher(tmp_path), _job(tmp_path, "print('here')"))
+        _launcher(tmp_path).submit(_job(tmp_path, on_line=said.append))
+    assert said[0].endswith("trying again")
 
 
 # --- the trainer itself

@@ -20,13 +20,14 @@ from stages.shared.launchers.job import Job, JobFailed, check_launcher, make_lau
 from stages.shared.launchers.slurm import (
     END_FILE,
     SBATCH_FILE,
+    SlurmHandle,
     SlurmLauncher,
     job_name,
     read_header,
     render_sbatch,
     seconds_of,
 )
-from tests.helpers.patience import at_most
+from tests.helpers.patience import at_most, wait_for
 
 pytestmark = pytest.mark.promise(
     "On a real SLURM on one host, two nodes give the loss of one, and requeue, scancel and time limit change no number."
@@ -137,7 +138,13 @@ def cluster(tmp_path) -> Callable[..., ClusterConfig]:
     return make
 
 
-def _poll_until(launcher: SlurmLauncher, handle, condition) -> None:
+def _submitted(cluster: ClusterConfig, run_dir: Path) -> tuple[SlurmLauncher, SlurmHandle, list[str]]:
+    """Return a launcher, its job, and the lines that are told about the job."""
+    launcher, said = SlurmLauncher(cluster), []
+    return launcher, launcher.submit(_job(run_dir, on_line=said.append)), said
+
+
+def _poll_until(launcher: SlurmLauncher, handle: SlurmHandle, condition) -> None:
     deadline = time.monotonic() + at_most(20)
     while not condition():
         assert launcher.poll(handle) is None and time.monotonic() < deadline
@@ -240,20 +247,15 @@ def test_a_path_that_sbatch_would_read_otherwise_is_refused(cluster, tmp_path, n
         render_sbatch(cluster(), _job(tmp_path / name / "train-0"))
 
 
-def test_what_is_shown_is_what_is_submitted_and_kept(slurm, cluster, run_dir):
-    launcher, job = make_launcher(cluster()), _job(run_dir)
-    shown = launcher.plan(job).encode()
-    launcher.submit(job)
-    assert (slurm.directory / "submitted").read_bytes() == shown == (run_dir / SBATCH_FILE).read_bytes()
-
-
-def test_secrets_go_by_name_and_nothing_else_goes_at_all(slurm, cluster, run_dir, monkeypatch):
+def test_what_is_shown_is_submitted_and_kept_and_holds_secrets_by_name_alone(slurm, cluster, run_dir, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "canary-value")
     monkeypatch.setenv("SBATCH_PARTITION", "somewhere-else")
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
-    make_launcher(cluster()).submit(_job(run_dir))
-    text = (run_dir / SBATCH_FILE).read_text()
+    launcher, job = make_launcher(cluster()), _job(run_dir)
+    text = launcher.plan(job)
+    launcher.submit(job)
+    assert (slurm.directory / "submitted").read_text() == (run_dir / SBATCH_FILE).read_text() == text
     (exported,) = re.findall(r"^#SBATCH --export=(.*)$", text, re.M)
     assert "AWS_SECRET_ACCESS_KEY" in exported.split(",") and "ALL" not in exported.split(",")
     assert not any("canary-value" in path.read_text() for path in run_dir.rglob("*") if path.is_file())
@@ -263,16 +265,10 @@ def test_secrets_go_by_name_and_nothing_else_goes_at_all(slurm, cluster, run_dir
 
 
 def test_states_are_told_once_and_the_end_is_the_jobs_own(slurm, cluster, run_dir):
-    said: list[str] = []
-    launcher = SlurmLauncher(cluster())
-    handle = launcher.submit(_job(run_dir, on_line=said.append))
-    for state, reason in (
-        ("PENDING", "Priority"),
-        ("CONFIGURING", "None"),
-        ("RUNNING", "None"),
-        ("COMPLETING", "None"),
-    ):
-        slurm.say(state, reason=reason)
+    launcher, handle, said = _submitted(cluster(), run_dir)
+    states = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
+    for state in states:
+        slurm.say(state, reason="Priority" if state == "PENDING" else "None")
         _poll_until(launcher, handle, lambda state=state: f"is {state}" in said[-1])
         (run_dir / "logs" / "trainer.log").open("a").write(f"line in {state}\n")
     slurm.ended("COMPLETED", 0)
@@ -282,9 +278,7 @@ def test_states_are_told_once_and_the_end_is_the_jobs_own(slurm, cluster, run_di
     assert "slurm: job 7 is PENDING (Priority): it waits for its turn" in said
     assert "slurm: job 7 is RUNNING: it runs on n[1-2]" in said
     assert len(said) == len(set(said)) and "line in COMPLETING" in said
-    assert handle.job.log_path.read_text().splitlines() == [
-        f"line in {s}" for s in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
-    ]
+    assert handle.job.log_path.read_text().splitlines() == [f"line in {state}" for state in states]
 
 
 @pytest.mark.parametrize(
@@ -317,9 +311,7 @@ def test_a_failure_without_a_line_names_the_shared_file_system(slurm, cluster, r
 
 
 def test_a_lost_node_is_no_end_while_the_job_may_be_queued_again(slurm, cluster, run_dir):
-    said: list[str] = []
-    launcher = SlurmLauncher(cluster())
-    handle = launcher.submit(_job(run_dir, on_line=said.append))
+    launcher, handle, said = _submitted(cluster(), run_dir)
     slurm.ended("NODE_FAIL")
     until = time.monotonic() + 1  # longer than the wait for the files of an ended job
     _poll_until(launcher, handle, lambda: "NODE_FAIL" in said[-1] and time.monotonic() > until)
@@ -329,10 +321,8 @@ def test_a_lost_node_is_no_end_while_the_job_may_be_queued_again(slurm, cluster,
 
 
 def test_a_controller_that_is_away_ends_nothing(slurm, cluster, run_dir, monkeypatch):
-    said: list[str] = []
-    launcher = SlurmLauncher(cluster())
     slurm.say("RUNNING")
-    handle = launcher.submit(_job(run_dir, on_line=said.append))
+    launcher, handle, said = _submitted(cluster(), run_dir)
     (slurm.directory / "down").touch()
     _poll_until(launcher, handle, lambda: "Unable to contact slurm controller" in said[-1])
     assert "the job goes on, asking again" in said[-1]
@@ -346,8 +336,7 @@ def test_a_controller_that_is_away_ends_nothing(slurm, cluster, run_dir, monkeyp
 
 def test_a_job_that_the_cluster_has_forgotten_left_its_status_on_disk(slurm, cluster, run_dir):
     slurm.say("RUNNING")
-    launcher = SlurmLauncher(cluster())
-    handle = launcher.submit(_job(run_dir))
+    launcher, handle, _ = _submitted(cluster(), run_dir)
     (slurm.directory / "queue").unlink()
     (run_dir / END_FILE).write_text(f"{JOB_ID} 0\n")
     while (status := launcher.poll(handle)) is None:
@@ -362,43 +351,40 @@ def test_a_job_that_the_cluster_has_forgotten_left_its_status_on_disk(slurm, clu
 
 
 def test_a_living_job_that_was_asked_for_the_same_is_not_submitted_twice(slurm, cluster, run_dir):
-    said: list[str] = []
-    SlurmLauncher(cluster()).submit(_job(run_dir))
+    _submitted(cluster(), run_dir)
     slurm.say("RUNNING", "10:00")
     slurm.say("RUNNING", "10:00", file="living")
-    handle = SlurmLauncher(cluster()).submit(_job(run_dir, on_line=said.append))
+    _, handle, said = _submitted(cluster(), run_dir)
     assert handle.job_id == JOB_ID and handle.ran_seconds == 600
     assert said == ["slurm: job 7 is there already (RUNNING); waiting for it"]
     assert len([call for call in slurm.calls() if "--parsable" in call]) == 1
 
 
 def test_a_job_whose_id_was_lost_on_the_way_is_not_submitted_twice(slurm, cluster, run_dir):
-    said: list[str] = []
-    SlurmLauncher(cluster()).submit(_job(run_dir))
+    _submitted(cluster(), run_dir)
     slurm.say("RUNNING")
     (slurm.directory / "lost_answer").touch()
-    handle = SlurmLauncher(cluster()).submit(_job(run_dir, on_line=said.append))
+    _, handle, said = _submitted(cluster(), run_dir)
     assert handle.job_id == JOB_ID and "Socket timed out" in said[0]
     assert said[1] == "slurm: job 7 is there already (RUNNING); waiting for it"
 
 
 def test_a_living_job_that_was_asked_for_something_else_saves_and_ends_first(slurm, cluster, run_dir):
-    SlurmLauncher(cluster()).submit(_job(run_dir))
+    _submitted(cluster(), run_dir)
     slurm.say("RUNNING")
     slurm.say("RUNNING", file="living")
     slurm.say("CANCELLED", "1:00", file="cancelled")
     (run_dir / "run.json").write_text('{"changed": 1}')
-    SlurmLauncher(cluster()).submit(_job(run_dir))
+    _submitted(cluster(), run_dir)
     kinds = [shlex.split(call)[0] for call in slurm.calls()]
     assert kinds == ["--parsable", "scancel", "--parsable"]
     assert "--batch --signal=TERM 7" in slurm.calls()[1]
 
 
 def test_the_deadline_counts_the_time_that_it_runs(slurm, cluster, run_dir):
-    launcher = SlurmLauncher(cluster(timeout_seconds=0.4))
     slurm.say("PENDING")
     slurm.say("CANCELLED", "1:00", file="cancelled")
-    handle = launcher.submit(_job(run_dir))
+    launcher, handle, _ = _submitted(cluster(timeout_seconds=0.4), run_dir)
     until = time.monotonic() + 1
     _poll_until(launcher, handle, lambda: time.monotonic() > until)
     slurm.say("RUNNING")
@@ -408,8 +394,7 @@ def test_the_deadline_counts_the_time_that_it_runs(slurm, cluster, run_dir):
 
 
 def test_who_does_not_end_after_its_grace_is_cancelled_by_force(slurm, cluster, run_dir):
-    launcher = SlurmLauncher(cluster(stop_grace_seconds=0.3))
-    handle = launcher.submit(_job(run_dir))
+    launcher, handle, _ = _submitted(cluster(stop_grace_seconds=0.3), run_dir)
     slurm.say("PENDING")
     launcher.poll(handle)
     slurm.say("CANCELLED", "0:00", file="cancelled")
@@ -428,10 +413,9 @@ def test_without_slurm_the_way_out_is_named_before_work_starts(cluster, tmp_path
 
 def test_what_sbatch_refuses_is_the_users_to_mend(slurm, cluster, run_dir):
     (slurm.directory / "refusal").write_text("sbatch: error: Batch job submission failed: Invalid partition name\n")
-    with pytest.raises(
-        InputError, match=r"Batch job submission failed: Invalid partition name; see execution\.cluster"
-    ):
-        SlurmLauncher(cluster()).submit(_job(run_dir))
+    line = r"Batch job submission failed: Invalid partition name; see execution\.cluster"
+    with pytest.raises(InputError, match=line):
+        _submitted(cluster(), run_dir)
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("0:05", 5), ("1:00:00", 3600), ("2-03:04:05", 183845), ("INVALID", 0)])
@@ -452,31 +436,29 @@ def _run_script(
     process = subprocess.Popen(["bash", str(path)], cwd=run_dir, env={**os.environ, **own}, start_new_session=True)
     try:
         if tell is not None:
-            deadline = time.monotonic() + at_most(20)
-            while not (fake / "step").exists():
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
+            wait_for((fake / "step").exists, 20, "step of the job")
             process.send_signal(tell)
         return process.wait(at_most(20))
     finally:
         process.poll() is None and os.killpg(process.pid, signal.SIGKILL)
 
 
+SAVES = "scancel --quiet --signal=TERM 7"
+
+
 def test_the_signal_before_the_time_limit_saves_and_queues_again(slurm, cluster, run_dir):
     assert _run_script(cluster(), run_dir, signal.SIGUSR1) != 0  # the requeue itself ends it
-    assert slurm.calls() == ["scancel --quiet --signal=TERM 7", "scontrol requeue 7"]
-    assert not (run_dir / END_FILE).exists()
+    assert slurm.calls() == [SAVES, "scontrol requeue 7"] and not (run_dir / END_FILE).exists()
 
 
 def test_a_cancelled_job_saves_and_is_not_queued_again(slurm, cluster, run_dir):
     assert _run_script(cluster(), run_dir, signal.SIGTERM) == 75
-    assert slurm.calls() == ["scancel --quiet --signal=TERM 7"]
-    assert (run_dir / END_FILE).read_text() == "7 75\n"
+    assert slurm.calls() == [SAVES] and (run_dir / END_FILE).read_text() == "7 75\n"
 
 
 def test_a_job_that_did_not_save_is_not_queued_again(slurm, cluster, run_dir):
     assert _run_script(cluster(), run_dir, signal.SIGUSR1, result="failed") == 1
-    assert slurm.calls() == ["scancel --quiet --signal=TERM 7"]
+    assert slurm.calls() == [SAVES]
 
 
 @pytest.mark.parametrize("status", ["0", "2"])

@@ -46,9 +46,7 @@ def names_of(text: str, names: tuple[str, ...], **given: object) -> dict[str, An
     space: dict[str, Any] = {"re": re, "string": string, "np": np, "os": os, **given}
     # Annotations are lazy, because their names are not defined here.
     module = ast.Module(body=body, type_ignores=[])
-    exec(
-        compile(module, "reference", "exec", flags=__future__.annotations.compiler_flag), space
-    )  # the names of their type annotations are not imported
+    exec(compile(module, "reference", "exec", flags=__future__.annotations.compiler_flag), space)
     return space
 
 

@@ -1,15 +1,9 @@
-"""Answers of tables: where an answer appears in a text, and when two values are equal."""
+"""Answers of tables: where an answer appears in a text, and when two values are equal, beyond the golden table."""
 
 import pytest
 
 from stages.shared.scoring.metrics.contract import Judged
-from stages.shared.scoring.metrics.denotation import (
-    TableExactMatch,
-    final_answer,
-    normalize_item,
-    parse_items,
-    parse_value,
-)
+from stages.shared.scoring.metrics.denotation import TableExactMatch, final_answer, normalize_item, parse_value
 
 pytestmark = pytest.mark.promise(
     "Every metric gives the recorded numbers of its reference program to 1e-6, and lists each difference with "
@@ -17,16 +11,10 @@ pytestmark = pytest.mark.promise(
 )
 
 
-def score(reference, answer):
-    return TableExactMatch().score([Judged(question="", references=(reference,), answer=answer)])
-
-
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        ("94.0%.", "94.0%"),
         ("Rationale: growth.\nComputations: ((9 - 5) / 5)\nAnswer: 80.0%.", "80.0%."),
-        ("9 - 5\nAnswer: 4.", "4."),
         ("The answer is 5", "5"),
         ("So the final answer is: 43.99.", "43.99."),
         ("Answer: 3\nbecause 1 + 2", "3"),
@@ -45,16 +33,12 @@ def test_final_answer(text, answer):
 @pytest.mark.parametrize(
     ("item", "amount", "scale"),
     [
-        ("1,234.50", 1234.5, 1),
-        ("(1,234)", -1234, 1),
         ("($1,234)", -1234, 1),
         ("-$5", -5, 1),
         ("$-5", -5, 1),
         ("\u22125", -5, 1),
         ("12 %", 12, 0.01),
-        ("(12.5%)", -12.5, 0.01),
         ("$1.5 million", 1.5, 1e6),
-        ("3/4", 0.75, 1),
         ("1.2e+04.", 12000, 1),
         (".5", 0.5, 1),
         ("1st", None, 1),
@@ -72,28 +56,15 @@ def test_numbers(item, amount, scale):
 @pytest.mark.parametrize(
     ("reference", "answer", "right"),
     [
-        ("Nevada, Utah, Ohio.", "ohio, Utah, nevada", 1),
-        ("Nevada, Utah, Ohio.", "ohio, Utah", 0),
         ("Nevada, Utah.", "Nevada; Utah", 1),
         ("Nevada, Utah.", "[Nevada, Utah]", 1),
         ("1,000, 2,000.", "2000, 1000", 1),
-        ("12%", "12", 1),
-        ("12%", "0.12", 1),
-        ("12.3%", "0.123", 1),
         ("12%", "1.2", 0),
-        ("5 million", "5,000,000", 1),
         ("5 million", "5 billion", 0),
-        ("5 km", "5", 1),
         ("5 km", "5 mi", 0),
-        ("14.", "14", 1),
-        ("14", "-14", 0),
-        ("1990-01-02", "1990-1-2", 1),
-        ("1990-01-02", "1990-2-1", 0),
         ("Answer: 0.8.", "(9 - 5) / 5\nAnswer: 80%.", 1),
-        ("Answer: 0.8.", "0.81", 0),
         ("Add.\nThe mean is 6.", "6", 1),
         ("Add.\nThe mean is 6.", "It is 6 apples.", 1),
-        ("Add.\nThe mean is 6.", "Add.\nThe mean is 5.", 0),
         ("Read.\nIt leaves at 7:25 P.M.", "8:25 P.M.", 0),
         # Lines that are a list, not a solution.
         ("Oslo\nBergen\nTromso", "Tromso, Oslo, Bergen", 1),
@@ -104,11 +75,7 @@ def test_numbers(item, amount, scale):
     ],
 )
 def test_denotation(reference, answer, right):
-    assert score(reference, answer) == right
-
-
-def test_equal_items_count_once():
-    assert len(parse_items("5, 5.0, $5, five")) == 2
+    assert TableExactMatch().score([Judged(question="", references=(reference,), answer=answer)]) == right
 
 
 def test_a_text_outside_a_solution_is_all_of_it():
