@@ -139,12 +139,13 @@ def save_to_disk(d, rows):
     write_json(d / "state.json", {"_data_files": []}, indent=2)
 
 
-def label_studio(d, address="/data/local-files/?d=images/{}.png", kind="choices"):
-    field = {"choices": "choices", "textarea": "text"}.get(kind, kind)
+def label_studio(d, kind="textarea", field="text"):
     tasks = [
-        {"data": {"image": address.format(r.name), "question": r.question}, "annotations": [{"result": [result]}]}
+        {
+            "data": {"image": f"/data/local-files/?d=images%2F{r.name}.png", "question": r.question},
+            "annotations": [{"result": [{"from_name": "choice", "type": kind, "value": {field: [r.answer]}}]}],
+        }
         for r in ROWS
-        for result in [{"from_name": "choice", "to_name": "image", "type": kind, "value": {field: [r.answer]}}]
     ]
     write_json(d / "project-1.json", tasks)
 
@@ -271,10 +272,9 @@ REFUSED = {
     "COCO's captions": (coco_captions, "COCO's captions, apart from the names of their images"),
     "TRL": (with_images(trl), "TRL's prompt and completion in turns"),
     "TRL saved by datasets": (trl_arrow, "TRL's prompt and completion in turns"),
-    "Label Studio": (with_images(label_studio), "tasks of Label Studio's JSON"),
-    "Label Studio's texts": (
-        with_images(lambda d: label_studio(d, "/data/local-files/?d=images%2F{}.png", "textarea")),
-        "tasks of Label Studio's JSON"),
+    "Label Studio's texts": (with_images(label_studio), "tasks of Label Studio's JSON"),
+    "Label Studio's choices": (
+        with_images(lambda d: label_studio(d, "choices", "choices")), "tasks of Label Studio's JSON"),
     "Label Studio's JSON-MIN": (as_json(json_min()), "Label Studio's JSON-MIN or CSV"),
     "Label Studio's CSV": (
         with_images(lambda d: write_csv(d / "min.csv", json_min())), "Label Studio's JSON-MIN or CSV"),
@@ -300,7 +300,6 @@ REFUSED = {
     "rows in a tgz": (packed("tarfile", "-c", "vqa.tgz"), "vqa.tgz is packed"),
     "a leftover object": (leftover("notes.json", b'{\n "by": "me"\n}'), "if it holds no rows, move it away"),
     "a leftover without a header": (leftover("empty.csv", b""), "if it holds no rows, move it away"),
-    "a leftover that is no table": (leftover("old.parquet", b"x"), "if it holds no rows, move it away"),
     "COCO's boxes beside rows": (
         leftover("instances.json", json.dumps({"images": [{}], "annotations": [{"bbox": []}]}, indent=1).encode()),
         "COCO's boxes, as `supervision` writes them"),
@@ -315,12 +314,6 @@ REFUSED = {
     "addresses of Label Studio": (
         with_images(lambda d: write_json(d / "rows.json", foreign_rows("/data/local-files/?d="))),
         "name images by their paths there"),
-    "a completion in turns alone": (
-        as_json([
-            {"image": f"images/{r.name}.png", "prompt": r.question, "completion": turn("assistant", r.answer)}
-            for r in ROWS
-        ]),
-        "the answers of column 'completion' are lists of objects; take their field 'content'"),
     "paths of another machine": (with_images(foreign_paths), "name images by their paths there"),
     "paths of another machine in parquet": (with_images(foreign_parquet), "name images by their paths there"),
     "paths of another machine in CSV": (
@@ -461,7 +454,10 @@ def rows_far_away(d):
     [
         (coco_boxes, "COCO's boxes, as `supervision` writes them"),
         (vqa_questions, "VQAv2's questions without answers; docs/data-formats.md has a script that joins them"),
-        (with_images(lambda d: label_studio(d, kind="rectanglelabels")), "results of the kind rectanglelabels"),
+        (
+            with_images(lambda d: label_studio(d, "rectanglelabels", "rectanglelabels")),
+            "results of the kind rectanglelabels",
+        ),
         (
             as_json([{"image": r["image"], "prefix": "detect", "suffix": "<loc0001> cat"} for r in flat()]),
             "PaliGemma's",
