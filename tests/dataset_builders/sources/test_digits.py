@@ -3,11 +3,9 @@
 import dataclasses
 from collections import Counter
 
-import numpy as np
 import pytest
 from sklearn.datasets import load_digits
 
-from dataset_builders.pictures.images import open_rgb
 from dataset_builders.sources.embedded import (
     EVEN_QUESTION,
     FIVE_QUESTION,
@@ -99,14 +97,6 @@ def test_pairs_are_right_and_no_scan_is_in_two(rows, label_of):
             larger = "first" if first > second else "second"
             assert text["assistant"] == (larger if text["user"] == LARGER_QUESTION else f"{first} {second}")
     assert {text["user"] for row in rows["digits_compare"] for text in row["texts"]} > {LARGER_QUESTION}
-
-
-def test_sizes_differ_and_the_paper_is_white(rows):
-    pictures = [np.asarray(open_rgb(images(row)[0])) for row in rows["digits_single"][:300]]
-    sizes = {picture.shape[:2] for picture in pictures}
-    assert len(sizes) > 20 and any(h != w for h, w in sizes)
-    assert min(min(size) for size in sizes) >= 32
-    assert all(picture[0, 0, 0] > 200 and picture.min() < 60 for picture in pictures)
 
 
 def test_same_seed_same_rows_other_seed_other_rows():

@@ -151,6 +151,7 @@ ODD = {
     "no text": ({"2.png": ONE}, "schema_error", "'2.png': no caption file ('./2.txt': No such file"),
     "no image": ({"2.txt": "two"}, "image_not_found", "'2.txt': a text without an image of the same name"),
     "an empty text": ({"2.png": ONE, "2.txt": " \n"}, "empty_target", "'2.png': "),
+    "a slot": ({"2.png": ONE, "2.txt": "see <image>"}, "special_token_in_text", "'2.png': "),
     "not UTF-8": ({"2.png": ONE, "2.txt": b"caf\xe9"}, "schema_error", "'2.png': '2.txt' is not UTF-8"),
     "a name that is an address": ({"data:2.png": ONE, "data:2.txt": "two"}, None, ""),
     "a name of two lines": ({"2\n.png": ONE}, "schema_error", "'2\\n.png': no caption file"),

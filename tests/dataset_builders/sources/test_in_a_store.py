@@ -2,11 +2,10 @@
 
 import pytest
 
-from dataset_builders.contracts.sample import Sample
 from dataset_builders.readers import table_files, tar_files, text_files
 from dataset_builders.sources import image_folder
 from dataset_builders.storage.store import location
-from tests.helpers.json_rows import read_source
+from tests.helpers.json_rows import read_source, reasons, turns
 from tests.helpers.object_store import BUCKET, moto_server
 from tests.helpers.own_data import LAYOUTS, draw_rows
 
@@ -48,11 +47,13 @@ def test_a_source_in_a_store_gives_the_same(layout, bucket, tmp_path, monkeypatc
         monkeypatch.setattr(module, "_PART_ROWS", 3)
     write, builder = LAYOUTS[layout]
     here, stored = tmp_path / "set", bucket / layout
-    write(here, draw_rows(1, 8))
+    rows = draw_rows(1, 8)
+    write(here, rows)
     for path in here.rglob("*"):
         if path.is_file():
             (stored / path.relative_to(here).as_posix()).write_bytes(path.read_bytes())
     found = read_source(builder, stored, **OPTIONS[layout])
-    assert len(found) == 8 and all(isinstance(item, Sample) and len(item.images) == 1 for item in found)
+    assert reasons(found) == [None] * 8 and [item.images for item in found] == [(row.image,) for row in rows]
+    assert all(row.answer in turns(item)[-1][1] for item, row in zip(found, rows))
     assert found == read_source(builder, here, **OPTIONS[layout])
     assert read_source(builder, stored, rows={1, 6}, **OPTIONS[layout]) == [found[1], found[6]]

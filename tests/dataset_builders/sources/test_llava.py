@@ -2,11 +2,8 @@
 
 import json
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
-from dataset_builders.errors import InputError
 from tests.helpers.json_rows import read_source, reasons, turns, write_file
 from tests.helpers.raw_rows import png
 
@@ -41,17 +38,6 @@ def test_a_row_of_llava(tmp_path):
         ("user", "Where?"),
         ("assistant", "There."),
     ]
-
-
-def test_rows_of_parquet_with_their_images_inside(tmp_path):
-    said = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A bus."}]
-    table = {"conversations": [said], "image": [{"bytes": ONE, "path": None}]}
-    pq.write_table(pa.table(table), tmp_path / "mix.parquet")
-    (sample,) = read_source("llava", tmp_path)
-    assert sample.images == (ONE,) and turns(sample) == [("user", "<image>\nWhat?"), ("assistant", "A bus.")]
-    pq.write_table(pa.table({"image": table["image"]}), tmp_path / "mix.parquet")
-    with pytest.raises(InputError, match="lacks the column 'conversations'; it has: image"):
-        read_source("llava", tmp_path)
 
 
 def test_rows_without_image_and_without_marks(tmp_path):

@@ -182,12 +182,6 @@ def test_bad_row_is_named_and_its_neighbours_stay(name, tmp_path):
     assert isinstance(found[0], Sample) or name == "no image of the list"
 
 
-@pytest.mark.parametrize(("path", "reason"), [("no.png", "image_not_found"), ("", "schema_error")])
-def test_a_path_that_leads_nowhere(path, reason, tmp_path):
-    write(tmp_path / "t.parquet", columns([path]))
-    assert reasons(read(tmp_path)) == [reason]
-
-
 def test_paths_may_begin_at_a_folder_of_the_source(tmp_path):
     (tmp_path / "pictures").mkdir()
     (tmp_path / "pictures" / "1.png").write_bytes(ONE)
