@@ -38,11 +38,15 @@ def machine(tmp_path, monkeypatch):
     add_program(programs, "c++", "exit 0")
     (tmp_path / "include").mkdir()
     (tmp_path / "include" / "Python.h").touch()
+    free = tmp_path / "free"  # bytes of disk
+    free.write_text("1e12")
     monkeypatch.setenv("PATH", str(programs))
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(gpu_environment.sys, "executable", str(tmp_path / "none"))  # no package is really installed
     monkeypatch.setattr(gpu_environment.sysconfig, "get_path", lambda name: str(tmp_path / name))
-    monkeypatch.setattr(gpu_environment.shutil, "disk_usage", lambda path: SimpleNamespace(free=1e12))
+    monkeypatch.setattr(
+        gpu_environment.shutil, "disk_usage", lambda path: SimpleNamespace(free=float(free.read_text()))
+    )
     return tmp_path
 
 
@@ -50,36 +54,38 @@ def run(*arguments: str, venv: Path) -> int:
     return gpu_environment.main([*arguments, "--venv", str(venv)])
 
 
-def test_without_a_gpu_it_refuses_in_one_line(machine, capsys):
-    for script in ("exit 9", "echo"):  # no driver; no GPU
-        add_program(machine / "bin", "nvidia-smi", script)
-        assert run(venv=machine / "venv") == 2
-        out, err = capsys.readouterr()
-        assert not out and err.count("\n") == 1 and "no NVIDIA GPU on this machine; `make run` needs none" in err
-    (machine / "bin" / "nvidia-smi").unlink()
+NO_GPU = "nvidia-smi lists no NVIDIA GPU on this machine; `make run` needs none"
+# What a machine lacks -> (how it comes to lack it, the line that says so)
+LACKS = {
+    "nvidia-smi": (lambda machine: (machine / "bin" / "nvidia-smi").unlink(), NO_GPU),
+    "driver": (lambda machine: add_program(machine / "bin", "nvidia-smi", "exit 9"), NO_GPU),
+    "GPU": (lambda machine: add_program(machine / "bin", "nvidia-smi", "echo"), NO_GPU),
+    "new driver": (
+        lambda machine: add_program(machine / "bin", "nvidia-smi", "echo 'NVIDIA A100, 570.1'"),
+        r"missing a driver for CUDA 13 \(570\.1 is installed\): update it to 580 or newer",
+    ),
+    "compiler": (
+        lambda machine: (machine / "bin" / "c++").unlink(),
+        r"missing a C\+\+ compiler \(c\+\+\): apt-get install g\+\+",
+    ),
+    "headers": (
+        lambda machine: (machine / "include" / "Python.h").unlink(),
+        r"missing Python's headers \(.*/include/Python.h\): apt-get install python3\.1\d-dev",
+    ),
+    "disk": (
+        lambda machine: (machine / "free").write_text("3e9"),
+        r"missing 10 GB of disk for .*venv \(3\.0 GB are free\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("part", LACKS)
+def test_each_missing_part_is_named_with_its_way_out(machine, capsys, part):
+    take_away, way_out = LACKS[part]
+    take_away(machine)
     assert run(venv=machine / "venv") == 2 and not (machine / "venv").exists()
-
-
-@pytest.mark.parametrize(
-    ("part", "way_out"),
-    [
-        ("bin/c++", r"missing a C\+\+ compiler \(c\+\+\): apt-get install g\+\+"),
-        ("include/Python.h", r"missing Python's headers \(.*/include/Python.h\): apt-get install python3\.1\d-dev"),
-        ("disk", r"missing 10 GB of disk for .*venv \(3\.0 GB are free\)"),
-        ("driver", r"missing a driver for CUDA 13 \(570\.1 is installed\): update it to 580 or newer"),
-    ],
-    ids=["compiler", "headers", "disk", "driver"],
-)
-def test_each_missing_part_is_named_with_its_way_out(machine, monkeypatch, capsys, part, way_out):
-    if part == "disk":
-        monkeypatch.setattr(gpu_environment.shutil, "disk_usage", lambda path: SimpleNamespace(free=3e9))
-    elif part == "driver":
-        add_program(machine / "bin", "nvidia-smi", "echo 'NVIDIA A100, 570.1'")
-    else:
-        (machine / part).unlink()
-    assert run(venv=machine / "venv") == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and re.search(way_out, lines[0]) and not (machine / "venv").exists()
+    out, err = capsys.readouterr()
+    assert not out and err.count("\n") == 1 and re.search(way_out, err)
 
 
 def test_a_dry_run_prints_the_cost_and_the_commands(machine, monkeypatch, capsys):

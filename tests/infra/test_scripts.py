@@ -24,22 +24,20 @@ def _run(*command: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True)
 
 
-def test_shellcheck(tmp_path):
-    command = (str(BIN / "shellcheck"), *SCRIPTS)
-    done = _run(*command)
+@pytest.mark.parametrize(
+    ("command", "files", "mistake", "words"),
+    [
+        (("shellcheck",), SCRIPTS, "rm -rf $undefined/*\n", "SC2115"),
+        (("yamllint", "--strict", "-c", f"{INFRA}/.yamllint"), YAML, "key: 1\nkey: 2\n", "duplication of key"),
+    ],
+    ids=["shellcheck", "yamllint"],
+)
+def test_a_linter_passes_all_files_and_sees_a_mistake(command, files, mistake, words, tmp_path):
+    done = _run(f"{BIN}/{command[0]}", *command[1:], *files)
     assert done.returncode == 0, done.stdout
-    wrong = tmp_path / "wrong.sh"
-    wrong.write_text(Path(SCRIPTS[0]).read_text() + "\nrm -rf $undefined/*\n")
-    assert "SC2115" in _run(*command, str(wrong)).stdout
-
-
-def test_yamllint(tmp_path):
-    command = (str(BIN / "yamllint"), "--strict", "-c", str(INFRA / ".yamllint"), *YAML)
-    done = _run(*command)
-    assert done.returncode == 0, done.stdout
-    wrong = tmp_path / "wrong.yaml"
-    wrong.write_text(Path(YAML[0]).read_text() + "key: 1\nkey: 2\n")
-    assert "duplication of key" in _run(*command, str(wrong)).stdout
+    wrong = tmp_path / f"wrong{Path(files[0]).suffix}"
+    wrong.write_text(f"{Path(files[0]).read_text()}\n{mistake}")
+    assert words in _run(f"{BIN}/{command[0]}", *command[1:], str(wrong)).stdout
 
 
 def test_ascii_only():

@@ -2,7 +2,8 @@
 
 An exhibit is a test function of a module `test_*.py` of this folder. Its docstring is one sentence that tells the
 published fault, an empty line, and the addresses of its reports. The test shows that athanor does not have the fault
-and, below `with fault_seen():`, that its check fails when the fault is put in.
+and, below `with fault_seen():`, that its check fails when the fault is put in. Where one check sees several faults,
+each is a `Fault` in a dictionary, which the test takes as its parameter `fault`.
 """
 
 import ast
@@ -43,11 +44,20 @@ def _read(path: Path) -> Iterator[Exhibit]:
     tree = ast.parse(path.read_text())
     theme = ast.get_docstring(tree).partition(".")[0]
     for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+            for name, call in zip(node.value.keys, node.value.values):
+                if isinstance(call, ast.Call) and ast.unparse(call.func) == "Fault":
+                    told, reports = map(ast.literal_eval, call.args[:2])
+                    yield Exhibit(path.name, ast.literal_eval(name), theme, told, _reports(reports), True)
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and path.name != "test_table.py":
-            told, _, rest = (ast.get_docstring(node) or "").partition("\n\n")
-            reports = tuple((f"{m[1]}/{m[2]}", m[3], m[0]) for m in _REPORT.finditer(rest))
             shows_fault = "with fault_seen():" in ast.unparse(node)
-            yield Exhibit(path.name, node.name, theme, " ".join(told.split()), reports, shows_fault)
+            told, _, rest = (ast.get_docstring(node) or "").partition("\n\n")
+            if not shows_fault or "fault" not in [argument.arg for argument in node.args.args]:
+                yield Exhibit(path.name, node.name, theme, " ".join(told.split()), _reports(rest), shows_fault)
+
+
+def _reports(text: str) -> tuple[tuple[str, str, str], ...]:
+    return tuple((f"{m[1]}/{m[2]}", m[3], m[0]) for m in _REPORT.finditer(text))
 
 
 def render(exhibits: list[Exhibit]) -> str:

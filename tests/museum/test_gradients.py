@@ -52,33 +52,6 @@ def gradients(trainer: Trainer, bins: list[int]) -> torch.Tensor:
     return torch.cat([param.main_grad.flatten() for param in trainer.chunks[0].parameters()])
 
 
-def check_token_mean(trainer: Trainer) -> None:
-    """Check that the gradient of two micro batches is that of the mean loss over all their tokens, however the tokens
-    are divided."""
-    counts = [trainer.order.reader.read(number).num_loss_tokens for number in (0, 1)]
-    assert counts[0] != counts[1]
-    each = [gradients(trainer, [number]) for number in (0, 1)]
-    expected = sum(count * grad for count, grad in zip(counts, each)) / sum(counts)
-    torch.testing.assert_close(gradients(trainer, [0, 1]), expected, rtol=1e-4, atol=1e-7)
-
-
-def test_gradients_are_a_mean_over_tokens(trainer, monkeypatch):
-    """Each micro batch's gradient was a mean over its own tokens, so tokens of short answers counted more than others.
-
-    https://github.com/huggingface/transformers/pull/34191 https://github.com/karpathy/nanochat/pull/59
-    """
-    check_token_mean(trainer)
-    config = trainer.chunks[0].module.config
-    monkeypatch.setattr(config, "calculate_per_token_loss", False)
-
-    def mean_of_micro_batch(losses: torch.Tensor, lengths: object = None) -> tuple[torch.Tensor, dict]:
-        return losses.mean(), {"loss_and_tokens": torch.stack([losses.sum().double(), losses.new_ones(()).double()])}
-
-    monkeypatch.setattr("trainer.loop.step.loss_of", mean_of_micro_batch)
-    with fault_seen():
-        check_token_mean(trainer)
-
-
 def test_ranks_add_sums_and_not_means(trainer, monkeypatch):
     """Each rank divided by its own number of loss tokens, so tokens of a rank with few of them counted more.
 
@@ -235,25 +208,6 @@ def test_frozen_weights_do_not_decay(mesh):
     check(moved_by_decay(ALIKE, parts, are_left_out=True))
     with fault_seen():
         check(moved_by_decay(ALIKE, parts, are_left_out=False))
-
-
-def test_norms_and_biases_do_not_decay(mesh):
-    """Norms were excluded from weight decay by the names of their classes, so norms of other classes decayed.
-
-    https://github.com/huggingface/transformers/pull/35927 https://github.com/ServiceNow/Fast-LLM/issues/542
-    """
-
-    def check(moved: set[str]) -> None:
-        assert moved and all(name.endswith("linear.weight") for name in moved)
-
-    check(moved_by_decay(ALIKE, (), are_left_out=True))
-    module = Toy()
-    before = {name: param.detach().clone() for name, param in module.named_parameters()}
-    for param in module.parameters():
-        param.grad = torch.zeros_like(param)
-    torch.optim.AdamW(module.parameters(), lr=0.03, weight_decay=0.3).step()  # all parameters in one group
-    with fault_seen():
-        check({name for name, param in module.named_parameters() if not torch.equal(param, before[name])})
 
 
 def test_small_updates_of_bfloat16_weights_add_up(mesh):

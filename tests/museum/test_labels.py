@@ -18,7 +18,7 @@ from stages.shared.inputs.model_directory import ModelDirectory
 from tests.helpers.samples import turns
 from tests.helpers.think_templates import think_hf_dir
 from tests.helpers.tiny_model import tiny_hf_dir
-from tests.museum.fault import fault_seen
+from tests.museum.fault import Fault, fault_seen
 from trainer.data.micro_batch import Geometry, MicroBatch, make_micro_batch
 
 pytestmark = pytest.mark.promise(
@@ -69,73 +69,107 @@ def check_labels(chat: ChatEncoder, batch: MicroBatch) -> None:
     assert chat.decode(batch.labels.numpy()) == f"seven{END}two{END}"
 
 
-def test_labels_are_shifted_once(chat, encoded):
-    """Labels that the model had shifted were shifted again by the loss, so each position was trained on the token after
-    the next.
+def with_labels_after_the_next(chat: ChatEncoder, ids: np.ndarray, mask: np.ndarray) -> MicroBatch:
+    batch = batch_of(chat, ids, mask)
+    return dataclasses.replace(batch, labels=batch.input_ids[0, batch.loss_index + 2])
 
-    https://github.com/huggingface/transformers/pull/47395 https://github.com/huggingface/transformers/pull/46898
-    """
-    batch = batch_of(chat, *encoded)
-    check_labels(chat, batch)
+
+FAULTS_OF_LABELS = {
+    "labels shifted twice": Fault(
+        "Labels that the model had shifted were shifted again by the loss, so each position was trained on the token "
+        "after the next.",
+        "https://github.com/huggingface/transformers/pull/47395 https://github.com/huggingface/transformers/pull/46898",
+        with_labels_after_the_next,
+    ),
+    "a mask that is not shifted": Fault(
+        "The mask was not shifted with the labels, so that the first token of every answer was never trained on.",
+        "https://github.com/verl-project/verl/pull/3287 https://github.com/NVIDIA-NeMo/Speech/pull/6409",
+        lambda chat, ids, mask: batch_of(chat, ids, np.roll(mask, 1)),
+    ),
+    "a mask shifted twice": Fault(
+        "The mask was shifted twice, in the data set and in the trainer, so the end of the prompt was trained on "
+        "instead of the end of the turn.",
+        "https://github.com/verl-project/verl/issues/3562 https://github.com/verl-project/verl/pull/5362",
+        lambda chat, ids, mask: batch_of(chat, ids, np.roll(mask, -1)),
+    ),
+    "image tokens": Fault(
+        "Only padding was left out of the labels, so that most of what was trained on were the tokens of images.",
+        "https://github.com/MakazhanAlpamys/Soup/issues/302",
+        lambda chat, ids, mask: batch_of(chat, ids, np.maximum(mask, ids == chat.image_token_id)),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS_OF_LABELS.values(), ids=FAULTS_OF_LABELS)
+def test_labels_are_the_answers_each_at_the_place_before_its_token(chat, encoded, fault):
+    check_labels(chat, batch_of(chat, *encoded))
+    spoilt = fault.put_in(chat, *encoded)
     with fault_seen():
-        check_labels(chat, dataclasses.replace(batch, labels=batch.input_ids[0, batch.loss_index + 2]))
+        check_labels(chat, spoilt)
 
 
-def test_the_first_token_of_an_answer_is_learnt(chat, encoded):
-    """The mask was not shifted with the labels, so that the first token of every answer was never trained on.
-
-    https://github.com/verl-project/verl/pull/3287 https://github.com/NVIDIA-NeMo/Speech/pull/6409
-    """
-    ids, mask = encoded
-    check_labels(chat, batch_of(chat, ids, mask))
-    with fault_seen():
-        check_labels(chat, batch_of(chat, ids, np.roll(mask, 1)))
-
-
-def test_the_mask_is_moved_once(chat, encoded):
-    """The mask was shifted twice, in the data set and in the trainer, so the end of the prompt was trained on instead
-    of the end of the turn.
-
-    https://github.com/verl-project/verl/issues/3562 https://github.com/verl-project/verl/pull/5362
-    """
-    ids, mask = encoded
-    check_labels(chat, batch_of(chat, ids, mask))
-    with fault_seen():
-        check_labels(chat, batch_of(chat, ids, np.roll(mask, -1)))
-
-
-def test_questions_are_not_learnt(chat, encoded):
-    """The mask was lost, or was all ones because the template marked no answers, so questions were trained on as well.
-
-    https://github.com/karpathy/nanochat/pull/582 https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/3359
-    """
-    ids, mask = encoded
-    check_mask(chat, ids, mask)
-    with fault_seen():
-        check_mask(chat, ids, np.ones_like(mask))
-
-
-def test_the_header_of_an_answer_is_not_learnt(chat, encoded):
-    """The header of the answer's turn, which inference puts before an answer, was trained on as if the model wrote it.
-
-    https://github.com/AI-Hypercomputer/maxtext/pull/3284
-    """
-    ids, mask = encoded
+def with_headers(chat: ChatEncoder, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
     header = len(chat.tokenizer("<|im_start|>assistant\n")["input_ids"])
-    check_mask(chat, ids, mask)
-    with fault_seen():
-        check_mask(chat, ids, np.maximum(mask, np.roll(mask, -header)))
+    return np.maximum(mask, np.roll(mask, -header))
 
 
-def test_the_end_of_a_turn_is_learnt(chat, encoded):
-    """The end of a turn counted as part of the next message, so that the model was never trained to stop.
+def searched_by_text(chat: ChatEncoder, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    first = np.flatnonzero(mask)[0]
+    in_the_question = np.flatnonzero(ids == ids[first])[0]
+    assert in_the_question < first, "the question has to hold the answer's first token"
+    searched = mask.copy()
+    searched[first], searched[in_the_question] = 0, 1
+    return searched
 
-    https://github.com/huggingface/trl/pull/5988 https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/4265
-    """
+
+def as_of_before_the_image_grew(chat: ChatEncoder, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    (text,) = chat.tokenize([CONVERSATION])
+    assert len(text.ids) < len(ids)
+    return np.pad(text.mask, (0, len(ids) - len(text.mask)))
+
+
+FAULTS_OF_MASKS = {
+    "questions": Fault(
+        "The mask was lost, or was all ones because the template marked no answers, so questions were trained on as "
+        "well.",
+        "https://github.com/karpathy/nanochat/pull/582 https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/3359",
+        lambda chat, ids, mask: np.ones_like(mask),
+    ),
+    "headers of answers": Fault(
+        "The header of the answer's turn, which inference puts before an answer, was trained on as if the model wrote "
+        "it.",
+        "https://github.com/AI-Hypercomputer/maxtext/pull/3284",
+        with_headers,
+    ),
+    "answers searched by their text": Fault(
+        "Answers were searched by their text, which the question may contain too, so the question's words were trained "
+        "on.",
+        "https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/4169",
+        searched_by_text,
+    ),
+    "a mask of before the image tokens": Fault(
+        "A placeholder became many image tokens after the mask was made, so that the mask was too early for the "
+        "answers.",
+        "https://github.com/huggingface/transformers/pull/48793",
+        as_of_before_the_image_grew,
+    ),
+    "a mask of zeros": Fault(
+        "The processor's mask of answers was all zeros as soon as a conversation had an image, so nothing was trained "
+        "on.",
+        "https://github.com/huggingface/transformers/issues/46559 "
+        "https://github.com/huggingface/transformers/issues/34172",
+        lambda chat, ids, mask: np.zeros_like(mask),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS_OF_MASKS.values(), ids=FAULTS_OF_MASKS)
+def test_exactly_the_answers_with_their_ends_are_in_the_mask(chat, encoded, fault):
     ids, mask = encoded
     check_mask(chat, ids, mask)
+    spoilt = fault.put_in(chat, ids, mask)
     with fault_seen():
-        check_mask(chat, ids, mask * (ids != chat.end_of_turn_id))
+        check_mask(chat, ids, spoilt)
 
 
 def test_padding_is_known_by_its_place(chat, encoded):
@@ -153,58 +187,6 @@ def test_padding_is_known_by_its_place(chat, encoded):
     check(batch)
     with fault_seen():
         check(dataclasses.replace(batch, labels=batch.labels[batch.labels != 0]))
-
-
-def test_an_answer_is_found_by_its_turn(chat, encoded):
-    """Answers were searched by their text, which the question may contain too, so the question's words were trained on.
-
-    https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/4169
-    """
-    ids, mask = encoded
-    check_mask(chat, ids, mask)
-    answer = ids[mask.astype(bool)][:-1]
-    word = ids[np.flatnonzero(mask)[0]]
-    searched = mask.copy()
-    start = int(np.flatnonzero(ids == word)[0])
-    assert start < np.flatnonzero(mask)[0] and len(answer) > 1, "the question has to hold the answer's first token"
-    searched[np.flatnonzero(mask)[0]], searched[start] = 0, 1
-    with fault_seen():
-        check_mask(chat, ids, searched)
-
-
-def test_the_mask_grows_with_the_image_tokens(chat, encoded):
-    """A placeholder became many image tokens after the mask was made, so that the mask was too early for the answers.
-
-    https://github.com/huggingface/transformers/pull/48793
-    """
-    ids, mask = encoded
-    check_mask(chat, ids, mask)
-    (text,) = chat.tokenize([CONVERSATION])
-    assert len(text.ids) < len(ids)
-    with fault_seen():
-        check_mask(chat, ids, np.pad(text.mask, (0, len(ids) - len(text.mask))))
-
-
-def test_image_tokens_are_not_learnt(chat, encoded):
-    """Only padding was left out of the labels, so that most of what was trained on were the tokens of images.
-
-    https://github.com/MakazhanAlpamys/Soup/issues/302
-    """
-    ids, mask = encoded
-    check_labels(chat, batch_of(chat, ids, mask))
-    with fault_seen():
-        check_labels(chat, batch_of(chat, ids, np.maximum(mask, ids == chat.image_token_id)))
-
-
-def test_a_mask_without_a_one_is_refused(chat, encoded):
-    """The processor's mask of answers was all zeros as soon as a conversation had an image, so nothing was trained on.
-
-    https://github.com/huggingface/transformers/issues/46559 https://github.com/huggingface/transformers/issues/34172
-    """
-    ids, mask = encoded
-    check_mask(chat, ids, mask)
-    with fault_seen():
-        check_mask(chat, ids, np.zeros_like(mask))
 
 
 @pytest.mark.parametrize("text", ["seven<|im_end|>\n<|im_start|>assistant\neight", "Say <|image_pad|>."])

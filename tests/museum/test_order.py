@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.helpers.bins import ListedPlan
-from tests.museum.fault import fault_seen
+from tests.museum.fault import Fault, fault_seen
 from trainer.data.order import TrainingOrder, bins_for_step
 
 pytestmark = pytest.mark.promise(
@@ -17,29 +17,14 @@ pytestmark = pytest.mark.promise(
 BINS, BATCH, STEPS = 10, 4, 12  # an epoch ends in the middle of a batch
 
 
-def order(rank: int = 0, ranks: int = 1, seed: int = 3) -> TrainingOrder:
+def order(rank: int = 0, ranks: int = 1) -> TrainingOrder:
     reader = SimpleNamespace(bins=ListedPlan([()] * BINS))
-    return TrainingOrder(reader, seed=seed, global_batch_size=BATCH, dp_rank=rank, dp=ranks)
+    return TrainingOrder(reader, seed=3, global_batch_size=BATCH, dp_rank=rank, dp=ranks)
 
 
 def undisturbed() -> list[Counter]:
     """Return the bins of each step of an undisturbed training with one process."""
     return [Counter(bins_for_step([BINS], seed=3, step=step, global_batch_size=BATCH)) for step in range(STEPS)]
-
-
-def test_ranks_share_one_order():
-    """Each rank shuffled with a seed of its own before it took its share, so some samples came twice, and others never.
-
-    https://github.com/QwenLM/Qwen3-VL/pull/1971 https://github.com/NVlabs/LongLive/issues/71
-    """
-
-    def check(seeds: Sequence[int]) -> None:
-        shares = [order(rank, 2, seed) for rank, seed in enumerate(seeds)]
-        assert [Counter(n for share in shares for n in share.share(step)) for step in range(STEPS)] == undisturbed()
-
-    check((3, 3))
-    with fault_seen():
-        check((3, 4))
 
 
 def test_every_epoch_has_an_order_of_its_own():
@@ -57,70 +42,44 @@ def test_every_epoch_has_an_order_of_its_own():
         check((seen[:BINS], seen[:BINS]))
 
 
-def test_a_resumed_training_goes_on_in_the_data():
-    """A resumed training saw its data from the start again, and never the end of it.
+WHOLE_EPOCHS, INTO_AN_EPOCH = 5, 4  # steps until a stop: two epochs, and 16 bins of them
+FAULTS_OF_RESUMES = {
+    "from the start": Fault(
+        "A resumed training saw its data from the start again, and never the end of it.",
+        "https://github.com/hiyouga/EasyR1/issues/57 https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/4521",
+        lambda whole: (WHOLE_EPOCHS, whole[: len(whole) - WHOLE_EPOCHS * BATCH]),
+    ),
+    "micro batches for steps": Fault(
+        "A resumed training skipped as many micro batches as it had done steps, so it saw data of the last hours "
+        "again.",
+        "https://github.com/EleutherAI/gpt-neox/pull/308",
+        lambda whole: (WHOLE_EPOCHS, whole[WHOLE_EPOCHS:]),
+    ),
+    "the order of the first epoch": Fault(
+        "After a resume in the second epoch, the skipped samples were those of the first epoch's order.",
+        "https://github.com/huggingface/accelerate/issues/2016",
+        lambda whole: (INTO_AN_EPOCH, whole[INTO_AN_EPOCH * BATCH - BINS : BINS] + whole[2 * BINS :]),
+    ),
+    "the next epoch skipped": Fault(
+        "After a save at the end of an epoch, the restored position was the end of the next epoch too, which was "
+        "skipped.",
+        "https://github.com/verl-project/verl/issues/7401",
+        lambda whole: (WHOLE_EPOCHS, whole[WHOLE_EPOCHS * BATCH + BINS :]),
+    ),
+}
 
-    https://github.com/hiyouga/EasyR1/issues/57 https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/4521
-    """
-    stopped = 5
 
-    def check(begin: int) -> None:
-        numbers = list(order()(begin, begin + STEPS - stopped))
-        steps = [Counter(numbers[first : first + BATCH]) for first in range(0, len(numbers), BATCH)]
-        assert steps == undisturbed()[stopped:]
-
-    check(stopped)
-    with fault_seen():
-        check(0)
-
-
-def test_a_resumed_training_skips_whole_batches():
-    """A resumed training skipped as many micro batches as it had done steps, so it saw data of the last hours again.
-
-    https://github.com/EleutherAI/gpt-neox/pull/308
-    """
-    stopped = 5
+@pytest.mark.parametrize("fault", FAULTS_OF_RESUMES.values(), ids=FAULTS_OF_RESUMES)
+def test_a_resumed_training_goes_on_where_it_stopped(fault):
     whole = list(order()(0, STEPS))
 
-    def check(rest: list[int]) -> None:
+    def check(stopped: int, rest: list[int]) -> None:
         assert rest == whole[stopped * BATCH :]
 
-    check(list(order()(stopped, STEPS)))
+    for stopped in (WHOLE_EPOCHS, INTO_AN_EPOCH):
+        check(stopped, list(order()(stopped, STEPS)))
     with fault_seen():
-        check(whole[stopped:])
-
-
-def test_a_resume_in_a_later_epoch_has_that_epochs_order():
-    """After a resume in the second epoch, the skipped samples were those of the first epoch's order.
-
-    https://github.com/huggingface/accelerate/issues/2016
-    """
-    stopped = 4  # 6 bins of the second epoch were seen
-
-    def check(rest: list[int]) -> None:
-        assert rest == list(order()(0, STEPS))[stopped * BATCH :][: len(rest)]
-
-    check(list(order()(stopped, STEPS)))
-    first_epoch = list(order()(0, STEPS))[:BINS]
-    with fault_seen():
-        check(first_epoch[stopped * BATCH - BINS :])
-
-
-def test_a_resume_at_the_end_of_an_epoch_begins_the_next():
-    """After a save at the end of an epoch, the restored position was the end of the next epoch too, which was skipped.
-
-    https://github.com/verl-project/verl/issues/7401
-    """
-    stopped = 5  # exactly two epochs
-    whole = list(order()(0, STEPS))
-
-    def check(rest: list[int]) -> None:
-        assert rest == whole[stopped * BATCH :]
-
-    rest = list(order()(stopped, STEPS))
-    check(rest)
-    with fault_seen():
-        check(rest[BINS:])
+        check(*fault.put_in(whole))
 
 
 def test_another_number_of_ranks_goes_on_with_the_same_data():

@@ -17,7 +17,7 @@ from tests.helpers.tiny_hybrid_model import hybrid_config, hybrid_hf_dir
 from tests.museum.fault import fault_seen
 from trainer.data.micro_batch import MicroBatch, geometry_of, make_micro_batch
 from trainer.data.packed_chunks import PackedChunks
-from trainer.layers.segments import PackedSegments, mrope_angles
+from trainer.layers.segments import mrope_angles
 from trainer.parts.delta.rule import plain
 
 pytestmark = pytest.mark.promise(
@@ -64,32 +64,6 @@ def check_as_alone(packed, **changes: torch.Tensor) -> None:
 
 def one_segment(chunks: PackedChunks) -> PackedChunks:
     return PackedChunks.of([0, sum(chunks.lengths())])
-
-
-def test_attention_ends_with_a_sample(packed, monkeypatch):
-    """A mask of ones together with packed positions turned off the block-diagonal mask, so samples attended to earlier
-    samples.
-
-    https://github.com/huggingface/transformers/pull/46634 https://github.com/unslothai/unsloth/issues/1207
-    """
-    check_apart(packed)
-    of = PackedSegments.of
-    monkeypatch.setattr(PackedSegments, "of", lambda bounds, *rest: of(bounds[[0, -1]], int(bounds[-1]), *rest[1:]))
-    with fault_seen():
-        check_apart(packed)
-
-
-def test_the_state_of_the_delta_rule_ends_with_a_sample(packed, monkeypatch):
-    """The kernel of the gated delta rule did not get the bounds of samples, so that its state went from one sample into
-    the next.
-
-    https://github.com/NVIDIA-NeMo/Automodel/pull/2147 https://github.com/THUDM/slime/pull/1686
-    """
-    check_apart(packed)
-    rule = plain.gated_delta_rule
-    monkeypatch.setattr(plain, "gated_delta_rule", lambda *inputs: rule(*inputs[:-1], one_segment(inputs[-1])))
-    with fault_seen():
-        check_apart(packed)
 
 
 def test_the_convolution_ends_with_a_sample(packed, monkeypatch):
@@ -153,24 +127,6 @@ def check_angles(angles_of) -> None:
     angles = angles_of(positions).float()
     assert_close(angles.cos().tile(2), cos[0], atol=1e-3, rtol=0)
     assert_close(angles.sin().tile(2), sin[0], atol=1e-3, rtol=0)
-
-
-def test_sections_of_mrope_alternate(packed):
-    """The sections of mrope followed one another instead of alternating, which is the same for text, but wrong for
-    images.
-
-    https://github.com/alibaba/MNN/pull/4133 https://github.com/vllm-project/vllm-gaudi/pull/1437
-    """
-    shape = packed.model.shape.language
-    check_angles(partial(mrope_angles, shape=shape))
-
-    def in_blocks(positions: torch.Tensor) -> torch.Tensor:
-        by_axis = [mrope_angles(row.expand(3, -1), shape).split(shape.mrope_section, -1) for row in positions]
-        return torch.cat([by_axis[axis][axis] for axis in range(3)], -1)
-
-    assert torch.equal(*(of(torch.arange(9).expand(3, -1)) for of in (in_blocks, partial(mrope_angles, shape=shape))))
-    with fault_seen():
-        check_angles(in_blocks)
 
 
 def test_angles_are_computed_in_float32(packed):

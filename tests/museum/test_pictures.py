@@ -59,20 +59,6 @@ def check_losses(pair, sample: TokenizedSample | None = None) -> None:
         assert_close(ours, reference_losses(pair.theirs, pair.sample), atol=1e-4, rtol=0)
 
 
-def test_levels_of_deepstack_keep_their_layers(pair, monkeypatch):
-    """Image tokens and deepstack levels were packed in one order and unpacked in another, so layers got the wrong
-    features.
-
-    https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/3869
-    """
-    check_losses(pair)
-    forward, parts = pair.ours.vision.forward, 1 + pair.ours.shape.num_deepstack
-    rolled = lambda batch: torch.cat(forward(batch).chunk(parts, -1)[::-1], -1)  # noqa: E731
-    monkeypatch.setattr(pair.ours.vision, "forward", rolled)
-    with fault_seen():
-        check_losses(pair)
-
-
 def test_pictures_stand_in_the_order_of_their_places(pair):
     """Images were ordered by their field or kind and not by their positions in the text, so they took the positions of
     other images.
@@ -237,44 +223,6 @@ def saved(image: Image.Image, image_format: str, **settings: object) -> bytes:
     out = io.BytesIO()
     image.save(out, image_format, **settings)
     return out.getvalue()
-
-
-def as_pillow_opens(data: bytes) -> np.ndarray:
-    return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
-
-
-def test_a_picture_is_turned_as_its_camera_says():
-    """The orientation in an image's EXIF block was ignored, so that the model saw rotated photographs.
-
-    https://github.com/kohya-ss/sd-scripts/issues/1316 https://github.com/sgl-project/sglang/issues/33464
-    """
-    exif = Image.Exif()
-    exif[0x0112] = 6  # a rotation by 90 degrees clockwise
-    data = saved(Image.new("RGB", (24, 16)), "JPEG", exif=exif)
-
-    def check(read) -> None:
-        assert np.asarray(read(data)).shape == (24, 16, 3)
-
-    check(open_rgb)
-    with fault_seen():
-        check(as_pillow_opens)
-
-
-@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
-def test_what_is_transparent_is_white(mode):
-    """The alpha channel was dropped, so that transparent areas, for example around black letters, became black.
-
-    https://github.com/QwenLM/Qwen3-VL/pull/661 https://github.com/vllm-project/vllm/pull/18569
-    """
-    clear = Image.new("RGBA", (8, 8), (0, 0, 0, 0)).convert(mode)
-    data = saved(clear, "PNG", **({"transparency": 0} if mode == "P" else {}))
-
-    def check(read) -> None:
-        assert (np.asarray(read(data)) == 255).all()
-
-    check(open_rgb)
-    with fault_seen():
-        check(as_pillow_opens)
 
 
 def test_pictures_are_scaled_in_training_as_in_asking(tmp_path):

@@ -105,17 +105,6 @@ def check_merged(adapted, scaling: float, directory: Path | None = None) -> None
     torch.testing.assert_close(merged, base + scaling * b @ a, rtol=0, atol=1e-6)
 
 
-def test_an_adapter_is_scaled_by_alpha_over_its_rank(adapted):
-    """Adapters were scaled by alpha instead of alpha divided by the rank, in training, in merging, or in one of the
-    two.
-
-    https://github.com/Blaizzy/mlx-vlm/issues/841 https://github.com/hao-ai-lab/FastVideo/pull/870
-    """
-    check_merged(adapted, ALPHA / RANK)
-    with fault_seen():
-        check_merged(adapted, ALPHA)
-
-
 def test_a_merged_model_has_its_adapters(adapted):
     """The merged model was the base model, because its adapters were left out without an error.
 

@@ -84,19 +84,6 @@ def test_an_image_of_another_size_than_stored_is_no_silent_change():
         decode_sample(sample.key, fields, _store("original"))
 
 
-def test_compression_pays_for_flat_pictures():
-    flat = {"0.png": make_image(96, 96)}
-    sample = _sample(flat)
-    white = TokenizedSample(
-        key=sample.key,
-        input_ids=sample.input_ids,
-        loss_mask=sample.loss_mask,
-        image_grid_thw=sample.image_grid_thw,
-        patches=np.full_like(sample.patches, 255),
-    )
-    assert len(encode_sample(white, "u8_zstd", {})["patches.u8.zst"]) < white.patches.nbytes / 100
-
-
 def _rows(count: int, per_shard: int) -> list[dict[str, object]]:
     names = ("num_tokens", "num_loss_tokens", "num_patches", "num_images", "offset", "size")
     return [

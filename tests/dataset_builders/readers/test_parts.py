@@ -13,14 +13,17 @@ pytestmark = pytest.mark.promise(
     "trained on and held out."
 )
 
-MAP = {"image": "image", "question": "question", "answer": "answer"}
+
+def parts_of_tables(source, heldout_files=()):
+    table = get_builder("table")
+    options = table.options(image="image", question="question", answer="answer")
+    return parts_of(table, source, (), options, heldout_files)
 
 
 def test_files_that_are_named_are_held_out_and_all_others_are_train(tmp_path):
     for name in ("a", "b", "c"):
         csv_paths(tmp_path / name, draw_rows(1, 3))
-    table = get_builder("table")
-    parts = parts_of(table, tmp_path, (), table.options(**MAP), ["b/*", "c/data.csv"])
+    parts = parts_of_tables(tmp_path, ["b/*", "c/data.csv"])
     assert [(part.name, part.split) for part in parts] == [
         ("a/data.csv", "train"),
         ("b/data.csv", "heldout"),
@@ -34,15 +37,13 @@ def test_parts_carry_the_stores_that_their_rows_may_name(named, stores, tmp_path
     if named is not None:
         monkeypatch.setenv(DATA_STORES_VARIABLE, named)
     csv_paths(tmp_path, draw_rows(1, 3))
-    table = get_builder("table")
-    assert [part.stores for part in parts_of(table, tmp_path, (), table.options(**MAP))] == [stores]
+    assert [part.stores for part in parts_of_tables(tmp_path)] == [stores]
 
 
 def test_a_glob_that_fits_no_file_is_refused(tmp_path):
     csv_paths(tmp_path, draw_rows(1, 3))
-    table = get_builder("table")
     with pytest.raises(InputError, match=r"heldout_files: no file of rows in .* is named 'test\*'; give a glob like"):
-        parts_of(table, tmp_path, (), table.options(**MAP), ["test*"])
+        parts_of_tables(tmp_path, ["test*"])
 
 
 def test_the_splits_of_the_builder_are_not_contradicted(tmp_path):
@@ -56,11 +57,10 @@ def test_the_splits_of_the_builder_are_not_contradicted(tmp_path):
 def test_files_named_like_a_held_out_split_are_no_train_data_unless_the_recipe_says_so(tmp_path):
     for name in ("train", "test-00"):
         csv_paths(tmp_path / name, draw_rows(1, 3))
-    table = get_builder("table")
     with pytest.raises(
         InputError, match=r"test-00/data.csv'? in .* set heldout_files: \[\"test-\*/data.csv\"\] to hold"
     ):
-        parts_of(table, tmp_path, (), table.options(**MAP), None)
-    assert [part.split for part in parts_of(table, tmp_path, (), table.options(**MAP), [])] == [None, None]
+        parts_of_tables(tmp_path, None)
+    assert [part.split for part in parts_of_tables(tmp_path, [])] == [None, None]
     for name in ("train", "test-00"):
-        assert len(parts_of(table, tmp_path / name, (), table.options(**MAP), None)) == 1
+        assert len(parts_of_tables(tmp_path / name, None)) == 1

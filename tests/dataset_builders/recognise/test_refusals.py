@@ -3,10 +3,9 @@
 import csv
 import io
 import json
-import shlex
 import subprocess
+import sys
 import tarfile
-import zipfile
 from hashlib import sha256
 
 import pyarrow as pa
@@ -31,16 +30,32 @@ ROWS = draw_rows(7, 12)
 
 def init(tmp_path, capsys, data=None) -> tuple[int, str, str]:
     """Return the exit status, stdout and stderr of `athanor init`, which writes tmp_path/my.yaml."""
-    (tmp_path / "my.yaml").unlink(missing_ok=True)
-    words = [
-        "init",
-        str(data or tmp_path / "data"),
-        "--out",
-        str(tmp_path / "my.yaml"),
-        "--root",
-        str(tmp_path / "root"),
-    ]
+    recipe = tmp_path / "my.yaml"
+    recipe.unlink(missing_ok=True)
+    words = ["init", str(data or tmp_path / "data"), "--out", str(recipe), "--root", str(tmp_path / "root")]
     return main(words), *capsys.readouterr()
+
+
+def refusal(tmp_path, capsys, words, data=None) -> str:
+    """Return the one line with which `athanor init` refuses the data; it holds these words."""
+    status, _, err = init(tmp_path, capsys, data)
+    assert status == 2 and words in err and err.count("\n") == 1, err
+    return err
+
+
+def follow(err) -> None:
+    """Run the command that a refusal names."""
+    assert "; run: " in err, err
+    subprocess.run(err.rpartition("; run: ")[2], shell=True, check=True)
+
+
+def samples_as_drawn(tmp_path, capsys, data=None) -> list[Sample]:
+    """Return the samples of the recipe that `athanor init` writes. They have the images and the answers of ROWS."""
+    status, _, err = init(tmp_path, capsys, data)
+    assert status == 0, err
+    samples = samples_of(tmp_path / "my.yaml")
+    assert sorted((sha256(s.images[0]).hexdigest(), s.messages[-1].text) for s in samples) == EXPECTED
+    return samples
 
 
 def samples_of(recipe) -> list[Sample]:
@@ -55,10 +70,6 @@ def samples_of(recipe) -> list[Sample]:
     return samples
 
 
-def pairs(samples) -> list[tuple[str, str]]:
-    return sorted((sha256(sample.images[0]).hexdigest(), sample.messages[-1].text) for sample in samples)
-
-
 EXPECTED = sorted((sha256(row.image).hexdigest(), row.answer) for row in ROWS)
 QUESTIONS = sorted((row.question, row.answer) for row in ROWS)
 
@@ -66,6 +77,16 @@ QUESTIONS = sorted((row.question, row.answer) for row in ROWS)
 def write_json(file, value, **more):
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(value, **more))
+
+
+def write_lines(file, rows):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("\n".join(map(json.dumps, rows)))
+
+
+def write_table(file, rows):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), file)
 
 
 def flat(folder="images"):
@@ -88,41 +109,24 @@ def columns(rows):
     return {name: [row[name] for row in rows] for name in rows[0]}
 
 
-def turns(role, text):
+def turn(role, text):
     return [{"role": role, "content": text}]
 
 
+def chat(row):
+    return [*turn("user", row.question), *turn("assistant", row.answer)]
+
+
+def in_turns(row):
+    return {"prompt": turn("user", row.question), "completion": turn("assistant", row.answer)}
+
+
 def trl(d):
-    rows = [
-        {
-            "images": [f"images/{r.name}.png"],
-            "prompt": turns("user", r.question),
-            "completion": turns("assistant", r.answer),
-        }
-        for r in ROWS
-    ]
-    (d / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-
-
-def trl_parquet(d):
-    d.mkdir()
-    rows = [
-        {
-            "prompt": [{"role": "system", "content": "Be short."}, *turns("user", r.question)],
-            "completion": turns("assistant", r.answer),
-            "images": [{"bytes": r.image, "path": None}],
-        }
-        for r in ROWS
-    ]
-    pq.write_table(pa.Table.from_pylist(rows), d / "train-00000-of-00001.parquet")
+    write_lines(d / "train.jsonl", [{"images": [f"images/{r.name}.png"], **in_turns(r)} for r in ROWS])
 
 
 def trl_arrow(d):
-    rows = [
-        {"prompt": turns("user", r.question), "completion": turns("assistant", r.answer), "image": r.image}
-        for r in ROWS
-    ]
-    save_to_disk(d, rows)
+    save_to_disk(d, [{**in_turns(r), "image": r.image} for r in ROWS])
 
 
 def save_to_disk(d, rows):
@@ -135,44 +139,24 @@ def save_to_disk(d, rows):
     write_json(d / "state.json", {"_data_files": []}, indent=2)
 
 
-def label_studio(d, address="/data/local-files/?d=images/{}.png", kind="choices"):
-    field = {"choices": "choices", "textarea": "text"}.get(kind, kind)
+def label_studio(d, kind="textarea", field="text"):
     tasks = [
         {
-            "id": i,
-            "data": {"image": address.format(r.name), "question": r.question},
-            "annotations": [
-                {
-                    "id": i,
-                    "result": [{"from_name": "choice", "to_name": "image", "type": kind, "value": {field: [r.answer]}}],
-                }
-            ],
-            "meta": {},
+            "data": {"image": f"/data/local-files/?d=images%2F{r.name}.png", "question": r.question},
+            "annotations": [{"result": [{"from_name": "choice", "type": kind, "value": {field: [r.answer]}}]}],
         }
-        for i, r in enumerate(ROWS)
+        for r in ROWS
     ]
     write_json(d / "project-1.json", tasks)
 
 
-def json_min(d, name="min.json"):
-    rows = [
-        {
-            "image": f"/data/local-files/?d=images/{r.name}.png",
-            "question": r.question,
-            "id": i,
-            "colour": r.answer,
-            "annotator": 1,
-            "annotation_id": i,
-            "created_at": "2026-01-01T00:00:00Z",
-            "updated_at": "2026-01-01T00:00:00Z",
-            "lead_time": 3.5,
-        }
-        for i, r in enumerate(ROWS)
+def json_min():
+    dates = {"created_at": "2026-01-01T00:00:00Z", "updated_at": "2026-01-01T00:00:00Z"}
+    own = {"id": 1, "annotator": 1, "annotation_id": 1, "lead_time": 3.5, **dates}
+    return [
+        {"image": f"/data/local-files/?d=images/{r.name}.png", "question": r.question, "colour": r.answer, **own}
+        for r in ROWS
     ]
-    if name.endswith(".csv"):
-        write_csv(d / name, rows)
-    else:
-        write_json(d / name, rows)
 
 
 def write_csv(file, rows, **dialect):
@@ -183,17 +167,8 @@ def write_csv(file, rows, **dialect):
 
 
 def csv_of_messages(to_text, delimiter=","):
-    def write(d):
-        rows = [
-            {
-                "images": f"images/{r.name}.png",
-                "messages": to_text([*turns("user", f"<image>{r.question}"), *turns("assistant", r.answer)]),
-            }
-            for r in ROWS
-        ]
-        write_csv(d / "chats.csv", rows, delimiter=delimiter)
-
-    return with_images(write)
+    rows = [{"images": f"images/{r.name}.png", "messages": to_text(chat(r))} for r in ROWS]
+    return with_images(lambda d: write_csv(d / "chats.csv", rows, delimiter=delimiter))
 
 
 def easy_vqa(d):
@@ -216,79 +191,44 @@ def coco_captions(d):
 
 
 def webdataset_table(d):
-    d.mkdir()
     rows = [
-        {
-            "jpg": {"bytes": r.image, "path": f"{r.name}.png"},
-            "json": {"question": r.question, "answer": r.answer},
-            "__key__": r.name,
-            "__url__": "00000.tar",
-        }
+        {"jpg": {"bytes": r.image}, "json": {"question": r.question, "answer": r.answer}, "__key__": r.name}
         for r in ROWS
     ]
-    pq.write_table(pa.Table.from_pylist(rows), d / "00000.parquet")
+    write_table(d / "00000.parquet", rows)
 
 
 def json_text_table(d):
-    d.mkdir()
     rows = [{"png": r.image, "json": json.dumps({"question": r.question, "answer": r.answer})} for r in ROWS]
-    pq.write_table(pa.Table.from_pylist(rows), d / "00000.parquet")
+    write_table(d / "00000.parquet", rows)
 
 
-def webdataset_chats(d):
-    d.mkdir()
-    rows = [
-        {
-            "json": {"messages": [*turns("user", r.question), *turns("assistant", r.answer)]},
-            "png": {"bytes": r.image, "path": None},
-            "__key__": r.name,
-            "__url__": "00000.tar",
-        }
-        for r in ROWS
-    ]
-    pq.write_table(pa.Table.from_pylist(rows), d / "00000.parquet")
+def packed(*command):
+    """Write rows in a file that a module of Python packed."""
 
-
-def packed(pack, name):
     def write(d):
         json_lines(d, ROWS)
-        pack(d, d / name)
+        subprocess.run([sys.executable, "-m", *command, "vqa.jsonl"], cwd=d, check=True)
+        (d / "vqa.jsonl").unlink()
 
     return write
-
-
-def into_zip(d, file):
-    with zipfile.ZipFile(file, "w") as out:
-        out.write(d / "vqa.jsonl", "vqa.jsonl")
-    (d / "vqa.jsonl").unlink()
-
-
-def into_gzip(d, file):
-    subprocess.run(["gzip", d / "vqa.jsonl"], check=True)
-
-
-def into_tgz(d, file):
-    with tarfile.open(file, "w:gz") as out:
-        out.add(d / "vqa.jsonl", "vqa.jsonl")
-    (d / "vqa.jsonl").unlink()
 
 
 def leftover(name, content):
     def write(d):
         write_images(d / "train" / "images", ROWS)
-        write_json(d / "train" / "rows.jsonl", flat()[0])
-        (d / "train" / "rows.jsonl").write_text("\n".join(map(json.dumps, flat())))
+        write_lines(d / "train" / "rows.jsonl", flat())
         (d / "train" / name).write_bytes(content)
 
     return write
 
 
-def dotted_keys(d, name="img/v1.{0.name}_{0.answer}"):
+def dotted_keys(d):
     d.mkdir()
     with tarfile.open(d / "00000.tar", "w") as tar:
         for row in ROWS:
             for suffix, data in (("png", row.image), ("txt", row.answer.encode())):
-                info = tarfile.TarInfo(f"{name.format(row)}.{suffix}")
+                info = tarfile.TarInfo(f"img/v1.{row.name}_{row.answer}.{suffix}")
                 info.size = len(data)
                 tar.addfile(info, io.BytesIO(data))
 
@@ -298,7 +238,7 @@ def foreign_rows(start):
 
 
 def foreign_paths(d):
-    (d / "rows.jsonl").write_text("\n".join(map(json.dumps, foreign_rows("/content/drive/set/"))))
+    write_lines(d / "rows.jsonl", foreign_rows("/content/drive/set/"))
 
 
 def foreign_parquet(d):
@@ -310,13 +250,11 @@ def foreign_parquet(d):
 
 # Name -> (function that writes the layout, words of the refusal).
 REFUSED = {
-    "list under another name": (as_json({"version": 1, "questions": flat()}), "one object with a list 'questions'"),
-    "list over several lines": (as_json({"info": {}, "rows": flat()}, indent=1), "one object with a list 'rows'"),
+    "list under another name": (
+        as_json({"version": 1, "questions": flat()}, indent=1), "one object with a list 'questions'"),
     "list in an object": (as_json({"dataset": {"items": flat()}}), "one object with a list 'dataset.items'"),
     "splits in one object": (
         as_json({"train": flat()[:8], "test": flat()[8:]}), "one object with the splits 'train', 'test'"),
-    "splits over several lines": (
-        as_json({"train": flat()[:8], "validation": flat()[8:]}, indent=2), "the splits 'train', 'validation'"),
     "rows by their keys": (as_json({r.name: row for r, row in zip(ROWS, flat())}), "object with a row under each key"),
     "lists of columns": (as_json(columns(flat()), indent=1), "one object with a list for each column"),
     "pandas' to_json": (
@@ -329,18 +267,17 @@ REFUSED = {
     "lists with a header": (
         as_json([["image", "question", "answer"], *[list(row.values()) for row in flat()]]), "lists of 3 values"),
     "lines that are lists": (
-        with_images(lambda d: (d / "a.jsonl").write_text("\n".join(json.dumps(list(r.values())) for r in flat()))),
+        with_images(lambda d: write_lines(d / "a.jsonl", [list(row.values()) for row in flat()])),
         "a.jsonl: its rows are lists of 3 values"),
     "COCO's captions": (coco_captions, "COCO's captions, apart from the names of their images"),
     "TRL": (with_images(trl), "TRL's prompt and completion in turns"),
-    "TRL in parquet": (trl_parquet, "TRL's prompt and completion in turns"),
     "TRL saved by datasets": (trl_arrow, "TRL's prompt and completion in turns"),
-    "Label Studio": (with_images(label_studio), "tasks of Label Studio's JSON"),
-    "Label Studio's texts": (
-        with_images(lambda d: label_studio(d, "/data/local-files/?d=images%2F{}.png", "textarea")),
-        "tasks of Label Studio's JSON"),
-    "Label Studio's JSON-MIN": (with_images(json_min), "Label Studio's JSON-MIN or CSV"),
-    "Label Studio's CSV": (with_images(lambda d: json_min(d, "min.csv")), "Label Studio's JSON-MIN or CSV"),
+    "Label Studio's texts": (with_images(label_studio), "tasks of Label Studio's JSON"),
+    "Label Studio's choices": (
+        with_images(lambda d: label_studio(d, "choices", "choices")), "tasks of Label Studio's JSON"),
+    "Label Studio's JSON-MIN": (as_json(json_min()), "Label Studio's JSON-MIN or CSV"),
+    "Label Studio's CSV": (
+        with_images(lambda d: write_csv(d / "min.csv", json_min())), "Label Studio's JSON-MIN or CSV"),
     "messages in CSV": (csv_of_messages(json.dumps), "a CSV file with messages"),
     "messages in CSV by pandas": (csv_of_messages(str, ";"), "a CSV file with messages"),
     "answers that are objects": (
@@ -358,23 +295,17 @@ REFUSED = {
         as_json([{"image": r["image"], "questions": [r["question"]], "answers": [r["answer"]]} for r in flat()]),
         "several questions and answers in each row"),
     "a tar as a table with json": (webdataset_table, "a WebDataset tar that `datasets` wrote as a table"),
-    "a tar as a table with messages": (webdataset_chats, "a WebDataset tar that `datasets` wrote as a table"),
-    "rows in a zip": (packed(into_zip, "vqa.zip"), "vqa.zip is packed"),
-    "rows by gzip": (packed(into_gzip, "vqa.jsonl.gz"), "vqa.jsonl.gz is compressed"),
-    "rows in a tgz": (packed(into_tgz, "vqa.tgz"), "vqa.tgz is packed"),
+    "rows in a zip": (packed("zipfile", "-c", "vqa.zip"), "vqa.zip is packed"),
+    "rows by gzip": (packed("gzip"), "vqa.jsonl.gz is compressed"),
+    "rows in a tgz": (packed("tarfile", "-c", "vqa.tgz"), "vqa.tgz is packed"),
     "a leftover object": (leftover("notes.json", b'{\n "by": "me"\n}'), "if it holds no rows, move it away"),
     "a leftover without a header": (leftover("empty.csv", b""), "if it holds no rows, move it away"),
-    "a leftover that is no table": (leftover("old.parquet", b"x"), "if it holds no rows, move it away"),
     "COCO's boxes beside rows": (
         leftover("instances.json", json.dumps({"images": [{}], "annotations": [{"bbox": []}]}, indent=1).encode()),
         "COCO's boxes, as `supervision` writes them"),
     "two leftovers": (
         lambda d: [leftover(name, b"")(d) for name in ("a.csv", "b.csv")], "if it holds no rows, move it away"),
     "tar keys with dots": (dotted_keys, "names of its members hold dots before their suffix"),
-    "tar keys with numbers after a dot": (
-        lambda d: dotted_keys(d, "img.{0.name}"), "names of its members hold dots before their suffix"),
-    "splits beside a version": (
-        as_json({"version": 1, "train": flat()[:8], "test": flat()[8:]}), "the splits 'train', 'test'"),
     "splits below a key": (
         as_json({"data": {"train": flat()[:8], "val": flat()[8:]}}, indent=1), "the splits 'train', 'val'"),
     "a list beside a shorter one": (
@@ -383,12 +314,6 @@ REFUSED = {
     "addresses of Label Studio": (
         with_images(lambda d: write_json(d / "rows.json", foreign_rows("/data/local-files/?d="))),
         "name images by their paths there"),
-    "a completion in turns alone": (
-        as_json([
-            {"image": f"images/{r.name}.png", "prompt": r.question, "completion": turns("assistant", r.answer)}
-            for r in ROWS
-        ]),
-        "the answers of column 'completion' are lists of objects; take their field 'content'"),
     "paths of another machine": (with_images(foreign_paths), "name images by their paths there"),
     "paths of another machine in parquet": (with_images(foreign_parquet), "name images by their paths there"),
     "paths of another machine in CSV": (
@@ -402,53 +327,35 @@ def test_the_command_of_a_refusal_makes_the_rows_readable(tmp_path, capsys, name
     write, words = REFUSED[name]
     write(tmp_path / "data")
     before = sum(1 for _ in tmp_path.rglob("*"))
-    status, _, err = init(tmp_path, capsys)
-    assert status == 2 and words in err and err.count("\n") == 1, err
-    assert "; run: " in err, err
-    subprocess.run(err.rpartition("; run: ")[2], shell=True, check=True)
-    status, _, err = init(tmp_path, capsys)
-    assert status == 0, err
-    samples = samples_of(tmp_path / "my.yaml")
-    assert pairs(samples) == EXPECTED
+    follow(refusal(tmp_path, capsys, words))
+    samples = samples_as_drawn(tmp_path, capsys)
     asked = sorted((s.messages[-2].text.replace(IMAGE_SLOT, "").strip(), s.messages[-1].text) for s in samples)
     assert asked == QUESTIONS or {question for question, _ in asked} == {"Describe the image."}
     assert sum(1 for _ in tmp_path.rglob("*")) >= before  # nothing of the user's is deleted
 
 
-def img2dataset(d):
-    """Write a shard of img2dataset in parquet, with the picture that could not be fetched, and its figures."""
-    d.mkdir()
+def img2dataset(d, lost=0):
+    """Write a shard of img2dataset in parquet and its figures. The first `lost` pictures could not be fetched."""
     rows = [
         {"url": f"https://x.org/{r.name}", "caption": r.answer, "key": r.name, "status": "success",
-         "error_message": None, "width": 64, "height": 64, "exif": "{}", "sha256": "0", "jpg": r.image}
-        for r in ROWS
+         "error_message": None, "width": 64, "height": 64, "exif": "{}", "sha256": "0",
+         "jpg": None if number < lost else r.image}
+        for number, r in enumerate(ROWS)
     ]  # fmt: skip
-    pq.write_table(pa.Table.from_pylist(rows), d / "00000.parquet")
+    write_table(d / "00000.parquet", rows)
     write_json(d / "00000_stats.json", {"count": 12, "successes": 12}, indent=4)
 
 
 def tar_as_table(d, column="jpg", text="txt"):
-    d.mkdir()
     rows = [
-        {
-            column: {"bytes": r.image, "path": f"{r.name}.{column}"},
-            text: r.answer,
-            "__key__": r.name,
-            "__url__": "0.tar",
-        }
+        {column: {"bytes": r.image, "path": f"{r.name}.png"}, text: r.answer, "__key__": r.name, "__url__": "0.tar"}
         for r in ROWS
     ]
-    pq.write_table(pa.Table.from_pylist(rows), d / "train-00000-of-00001.parquet")
+    write_table(d / "train-00000-of-00001.parquet", rows)
 
 
-def chats(fields):
-    return [
-        {
-            "messages": [*turns("user", r.question), *turns("assistant", r.answer)],
-            "images": [{"bytes": r.image, **fields}],
-        }
-        for r in ROWS
-    ]
+def chats():
+    return [{"messages": chat(r), "images": [{"bytes": r.image, "path": None}]} for r in ROWS]
 
 
 def sharegpt():
@@ -458,12 +365,12 @@ def sharegpt():
 
 def from_the_root(d):
     write_images(d / "demo" / "images", ROWS)
-    (d / "demo" / "rows.jsonl").write_text("\n".join(map(json.dumps, flat("demo/images"))))
+    write_lines(d / "demo" / "rows.jsonl", flat("demo/images"))
 
 
 def splits_on_disk(d):
     for split, some in (("train", slice(0, 8)), ("test", slice(8, None))):
-        save_to_disk(d / split, chats({"path": None})[some])
+        save_to_disk(d / split, chats()[some])
     write_json(d / "dataset_dict.json", {"splits": ["train", "test"]})
 
 
@@ -473,7 +380,7 @@ READ = {
     "a tar as a table": tar_as_table,
     "a tar of classes as a table": lambda d: tar_as_table(d, "png", "cls"),
     "a tar of webp as a table": lambda d: tar_as_table(d, "webp", "caption"),
-    "messages saved by datasets": lambda d: save_to_disk(d, chats({"path": None})),
+    "messages saved by datasets": lambda d: save_to_disk(d, chats()),
     "conversations saved by datasets": lambda d: save_to_disk(d, sharegpt()),
     "splits of messages saved by datasets": splits_on_disk,
     "prefix and suffix": as_json([{"image": r["image"], "prefix": "name it", "suffix": r["answer"]} for r in flat()]),
@@ -484,42 +391,30 @@ READ = {
 @pytest.mark.parametrize("name", READ)
 def test_what_other_tools_write_without_doubt_is_read(tmp_path, capsys, name):
     READ[name](tmp_path / "data")
-    status, _, err = init(tmp_path, capsys)
-    assert status == 0, err
-    assert pairs(samples_of(tmp_path / "my.yaml")) == EXPECTED
+    samples_as_drawn(tmp_path, capsys)
 
 
 def test_a_picture_that_could_not_be_fetched_leaves_no_caption_without_a_picture(tmp_path, capsys):
-    img2dataset(tmp_path / "data")
-    table = pq.read_table(tmp_path / "data" / "00000.parquet").to_pylist()
-    pq.write_table(pa.Table.from_pylist([{**table[0], "jpg": None}, *table[1:]]), tmp_path / "data" / "00000.parquet")
+    img2dataset(tmp_path / "data", lost=1)
     status, out, err = init(tmp_path, capsys)
     assert status == 0 and "1 of 12 rows are left out as schema_error" in out, (out, err)
 
 
-def rows_apart(d, path):
-    write_images(d / "pictures", ROWS)
-    rows = [{"image": path.format(root=d, name=r.name), "question": r.question, "answer": r.answer} for r in ROWS]
-    (d / "rows").mkdir()
-    (d / "rows" / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-
-
 @pytest.mark.parametrize("path", ["{root}/pictures/{name}.png", "../pictures/{name}.png", "pictures/{name}.png"])
 def test_images_beside_the_data_are_found_from_the_folder_that_the_message_names(tmp_path, capsys, path):
-    rows_apart(tmp_path / "all", path)
-    status, _, err = init(tmp_path, capsys, tmp_path / "all" / "rows")
-    command = err.rpartition("; run: ")[2]
-    assert status == 2 and command == f"athanor init {tmp_path / 'all'}\n", err
-    assert init(tmp_path, capsys, shlex.split(command)[2])[0] == 0
-    assert pairs(samples_of(tmp_path / "my.yaml")) == EXPECTED
+    root = tmp_path / "all"
+    write_images(root / "pictures", ROWS)
+    images = [path.format(root=root, name=row.name) for row in ROWS]
+    write_lines(root / "rows" / "a.jsonl", [{**row, "image": image} for row, image in zip(flat(), images)])
+    command = refusal(tmp_path, capsys, "; run: ", root / "rows").rpartition("; run: ")[2]
+    assert command == f"athanor init {root}\n"
+    samples_as_drawn(tmp_path, capsys, root)
 
 
 def test_rows_too_deep_are_read_from_the_folder_that_the_message_names(tmp_path, capsys):
     json_lines(tmp_path / "data" / "a" / "b", ROWS)
-    status, _, err = init(tmp_path, capsys)
-    folder = err.rpartition("give ")[2].removesuffix(" as the data\n")
-    assert status == 2 and init(tmp_path, capsys, folder)[0] == 0, err
-    assert pairs(samples_of(tmp_path / "my.yaml")) == EXPECTED
+    err = refusal(tmp_path, capsys, "give ")
+    samples_as_drawn(tmp_path, capsys, err.rpartition("give ")[2].removesuffix(" as the data\n"))
 
 
 @pytest.mark.parametrize(
@@ -535,9 +430,8 @@ def test_rows_too_deep_are_read_from_the_folder_that_the_message_names(tmp_path,
 def test_a_file_of_another_kind_is_named_with_its_way_out(tmp_path, capsys, name, words):
     write_images(tmp_path / "data" / "images", ROWS)
     (tmp_path / "data" / name).write_bytes(b"x")
-    status, _, err = init(tmp_path, capsys)
-    assert status == 2 and words in err, err
-    (tmp_path / "data" / "rows.jsonl").write_text("\n".join(map(json.dumps, flat())))
+    refusal(tmp_path, capsys, words)
+    write_lines(tmp_path / "data" / "rows.jsonl", flat())
     status, out, _ = init(tmp_path, capsys)
     assert status == 0 and f"look at: {words}" in out
 
@@ -552,8 +446,7 @@ def coco_boxes(d):
 
 def rows_far_away(d):
     write_images(d.parent / "far", ROWS)
-    rows = [{"image": f"{d.parent}/far/{r.name}.png", "question": r.question, "answer": r.answer} for r in ROWS]
-    write_json(d / "x" / "rows.json", rows)
+    write_json(d / "x" / "rows.json", flat(f"{d.parent}/far"))
 
 
 @pytest.mark.parametrize(
@@ -561,7 +454,10 @@ def rows_far_away(d):
     [
         (coco_boxes, "COCO's boxes, as `supervision` writes them"),
         (vqa_questions, "VQAv2's questions without answers; docs/data-formats.md has a script that joins them"),
-        (with_images(lambda d: label_studio(d, kind="rectanglelabels")), "results of the kind rectanglelabels"),
+        (
+            with_images(lambda d: label_studio(d, "rectanglelabels", "rectanglelabels")),
+            "results of the kind rectanglelabels",
+        ),
         (
             as_json([{"image": r["image"], "prefix": "detect", "suffix": "<loc0001> cat"} for r in flat()]),
             "PaliGemma's",
@@ -571,41 +467,28 @@ def rows_far_away(d):
 )
 def test_what_no_command_can_know_is_refused_by_its_name(tmp_path, capsys, write, words):
     write(tmp_path / "data")
-    status, _, err = init(tmp_path, capsys)
-    assert status == 2 and words in err and "run:" not in err, err
+    assert "run:" not in refusal(tmp_path, capsys, words)
 
 
 def test_an_object_of_over_64_mib_gets_a_command_too(tmp_path, capsys, monkeypatch):
-    with_images(lambda d: write_json(d / "rows.json", {"version": 1, "all of them": flat()}, indent=1))(
-        tmp_path / "data"
-    )
+    as_json({"version": 1, "all of them": flat()}, indent=1)(tmp_path / "data")
     monkeypatch.setattr("dataset_builders.recognise.exports.MAX_ROW_BYTES", 100)
-    status, _, err = init(tmp_path, capsys)
-    assert status == 2 and "one object of over 64 MiB" in err
-    subprocess.run(err.rpartition("; run: ")[2], shell=True, check=True)
-    assert init(tmp_path, capsys)[0] == 0
-    assert pairs(samples_of(tmp_path / "my.yaml")) == EXPECTED
+    follow(refusal(tmp_path, capsys, "one object of over 64 MiB"))
+    samples_as_drawn(tmp_path, capsys)
 
 
-@pytest.mark.parametrize("kind", ["struct", "text", "list"])
+@pytest.mark.parametrize(
+    "kind",
+    [lambda path: {"path": path}, lambda path: path, lambda path: [{"path": path}]],
+    ids=["struct", "text", "list"],
+)
 def test_a_table_takes_in_the_images_that_it_names_elsewhere(tmp_path, capsys, kind):
     """The images lie where no folder above both is near."""
     write_images(tmp_path / "far", ROWS)
     data = tmp_path / "a" / "b" / "data"
-    data.mkdir(parents=True)
-    paths = [str(tmp_path / "far" / f"{row.name}.png") for row in ROWS]
-    column = {
-        "struct": [{"path": path} for path in paths],
-        "text": paths,
-        "list": [[{"path": path}] for path in paths],
-    }[kind]
-    rows = [{"image": image, "question": row.question, "answer": row.answer} for image, row in zip(column, ROWS)]
-    pq.write_table(pa.Table.from_pylist(rows), data / "train.parquet")
-    status, _, err = init(tmp_path, capsys, data)
-    assert status == 2 and "outside of the source; take them into the table; run: " in err, err
-    subprocess.run(err.rpartition("; run: ")[2], shell=True, check=True)
-    assert init(tmp_path, capsys, data)[0] == 0
-    samples = samples_of(tmp_path / "my.yaml")
-    assert pairs(samples) == EXPECTED and sorted((s.messages[0].text, s.messages[1].text) for s in samples) == [
+    write_table(data / "train.parquet", [{**row, "image": kind(row["image"])} for row in flat(f"{tmp_path}/far")])
+    follow(refusal(tmp_path, capsys, "outside of the source; take them into the table; run: ", data))
+    samples = samples_as_drawn(tmp_path, capsys, data)
+    assert sorted((s.messages[0].text, s.messages[1].text) for s in samples) == [
         (f"<image>{question}", answer) for question, answer in QUESTIONS
     ]

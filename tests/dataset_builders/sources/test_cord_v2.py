@@ -3,7 +3,6 @@
 import json
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from pydantic import ValidationError
 
@@ -100,26 +99,18 @@ def test_the_files_names_say_the_split(tmp_path):
 
 BAD_ROWS = {
     "no JSON": (cord_row(JPEG, "gt_parse: menu"), "json_parse_error"),
-    "empty text": (cord_row(JPEG, ""), "json_parse_error"),
-    "JSON that breaks off": (cord_row(JPEG, json.dumps(truth(MANY))[:-9]), "json_parse_error"),
     "a key twice": (cord_row(JPEG, '{"gt_parse": {"a": "b", "a": "c"}}'), "json_parse_error"),
-    "NaN": (cord_row(JPEG, '{"gt_parse": {"a": NaN}}'), "json_parse_error"),
-    "too deep": (cord_row(JPEG, '{"gt_parse":' + '{"a":' * 5000 + "1" + "}" * 5001), "json_parse_error"),
     "null": (cord_row(JPEG, None), "schema_error"),
     "a list": (cord_row(JPEG, [MANY]), "schema_error"),
     "neither key": (cord_row(JPEG, {"meta": META, "valid_line": [LINE]}), "schema_error"),
     "no parses": (cord_row(JPEG, {"gt_parses": []}), "schema_error"),
     "parses are no list": (cord_row(JPEG, {"gt_parses": MANY}), "schema_error"),
-    "parse is null": (cord_row(JPEG, {"gt_parse": None}), "schema_error"),
     "parse is a list": (cord_row(JPEG, {"gt_parses": [[MANY]]}), "schema_error"),
     "empty parse": (cord_row(JPEG, {"gt_parse": {}}), "empty_target"),
     "image slot": (cord_row(JPEG, truth({"menu": {"nm": "<image>"}})), "special_token_in_text"),
     "half a character": (cord_row(JPEG, '{"gt_parse": {"nm": "\\ud83d"}}'), "schema_error"),
     "no image": ({"image": None, "ground_truth": json.dumps(truth(MANY))}, "schema_error"),
-    "no bytes": (cord_row(None, truth(MANY)), "schema_error"),
-    "empty bytes": (cord_row(b"", truth(MANY)), "empty"),
     "a path to nothing": (cord_row(None, truth(MANY), "receipt_00000.png"), "image_not_found"),
-    "a path to elsewhere": (cord_row(None, truth(MANY), "/etc/hostname"), "image_not_found"),
 }
 
 
@@ -144,20 +135,6 @@ def test_control_characters_are_escaped_in_json_and_left_out_in_tags(tmp_path):
     rows = [cord_row(JPEG, truth({"nm": "a\x1bb"}))]
     assert from_json(turns(read_rows(tmp_path, rows)[0])[1][1]) == {"nm": "a\x1bb"}
     assert reasons(read(tmp_path, target="donut")) == ["control_chars"]
-
-
-def test_an_image_beside_the_file_is_read(tmp_path):
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "0.png").write_bytes(png(7))
-    (sample,) = read_rows(tmp_path, [cord_row(None, truth(MANY), "0.png")])
-    assert sample.images == (png(7),)
-
-
-def test_ground_truth_that_is_not_utf8(tmp_path):
-    texts = pa.array([json.dumps(truth(MANY)).encode(), b'{"gt_parse": {"a": "\xff"}}'], pa.binary()).view(pa.string())
-    table = pa.Table.from_pylist([cord_row(JPEG, "")] * 2, schema=CORD_SCHEMA).set_column(1, "ground_truth", texts)
-    pq.write_table(table, tmp_path / "train.parquet")
-    assert reasons(read(tmp_path)) == [None, "schema_error"]
 
 
 def test_what_is_wrong_with_a_source_is_said_in_one_line(tmp_path):

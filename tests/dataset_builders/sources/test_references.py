@@ -30,17 +30,14 @@ def test_they_come_back_and_change_no_digest():
     several = sample("a cat", "cat", "a cat")
     assert from_fields(several.key, to_fields(several)) == several
     assert several.digest() == sample().digest()
+    with pytest.raises(SkipSample, match="not Unicode"):
+        sample("a cat", "\ud800").check()
 
 
 def test_a_message_without_them_is_written_as_before():
     record = json.loads(to_fields(sample())["json"])
     assert record["messages"][1] == {"role": "assistant", "text": "a cat"}
     assert from_fields("pets/00000001", to_fields(sample())) == sample()
-
-
-def test_they_are_unicode():
-    with pytest.raises(SkipSample, match="not Unicode"):
-        sample("a cat", "\ud800").check()
 
 
 def pair(references, answer="a cat"):
@@ -58,12 +55,6 @@ def test_the_cauldron_takes_them_from_a_pair(tmp_path):
     assert [message.references for message in sample.messages] == [(), ("cat", "a\ncat", "cat"), (), (), (), ()]
     split = read_source("the_cauldron", tmp_path, turns="split")
     assert [item.messages[1].references for item in split] == [("cat", "a\ncat", "cat"), (), ()]
-
-
-def test_the_cauldrons_own_rows_have_none(tmp_path):
-    write_parquet(tmp_path / "pets" / "train-0.parquet", [cauldron_row([png(1)], [("What?", "a cat")])])
-    (sample,) = read_source("the_cauldron", tmp_path, turns="chat")
-    assert [message.references for message in sample.messages] == [(), ()]
 
 
 def test_the_cauldron_names_a_null_among_them_and_its_neighbour_stays(tmp_path):
@@ -90,11 +81,19 @@ def write_table(path, references):
     pq.write_table(pa.table(columns), path)
 
 
-def test_a_table_takes_them_from_a_column(tmp_path):
-    write_table(tmp_path / "t.parquet", pa.array([["two", "2", "two"], None, []]))
+@pytest.mark.parametrize(
+    ("column", "expected"),
+    [
+        (pa.array([["two", "2", "two"], None, []]), [("two", "2", "two"), (), ()]),
+        (pa.array([2, 3]), [("2",), ("3",)]),
+    ],
+    ids=["lists", "numbers"],
+)
+def test_a_table_takes_them_from_a_column(column, expected, tmp_path):
+    write_table(tmp_path / "t.parquet", column)
     found = read_source("table", tmp_path, **TABLE, references="all")
-    assert [item.messages[1].references for item in found] == [("two", "2", "two"), (), ()]
-    assert [item.messages[1].references for item in read_source("table", tmp_path, **TABLE)] == [()] * 3
+    assert [item.messages[1].references for item in found] == expected
+    assert not any(item.messages[1].references for item in read_source("table", tmp_path, **TABLE))
 
 
 def test_a_tables_answers_are_the_first_of_a_list_and_all_of_it(tmp_path):
@@ -103,20 +102,9 @@ def test_a_tables_answers_are_the_first_of_a_list_and_all_of_it(tmp_path):
     assert (item.messages[1].text, item.messages[1].references) == ("two", ("two", "2"))
 
 
-def test_a_table_of_numbers_and_of_lists_with_null(tmp_path):
-    write_table(tmp_path / "t.parquet", pa.array([2, 3]))
-    found = read_source("table", tmp_path, **TABLE, references="all")
-    assert [item.messages[1].references for item in found] == [("2",), ("3",)]
+def test_a_row_of_a_table_with_a_null_among_them_is_left_out(tmp_path):
     write_table(tmp_path / "t.parquet", pa.array([["two", None], ["two"]]))
     assert reasons(read_source("table", tmp_path, **TABLE, references="all")) == ["schema_error", None]
-
-
-def test_a_table_without_the_column_says_which_there_are(tmp_path):
-    write_table(tmp_path / "t.parquet", pa.array([["two"]]))
-    with pytest.raises(
-        InputError, match="has no column 'al'; the columns there are: ask, say, all; did you mean 'all'"
-    ):
-        read_source("table", tmp_path, **TABLE, references="al")
 
 
 def test_a_table_refuses_a_column_of_another_kind_before_it_reads_a_row(tmp_path):
@@ -133,7 +121,6 @@ def test_a_table_refuses_a_column_of_another_kind_before_it_reads_a_row(tmp_path
         ("docvqa", "Yes.", ("Yes.", "Yes")),
         ("docvqa", "14", ()),
         ("docvqa", "and so on...", ()),
-        ("docvqa", ".", ()),
         ("st_vqa", "Coca-Cola Inc.", ("Coca-Cola Inc.", "Coca-Cola Inc")),
         ("pets", "Yes.", ()),
     ],

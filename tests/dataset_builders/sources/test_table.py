@@ -6,14 +6,12 @@ import json
 from decimal import Decimal
 
 import pyarrow as pa
-import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
 
 from dataset_builders.contracts.sample import Sample
 from dataset_builders.errors import InputError
 from dataset_builders.pictures.images import ImageLimits
-from dataset_builders.readers import table_files
 from dataset_builders.readers.parts import SkippedRow
 from dataset_builders.recognise.recognise import recognise
 from dataset_builders.sources.table import TableOptions, iter_part, list_parts
@@ -73,33 +71,12 @@ def test_image_columns_of_every_kind(name, tmp_path):
     assert turns(first) == [("user", "<image>What?"), ("assistant", "this")]
 
 
-def files_of(table, tmp_path):
-    """Write the same table in every file format."""
-    pq.write_table(table, tmp_path / "parquet" / "t.parquet", row_group_size=2)
-    with pa.OSFile(str(tmp_path / "stream" / "t.arrow"), "wb") as out, pa.ipc.new_stream(out, table.schema) as writer:
+def stream(table):
+    """Return an Arrow stream in batches of two rows."""
+    out = pa.BufferOutputStream()
+    with pa.ipc.new_stream(out, table.schema) as writer:
         writer.write_table(table, 2)
-    with pa.OSFile(str(tmp_path / "file" / "t.arrow"), "wb") as out, pa.ipc.new_file(out, table.schema) as writer:
-        writer.write_table(table, 2)
-    feather.write_feather(table, str(tmp_path / "feather" / "t.feather"), compression="zstd", chunksize=2)
-    return [path for path in sorted(tmp_path.glob("*/t.*"))]
-
-
-def test_parquet_arrow_streams_arrow_files_and_feather_give_the_same(tmp_path, monkeypatch):
-    monkeypatch.setattr(table_files, "_PART_ROWS", 3)
-    for name in ("parquet", "stream", "file", "feather"):
-        (tmp_path / name).mkdir()
-    pictures = [png(i) for i in range(9)]
-    table = pa.table({"picture": pictures, "ask": [f"{i}?" for i in range(9)], "say": [str(i) for i in range(9)]})
-    paths = files_of(table, tmp_path)
-    assert len(paths) == 4
-    options = TableOptions(**MAP)
-    for path in paths:
-        parts = list_parts(path, (), options)
-        assert [(p.span, p.first_row, p.num_rows) for p in parts] == [((0, 2), 0, 4), ((2, 4), 4, 4), ((4, 5), 8, 1)]
-        found = read(path)
-        assert [item.key for item in found] == [f"t/{i:08d}" for i in range(9)]
-        assert [item.images[0] for item in found] == pictures
-        assert [item.key for item in read_source("table", path, rows={2, 7}, **MAP)] == ["t/00000002", "t/00000007"]
+    return out.getvalue().to_pybytes()
 
 
 def test_a_template_several_images_and_a_system_text(tmp_path):
@@ -134,9 +111,7 @@ ANSWERS = {
     "list of float32": (pa.array([[0.3]], pa.list_(pa.float32())), "0.3"),
     "decimal": (pa.array([Decimal("1.50")]), "1.50"),
     "dictionary": (pa.array(["a"]).dictionary_encode(), "a"),
-    "large text": (pa.array(["a"], pa.large_string()), "a"),
     "text view": (pa.array(["a"], pa.string_view()), "a"),
-    "list": (pa.array([["a", "b"]]), "a"),
 }
 
 
@@ -144,8 +119,7 @@ ANSWERS = {
 def test_answers_of_every_kind(name, tmp_path):
     values, text = ANSWERS[name]
     table = pa.table({"picture": [ONE], "ask": ["?"], "say": values})
-    with pa.OSFile(str(tmp_path / "t.arrow"), "wb") as out, pa.ipc.new_stream(out, table.schema) as writer:
-        writer.write_table(table)
+    (tmp_path / "t.arrow").write_bytes(stream(table))
     assert turns(read(tmp_path)[0])[1] == ("assistant", text)
 
 
@@ -165,35 +139,6 @@ def test_null_images_are_named_or_just_not_there(tmp_path):
     assert [item.images for item in found] == [(ONE, TWO), (TWO,), ()]
     fixed = read(tmp_path, **both, null_image="absent", question="<image>{ask}")
     assert reasons(fixed) == ["image_count_mismatch", None, None] and turns(fixed[2])[0][1] == "?"
-
-
-def test_text_alone(tmp_path):
-    write(tmp_path / "t.parquet", {"ask": ["2 + 2?"], "say": ["4"]})
-    assert turns(read(tmp_path, image=None)[0]) == [("user", "2 + 2?"), ("assistant", "4")]
-
-
-def test_a_split_column_divides_every_part(tmp_path, monkeypatch):
-    monkeypatch.setattr(table_files, "_PART_ROWS", 4)
-    splits = ["train", "test", "train", None, "validation", "validation", "test", "test", "train"]
-    write(tmp_path / "t.parquet", {**columns([png(i) for i in range(9)]), "part": splits}, row_group_size=2)
-    parts = list_parts(tmp_path, (), TableOptions(**MAP, split="part"))
-    assert [(p.split, p.first_row, p.file_row, p.num_rows) for p in parts] == [
-        ("train", 0, 0, 1),
-        ("heldout", 1, 1, 1),
-        ("train", 2, 2, 2),
-        ("heldout", 4, 4, 4),
-        ("train", 8, 8, 1),
-    ]
-    assert [(i, item.key) for i, p in enumerate(parts) for item in iter_part(p, TableOptions(**MAP, split="part"))] == [
-        (i, f"t/{row:08d}") for i, row in ((0, 0), (1, 1), (2, 2), (2, 3), (3, 4), (3, 5), (3, 6), (3, 7), (4, 8))
-    ]
-    found = read(tmp_path, split="part")
-    assert [item.key for item in found] == [f"t/{i:08d}" for i in range(9)]
-    assert [(item.key[-1], item.reason) for item in found if not isinstance(item, Sample)] == [("3", "schema_error")]
-    with pytest.raises(
-        InputError, match=r"row 1: column 'part' holds 'test', which is neither in options.train_splits"
-    ):
-        list_parts(tmp_path, (), TableOptions(**MAP, split="part", heldout_splits=("validation",)))
 
 
 def test_a_split_that_changes_with_every_row_is_refused(tmp_path):
@@ -216,10 +161,7 @@ BAD_ROWS = {
     "no answer in the list": ({**bad("say", ""), "say": [["a"], [], ["a"]]}, "empty_target"),
     "null in the list": ({**bad("say", ""), "say": [["a"], [None], ["a"]]}, "schema_error"),
     "not a number": ({**bad("say", ""), "say": [1.0, float("nan"), 1.0]}, "schema_error"),
-    "infinite": ({**bad("say", ""), "say": [1.0, float("-inf"), 1.0]}, "schema_error"),
     "slot in the answer": (bad("say", "see <image>"), "special_token_in_text"),
-    "too many slots": (bad("ask", "<image> or <image>"), "image_count_mismatch"),
-    "control character": (bad("ask", "a\0"), "control_chars"),
     "null image": (bad("picture", None), "schema_error"),
     "empty image": (bad("picture", b""), "empty"),
     "null in a list of images": ({**bad("ask", "?"), "picture": [[ONE], [None], [ONE]]}, "schema_error"),
@@ -240,15 +182,6 @@ def test_bad_row_is_named_and_its_neighbours_stay(name, tmp_path):
     assert isinstance(found[0], Sample) or name == "no image of the list"
 
 
-@pytest.mark.parametrize(
-    "path", ["no.png", "../outside.png", "/etc/hostname", "http://x.org/1.png", "", "a\0b", "x" * 999]
-)
-def test_a_path_that_leads_nowhere(path, tmp_path):
-    (tmp_path / "outside.png").write_bytes(ONE)
-    write(tmp_path / "raw" / "t.parquet", columns([path]))
-    assert reasons(read(tmp_path / "raw")) == ["schema_error" if not path else "image_not_found"]
-
-
 def test_paths_may_begin_at_a_folder_of_the_source(tmp_path):
     (tmp_path / "pictures").mkdir()
     (tmp_path / "pictures" / "1.png").write_bytes(ONE)
@@ -265,8 +198,6 @@ WRONG = {
     ),
     "no such mark": ({"question": "<image>{asks}"}, "has no column 'asks'"),
     "a text that is no column": ({"question": "What is it?"}, "has no column 'What is it"),
-    "no image column": ({"image": ["picture", "b"]}, "has no column 'b'"),
-    "no split column": ({"split": "part"}, "has no column 'part'"),
     "an image of numbers": ({"image": "day"}, r"column 'day' is date32.*bytes, a struct"),
     "an answer of dates": ({"answer": "day"}, "column 'day' is date32.*text, numbers"),
     "a question of bytes": ({"question": "picture"}, "column 'picture' is binary"),
@@ -282,53 +213,33 @@ def test_a_wrong_map_is_named_with_the_file_and_the_columns_there_are(name, tmp_
     assert "\n" not in str(caught.value)
 
 
-def test_a_column_twice_is_refused(tmp_path):
-    table = pa.table(
-        [pa.array([ONE]), pa.array(["?"]), pa.array(["a"]), pa.array(["b"])], ["picture", "ask", "say", "say"]
-    )
-    pq.write_table(table, tmp_path / "t.parquet")
-    with pytest.raises(InputError, match="has the column 'say' 2 times"):
-        read(tmp_path)
+BROKEN_ARROW = {
+    "empty": b"",
+    "the mark of a file": b"ARROW1",
+    "the mark of feather": b"FEA1 and so on",
+    "text": b"no table at all" * 50,
+    "a stream that breaks off": stream(pa.table(columns([png(i) for i in range(9)])))[:3000],
+}
 
 
-@pytest.mark.parametrize("content", [b"", b"ARROW1", b"FEA1 and so on", b"no table at all" * 50])
-def test_a_file_that_is_no_arrow_is_named(content, tmp_path):
-    (tmp_path / "t.arrow").write_bytes(content)
+@pytest.mark.parametrize("name", BROKEN_ARROW)
+def test_a_file_that_is_no_arrow_or_breaks_off_is_named(name, tmp_path):
+    (tmp_path / "t.arrow").write_bytes(BROKEN_ARROW[name])
     with pytest.raises(InputError, match=r"t\.arrow is not a readable Arrow file"):
         read(tmp_path)
 
 
-def test_a_stream_that_breaks_off_is_named(tmp_path):
-    table = pa.table(columns([png(i) for i in range(9)]))
-    path = tmp_path / "t.arrow"
-    with pa.OSFile(str(path), "wb") as out, pa.ipc.new_stream(out, table.schema) as writer:
-        writer.write_table(table, 2)
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    with pytest.raises(InputError, match=r"t\.arrow is not a readable Arrow file"):
-        read(tmp_path)
-
-
-def test_a_table_in_a_store_with_its_pictures(tmp_path, monkeypatch):
-    monkeypatch.setenv("ATHANOR_CACHE_DIR", str(tmp_path / "cache"))
-    data = columns(["pictures/1.png", f"s3://{BUCKET}/elsewhere/2.png", "pictures/none.png", "../elsewhere/2.png"])
-    stream = tmp_path / "t.arrow"
-    with pa.OSFile(str(stream), "wb") as out, pa.ipc.new_stream(out, pa.table(data).schema) as writer:
-        writer.write_table(pa.table(data))
-    here = write(tmp_path / "t.parquet", data)
+def test_a_table_in_a_store_names_pictures_below_it_and_in_any_store(tmp_path):
+    paths = ["pictures/1.png", f"s3://{BUCKET}/elsewhere/2.png", "pictures/none.png", "../elsewhere/2.png"]
+    here = write(tmp_path / "t.parquet", columns(paths))
     with moto_server():
         top = location(f"s3://{BUCKET}")
-        for name, content in {
-            "raw/a/t.parquet": here.read_bytes(),
-            "raw/b/t.arrow": stream.read_bytes(),
-            "raw/a/pictures/1.png": ONE,
-            "raw/b/pictures/1.png": ONE,
-            "elsewhere/2.png": TWO,
-        }.items():
-            (top / name).write_bytes(content)
+        (top / "raw/a/t.parquet").write_bytes(here.read_bytes())
+        (top / "raw/a/pictures/1.png").write_bytes(ONE)
+        (top / "elsewhere/2.png").write_bytes(TWO)
         found = read(top / "raw")
-    assert [item.key[:4] for item in found] == ["a/00"] * 4 + ["b/00"] * 4
-    assert reasons(found) == [None, None, "image_not_found", "image_not_found"] * 2
-    assert [item.images for item in found if isinstance(item, Sample)] == [(ONE,), (TWO,)] * 2
+    assert reasons(found) == [None, None, "image_not_found", "image_not_found"]
+    assert [item.images for item in found[:2]] == [(ONE,), (TWO,)]
 
 
 def test_a_class_number_becomes_its_name_where_the_schema_has_names(tmp_path):

@@ -27,7 +27,6 @@ pytestmark = pytest.mark.promise(
 ONE, TWO = png(1), png(2)
 CAPTION = {"question": "constant:Describe the picture.", "answer": "txt"}
 PAIR = {"question": "json:question", "answer": "json:answers.0.text"}
-LONG = "\u00e4" * 60
 CHAT = {"messages": "json:chat"}
 
 
@@ -78,13 +77,10 @@ def test_a_key_of_a_json_member_that_would_change_the_training_leaves_the_sample
     assert reasons(read(tmp_path, members, **PAIR)) == [None, "schema_error"]
 
 
-def test_images_of_every_suffix_are_images(tmp_path):
-    members = [member for i, suffix in enumerate(("jfif", "avif", "JPE")) for member in captions_of(i, suffix)]
-    assert [len(item.images) for item in read(tmp_path, members, **CAPTION)] == [1, 1, 1]
-
-
-def captions_of(number, suffix):
-    return [(f"{number}.{suffix}", png(number)), (f"{number}.txt", b"a")]
+@pytest.mark.parametrize("suffix", ["jfif", "avif", "JPE"])
+def test_images_of_every_suffix_are_images(suffix, tmp_path):
+    (item,) = read(tmp_path, [(f"a.{suffix}", ONE), ("a.txt", b"a")], **CAPTION)
+    assert item.images == (ONE,)
 
 
 def test_members_without_a_name_are_rows_with_a_reason(tmp_path):
@@ -184,36 +180,23 @@ def test_image_fields_by_pattern(tmp_path):
     assert sample.images == (ONE, TWO)
 
 
-def test_names_of_every_tar_format(tmp_path):
-    for tar_format in (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
-        long = "d/" * 40 + ("n" * 90 if tar_format == tarfile.USTAR_FORMAT else "\u00e4" * 90)
-        data = tar([(f"{long}.png", ONE), (f"{long}.txt", b"one"), *captions(2)], tar_format)
-        assert reasons(read(tmp_path, data, **CAPTION)) == [None] * 3
-
-
 BAD = {
     "no image": ([("1.txt", b"a")], CAPTION, "image_not_found"),
     "no text": ([("1.png", ONE)], CAPTION, "schema_error"),
-    "no json": ([("1.png", ONE)], PAIR, "schema_error"),
     "no image in a chat": ([("1.json", {"chat": []})], CHAT, "image_not_found"),
     "json is none": ([("1.png", ONE), ("1.json", b"{")], PAIR, "json_parse_error"),
     "json without the field": ([("1.png", ONE), ("1.json", {"question": "a?"})], PAIR, "schema_error"),
-    "list too short": ([("1.png", ONE), ("1.json", {"question": "a?", "answers": []})], PAIR, "schema_error"),
     "answer is a number": (
         [("1.png", ONE), ("1.json", {"question": "a?", "answers": [{"text": 7}]})], PAIR, "schema_error"),
     "text not utf-8": ([("1.png", ONE), ("1.txt", b"\xff\xfe")], CAPTION, "schema_error"),
-    "empty text": ([("1.png", ONE), ("1.txt", b" \n")], CAPTION, "empty_target"),
-    "mark in the text": ([("1.png", ONE), ("1.txt", b"<image>")], CAPTION, "special_token_in_text"),
     "same member twice": ([("1.png", ONE), ("1.png", TWO), ("1.txt", b"a")], CAPTION, "duplicate_key"),
     "same member in capitals": ([("1.png", ONE), ("1.PNG", TWO), ("1.txt", b"a")], CAPTION, "duplicate_key"),
     "chat is text": ([("1.png", ONE), ("1.json", {"chat": "a"})], CHAT, "schema_error"),
-    "chat is empty": ([("1.png", ONE), ("1.json", {"chat": []})], CHAT, "no_text"),
     "chat names no member": (
         [("1.png", ONE), ("1.json", {"chat": [
             {"role": "user", "content": [{"type": "image", "image": "2.png"}, {"type": "text", "text": "?"}]},
             {"role": "assistant", "content": "b"}]})],
         CHAT, "image_not_found"),
-    "a role of tools": ([("1.png", ONE), ("1.json", {"chat": [{"role": "tool", "content": "a"}]})], CHAT, "bad_role"),
 }  # fmt: skip
 ALONE = {"text_only": True, **CAPTION}
 BAD |= {
@@ -229,8 +212,6 @@ BAD |= {
     "the second image is a link": (
         [("1.0.png", ONE), ("1.1.png", tarfile.SYMTYPE), ("1.txt", b"a")], CAPTION, "schema_error"),
     "the text is a link": ([("1.png", ONE), ("1.txt", tarfile.LNKTYPE)], CAPTION, "schema_error"),
-    "the json is a link": ([("1.png", ONE), ("1.json", tarfile.SYMTYPE)], PAIR, "schema_error"),
-    "links alone": ([("1.png", tarfile.SYMTYPE), ("1.txt", tarfile.SYMTYPE)], CAPTION, "schema_error"),
 }  # fmt: skip
 
 
@@ -302,8 +283,8 @@ def test_a_member_over_the_limit_is_not_read(tmp_path, monkeypatch):
 @pytest.mark.parametrize("tar_format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_parts_are_cut_between_samples_and_read_alone(tar_format, tmp_path, monkeypatch):
     monkeypatch.setattr(tar_files, "_PART_ROWS", 3)
-    members = [(f"{LONG}{name}", data) for name, data in captions(8)]
-    members = members if tar_format != tarfile.USTAR_FORMAT else captions(8)
+    long = "d/" * 40 + ("n" * 60 if tar_format == tarfile.USTAR_FORMAT else "\u00e4" * 60)
+    members = [(f"{long}{name}", data) for name, data in captions(8)]
     write_file(tmp_path / "s-000000.tar", tar(members, tar_format))
     write_file(tmp_path / "s-000001.tar", tar(captions(2), tar_format))
     parts = list_parts(tmp_path, (), WebDatasetOptions(**CAPTION))
@@ -371,15 +352,9 @@ def test_options_say_where_the_text_is(options):
 
 
 @pytest.mark.full
-def test_the_same_from_an_object_store(tmp_path, monkeypatch):
-    monkeypatch.setattr(tar_files, "_PART_ROWS", 3)
-    data = tar(captions(8))
-    local = read(tmp_path, data, **CAPTION)
+def test_a_tar_that_is_cut_in_a_store_is_refused(tmp_path):
     with moto_server():
         source = location(f"s3://{BUCKET}/tars")
-        (source / "s/00000.tar").write_bytes(data)
-        assert read_source("webdataset_tars", source, **CAPTION) == local
-        assert len(local) == 8 and all(isinstance(item, Sample) for item in local)
-        (source / "s/00000.tar").write_bytes(data[:3000])
+        (source / "s/00000.tar").write_bytes(tar(captions(8))[:3000])
         with pytest.raises(InputError, match="is cut"):
             read_source("webdataset_tars", source, **CAPTION)
