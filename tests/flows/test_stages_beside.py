@@ -18,7 +18,6 @@ from flows.pipeline.tasks import stage_runs
 from stages.shared.artifacts.artifact import Stage, StageOutput
 from stages.shared.artifacts.workers import StageResources
 from tests.helpers.patience import at_most
-from tests.helpers.plans import steps_of
 
 BOTH_RUN = threading.Barrier(2)
 ended: list[str] = []
@@ -95,8 +94,3 @@ def test_a_stage_that_needs_a_slot_waits_for_its_turn(run, monkeypatch):
     monkeypatch.setattr(module, "has_server", lambda: True)
     steps = step("train", needs=Needs.SLOT), step("answer_base", "", "train", TRAIN, Needs.SLOT)
     assert run(*steps) == ["train"]
-
-
-def test_stages_of_the_recipe_that_have_no_common_work():
-    beside = {name: step.beside for name, step in steps_of(load_recipe().config).items() if step.beside}
-    assert beside == {"contamination": "tokenize", "answer_base": "train"}

@@ -1,4 +1,4 @@
-"""MLflow's own server on loopback, over SQLite, which a test can stop, freeze and start again."""
+"""MLflow's own server on loopback, over SQLite, which a test can stop and start again."""
 
 import contextlib
 import os
@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 from tests.helpers.patience import at_most
@@ -59,13 +58,3 @@ class MlflowServer:
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait(at_most(30))
             self.process = None
-
-    @contextlib.contextmanager
-    def frozen(self) -> Iterator[None]:
-        """Freeze the server while the block lasts. It accepts connections without answering, and handles all requests
-        afterwards."""
-        os.killpg(self.process.pid, signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            os.killpg(self.process.pid, signal.SIGCONT)

@@ -3,7 +3,6 @@
 import gzip
 import json
 import shutil
-from pathlib import Path
 
 from tests.helpers.own_data import (
     LAYOUTS,
@@ -14,7 +13,6 @@ from tests.helpers.own_data import (
     llava_json,
     openai_jsonl,
     parquet_images,
-    write_images,
 )
 
 
@@ -57,19 +55,20 @@ def _broken_images(d, rows):
         (d / "imgs" / f"{row.name}.png").write_bytes(row.image[:60])
 
 
-def _coco(d: Path, rows) -> None:
-    for split, some in (("train2017", rows[:30]), ("val2017", rows[30:])):
-        write_images(d / split, some)
-        captions = [{"image_id": int(row.name), "caption": row.answer} for row in some]
-        images = [{"id": int(row.name), "file_name": f"{row.name}.png"} for row in some]
-        (d / f"captions_{split}.json").write_text(json.dumps({"images": images, "annotations": captions}))
-
-
 _NUMBERS = [(f";{colour}", f";{number}") for number, colour in enumerate(("red", "blue", "green", "yellow"))]
 
 
-def _lines(rows):
-    return [{"image": "x.png", "question": row.question, "answer": row.answer} for row in rows]
+def _jsonl(make):
+    """Write a.jsonl, each line of which `make` makes from a row."""
+    return _write("a.jsonl", lambda rows: "".join(json.dumps(make(row)) + "\n" for row in rows).encode())
+
+
+def _line(row) -> dict:
+    return {"question": row.question, "answer": row.answer}
+
+
+def _said(role: str, text: str) -> dict:
+    return {"role": role, "content": text}
 
 
 # Fault -> (function that writes it, text of one line of stderr or of the anomalies).
@@ -144,14 +143,6 @@ FAULTS = {
         _write("a.json", b'{"version": 1}'),
         "a.json: no column looks like a question, and none holds images, among: version",
     ),
-    "json of one object with a list": (
-        _write("a.json", lambda rows: json.dumps({"data": _lines(rows)}).encode()),
-        "a.json: one object with a list 'data'; write the rows anew; run: ",
-    ),
-    "json of one object over several lines": (
-        _write("a.json", lambda rows: json.dumps({"data": _lines(rows)}, indent=1).encode()),
-        "a.json: one object with a list 'data'; write the rows anew; run: ",
-    ),
     "numbers of classes": (
         _after(csv_semicolons, _replace("list.csv", ("Prompt", "Note"), ("?", "."), *_NUMBERS)),
         "the answers are the numbers of classes",
@@ -161,41 +152,16 @@ FAULTS = {
         "a.jsonl: its first rows cannot be read; row 0: schema_error: the row is a number, not an object",
     ),
     "images from the web": (
-        _write(
-            "a.jsonl",
-            lambda rows: "".join(
-                json.dumps({**r, "image": "https://x.org/1.png"}) + "\n" for r in _lines(rows)
-            ).encode(),
-        ),
+        _jsonl(lambda row: {**_line(row), "image": "https://x.org/1.png"}),
         "addresses of the web are not fetched",
     ),
-    "paths out of the data": (
-        _write(
-            "a.jsonl",
-            lambda rows: "".join(json.dumps({**r, "image": "../../etc/x.png"}) + "\n" for r in _lines(rows)).encode(),
-        ),
-        "image_not_found",
-    ),
+    "paths out of the data": (_jsonl(lambda row: {**_line(row), "image": "../../etc/x.png"}), "image_not_found"),
     "roles that are none": (
-        _write(
-            "a.jsonl",
-            lambda rows: "".join(
-                json.dumps(
-                    {"messages": [{"role": "robot", "content": r.question}, {"role": "assistant", "content": r.answer}]}
-                )
-                + "\n"
-                for r in rows
-            ).encode(),
-        ),
+        _jsonl(lambda row: {"messages": [_said("robot", row.question), _said("assistant", row.answer)]}),
         "40 of 40 rows are bad_role as openai_messages",
     ),
     "no answers": (
-        _write(
-            "a.jsonl",
-            lambda rows: "".join(
-                json.dumps({"messages": [{"role": "user", "content": r.question}]}) + "\n" for r in rows
-            ).encode(),
-        ),
+        _jsonl(lambda row: {"messages": [_said("user", row.question)]}),
         "40 of 40 rows are bad_role as openai_messages",
     ),
     "marks without images": (
@@ -219,11 +185,6 @@ FAULTS = {
     "rows twice": (
         _after(json_lines, lambda d: (d / "vqa.jsonl").write_text((d / "vqa.jsonl").read_text() * 2)),
         "40 of 80 samples repeat one before them",
-    ),
-    "captions of COCO": (_coco, "captions_train2017.json: COCO's captions, apart from the names of their images"),
-    "compressed rows alone": (
-        _after(json_lines, lambda d: (d / "vqa.jsonl").rename(d / "vqa.jsonl.gz")),
-        "vqa.jsonl.gz is compressed; run: ",
     ),
     "rows in a deep folder": (
         _after(json_lines, lambda d: shutil.copytree(d, d / "more" / "yet") and None),

@@ -11,6 +11,7 @@ import filelock
 import pytest
 
 from flows.cli.main import main
+from flows.tracking.store import connect
 from tests.helpers.fake_trainer import stand_in
 
 SMALL = {
@@ -42,6 +43,12 @@ def error_line(capsys: pytest.CaptureFixture) -> str:
     may come first."""
     (line,) = [line for line in capsys.readouterr().err.strip().splitlines() if not line.startswith("warning: ")]
     return line
+
+
+def runs_of(root: Path, condition: str = "") -> list:
+    """Return MLflow's runs of the recipe `embedded` on a root, all of them or those of a condition."""
+    client = connect(root)
+    return client.search_runs([client.get_experiment_by_name("athanor-embedded").experiment_id], condition)
 
 
 @contextlib.contextmanager

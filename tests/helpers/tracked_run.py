@@ -107,11 +107,11 @@ def open_tracker(root: Path, identity: str, name: str = "embedded", samples_host
     return Tracker(root, identity)
 
 
-def tell_a_run(root: Path, identity: str, num_steps: int = 12, *, live: range | None = None) -> Tracker:
-    """Make all tracking calls of a flow, from its start to its end, with the steps of `live` one by one."""
+def tell_a_run(root: Path, identity: str, num_steps: int = 12) -> Tracker:
+    """Make all tracking calls of a flow, from its start to its end, with its steps one by one."""
     tracker = open_tracker(root, identity)
     tracker.log_stage(make_artifact(root, "plan_bins", "b" * 16), dataset="training")
-    write_live(tracker, [timed_row(step) for step in (live if live is not None else range(1, num_steps + 1))])
+    write_live(tracker, [timed_row(step) for step in range(1, num_steps + 1)])
     tracker.log_stage(make_trained(root, "d" * 16, num_steps))
     exported = make_exported(root, "e" * 16)
     tracker.register(exported, make_evaluated(root, "f" * 16, 12), exported.dir / "hf", MODEL)

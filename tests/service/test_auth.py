@@ -51,7 +51,8 @@ MLFLOW_CALLS = (
     ("/api/2.0/mlflow/users/get?username=admin", None),
     *((path, None) for path in ("/", "/version", "/get-artifact?run_uuid=1&path=x.png")),
 )
-WRONG = [None, "", ":", "admin:", "admin:password1234", PREFECT + "x", MLFLOW.upper()]
+# Without a login, with a wrong password, with each server's own in the other: the guard's test has more.
+WRONG = [None, "admin:", PREFECT + "x", MLFLOW.upper()]
 
 
 @pytest.mark.parametrize("login", WRONG, ids=range(len(WRONG)))  # passwords differ per process
@@ -61,12 +62,6 @@ def test_neither_server_answers_anybody_without_its_password(guarded, login):
         assert status == 401 and b"Unauthorized" in answer, path
     for path, body in MLFLOW_CALLS:
         assert request(guarded.record.mlflow + path, body, login=login)[0] == 401, path
-
-
-def test_both_answer_with_it(guarded):
-    assert isinstance(guarded.prefect("/flow_runs/filter", {}), list)
-    status, answer = request(guarded.record.mlflow + MLFLOW_CALLS[0][0], {"max_results": 5}, login=MLFLOW)
-    assert status == 200 and b"experiments" in answer
 
 
 async def talk(url: str, first: object, subprotocols: list[str] | None) -> str:

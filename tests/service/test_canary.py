@@ -1,11 +1,9 @@
 """Secrets of the environment are in nothing that a run leaves: files, databases, logs, jobs of a cluster, `ps`."""
 
 import base64
-import bz2
 import gzip
 import io
 import json
-import lzma
 import sqlite3
 import subprocess
 import sys
@@ -79,16 +77,10 @@ def _png(text: str) -> bytes:
 
 PACKED = {
     "text": lambda secret: f"a\n{secret}\nb".encode(),
-    "json": lambda secret: json.dumps({"a": secret}).encode(),
-    "tar": lambda secret: _tar(secret.encode()),
     "zstd in tar": lambda secret: _tar(pa.compress(secret.encode() * 2, codec="zstd", asbytes=True)),
     "gzip": lambda secret: gzip.compress(secret.encode()),
-    "bz2": lambda secret: bz2.compress(secret.encode()),
-    "xz": lambda secret: lzma.compress(secret.encode()),
     "zip": lambda secret: _zip(secret.encode()),
-    "gzip in zip": lambda secret: _zip(gzip.compress(secret.encode())),
-    "parquet": _parquet,
-    "png": _png,
+    "text in parquet": _parquet,
     "png in parquet in tar": lambda secret: _tar(_parquet({"bytes": _png(secret), "path": ""})),
 }
 

@@ -158,14 +158,6 @@ def test_a_page_of_another_origin_in_a_browser_that_knows_the_password_does_noth
 # Somebody with the password
 
 
-@pytest.mark.parametrize("variable", ["command", "env", "working_dir", "image", "env.ATHANOR_DATA_DIRS"])
-def test_no_request_sets_a_job_variable(service, mark, variable):
-    before = num_runs(service)
-    with pytest.raises(urllib.error.HTTPError, match="422"):
-        service.start_run("prepare-data", nested(SMALL), job_variables={variable: f"touch {mark}"})
-    assert num_runs(service) == before
-
-
 def test_a_deployment_of_somebody_is_not_run(service, mark):
     ours = service.deployment("evaluate")
     steps = [{"prefect.deployments.steps.run_shell_script": {"script": f"touch {mark}"}}]

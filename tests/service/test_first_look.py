@@ -1,7 +1,5 @@
 """The first visit of a service's pages: what a user sees, and which servers the pages call."""
 
-import re
-
 import pytest
 
 from tests.helpers.browser import chromium, logged_in, requires_chromium
@@ -28,25 +26,6 @@ def test_mlflow_begins_with_its_pages_for_training_and_without_an_assistant_that
     page.evaluate("localStorage.setItem('mlflow.workflowType_v1', '\"genai\"')")
     page.goto(service.record.mlflow)
     assert page.evaluate("localStorage.getItem('mlflow.workflowType_v1')") == '"genai"', "a person's choice stays"
-
-
-def test_prefect_begins_with_the_pages_whose_form_is_tested(service, page):
-    page.goto(service.record.prefect_ui)
-    page.get_by_text("Dashboard").first.wait_for()
-    assert "/v2" not in page.url
-
-
-def test_settings_pages_show_telemetry_as_off(service, page):
-    page.goto(f"{service.record.mlflow}/#/settings")
-    page.get_by_text("Enable telemetry").wait_for()
-    assert [switch.is_checked() for switch in page.get_by_role("switch").all()][-1] is False
-    assert not page.get_by_text("Information about UI telemetry").count()
-    page.goto(f"{service.record.prefect_ui}/settings")
-    for name in ("analytics_enabled", "enable_orchestration_telemetry"):
-        page.get_by_text(name).first.wait_for()
-    shown = re.sub(r"\s+", " ", page.locator("body").inner_text())
-    for name in ("analytics_enabled", "enable_orchestration_telemetry", "enable_resource_metrics"):
-        assert re.search(rf"{name}\W*false", shown, re.IGNORECASE), shown[:3000]
 
 
 def test_the_pages_ask_no_other_server(service, page):

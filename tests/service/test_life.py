@@ -19,9 +19,9 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.states import Scheduled
 
-from flows.tracking.store import connect
 from tests.helpers.patience import at_most
 from tests.helpers.service import processes_with, wait_for
+from tests.helpers.small_run import runs_of
 
 pytestmark = [
     pytest.mark.full,
@@ -154,10 +154,7 @@ class Life:
         wait_for(lambda: self.client.api_healthcheck() is None, 120, "server again", self.service.tell)
 
     def mlflow_status(self) -> str:
-        client = connect(self.root)
-        experiment = client.get_experiment_by_name("athanor-embedded")
-        runs = client.search_runs([experiment.experiment_id], f"tags.`prefect.flow_run_id` = '{self.run_id}'")
-        return runs[0].info.status
+        return runs_of(self.root, f"tags.`prefect.flow_run_id` = '{self.run_id}'")[0].info.status
 
 
 @contextmanager
@@ -235,18 +232,11 @@ def test_a_killed_rank_fails_the_run_and_says_so(life, rank):
     assert str(life.root / "scratch") in run.state.message, "whose log to read"
 
 
-def test_a_killed_flow_crashes_and_its_trainer_saves(life):
+@pytest.mark.parametrize("part", ["flow", "worker"])
+def test_a_killed_flow_or_worker_crashes_the_run_which_saves(life, part):
     life.retry()
     step = life.train_on()
-    life.flow_process().kill()
-    life.ends("Crashed", seconds=60)
-    assert life.checkpoint() >= step
-
-
-def test_a_killed_worker_crashes_the_run_which_saves(life):
-    life.retry()
-    step = life.train_on()
-    life.service.program("worker").kill()
+    (life.flow_process() if part == "flow" else life.service.program("worker")).kill()
     life.ends("Crashed", seconds=60)
     assert life.checkpoint() >= step
 

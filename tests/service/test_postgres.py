@@ -14,7 +14,6 @@ from tests.helpers.service import clean_environment
 
 pytestmark = [
     pytest.mark.full,
-    requires_postgres(),
     pytest.mark.promise(
         "A schedule fires, two flow runs at once are each as alone, and eight processes write to MLflow's store, "
         "on SQLite and Postgres."
@@ -30,7 +29,7 @@ def postgres() -> Iterator[PostgresServer]:
         yield server
 
 
-@pytest.mark.parametrize("store", ["sqlite", "postgresql"])
+@pytest.mark.parametrize("store", ["sqlite", pytest.param("postgresql", marks=requires_postgres())])
 def test_eight_writers_at_once_on_a_fresh_store_lose_nothing(store, request, tmp_path):
     environment = clean_environment()
     if store == "postgresql":

@@ -4,8 +4,6 @@ ones."""
 import hashlib
 import json
 import sqlite3
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +14,6 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.schedules import CronSchedule
 
 from stages.shared.launchers.config import ClusterConfig
-from tests.helpers.patience import at_most
 from tests.helpers.service import RunningService, nested, run_athanor, running_service, wait_for
 from tests.helpers.small_run import SMALL
 
@@ -54,23 +51,10 @@ def client(service):
         yield client
 
 
-@pytest.fixture
-def nightly(client):
-    return client.read_deployment_by_name("vlm-sft/vlm-sft-nightly")
-
-
-def runs_of(client: SyncPrefectClient, deployment) -> list[FlowRun]:
-    return client.read_flow_runs(deployment_filter=DeploymentFilter(id=DeploymentFilterId(any_=[deployment.id])))
-
-
-def test_the_nightly_is_off_until_somebody_switches_it_on(client, nightly):
+def test_a_schedule_of_every_minute_fires_and_its_run_completes(service, client):
+    nightly = client.read_deployment_by_name("vlm-sft/vlm-sft-nightly")
     (schedule,) = nightly.schedules
-    assert schedule.schedule.cron == "0 2 * * *" and schedule.active is False and not nightly.paused
-    assert not runs_of(client, nightly)
-
-
-def test_a_schedule_of_every_minute_fires_and_its_run_completes(service, client, nightly):
-    (schedule,) = nightly.schedules
+    of_nightly = DeploymentFilter(id=DeploymentFilterId(any_=[nightly.id]))
     client.update_deployment_schedule(
         nightly.id,
         schedule.id,
@@ -80,12 +64,11 @@ def test_a_schedule_of_every_minute_fires_and_its_run_completes(service, client,
     )
 
     def fired() -> FlowRun | None:
-        begun = [run for run in runs_of(client, nightly) if run.start_time is not None]
+        begun = [run for run in client.read_flow_runs(deployment_filter=of_nightly) if run.start_time is not None]
         return min(begun, key=lambda run: run.start_time, default=None)
 
     run = wait_for(fired, FIRES_SECONDS, "scheduled flow run that has begun", service.tell)
     assert run.auto_scheduled and run.expected_start_time.second == 0
-    check_that_a_restart_keeps_the_schedule(service, client, nightly)
     client.update_deployment_schedule(nightly.id, schedule.id, active=False)  # one run is enough
 
     service.end_of(run.id, RUN_SECONDS)
@@ -93,15 +76,6 @@ def test_a_schedule_of_every_minute_fires_and_its_run_completes(service, client,
     assert last.state.is_completed(), last.state.message
     assert last.name.startswith("embedded num_scans=40") and list((service.root / "artifacts").glob("evaluate/*"))
     print(f"late by {(run.start_time - run.expected_start_time).total_seconds():.1f} s, ran {last.total_run_time}")
-
-
-def check_that_a_restart_keeps_the_schedule(service: RunningService, client: SyncPrefectClient, nightly) -> None:
-    """Check that schedules survive, although `athanor up` registers deployments at every start."""
-    command = [sys.executable, "-c", "import flows; from flows.service.deployments import register; register()"]
-    subprocess.run(command, env=service.env(), check=True, timeout=at_most(120))
-    after = client.read_deployment(nightly.id)
-    (schedule,) = after.schedules
-    assert schedule.active and schedule.schedule.cron == "* * * * *" and schedule.parameters == {"overrides": OVERRIDES}
 
 
 def test_two_flow_runs_at_once_are_each_as_alone(service, client, tmp_path):

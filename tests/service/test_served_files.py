@@ -120,15 +120,8 @@ def test_the_database_keeps_addresses_that_a_client_without_the_service_follows(
 
 def ask(service: RunningService, path: str, method: str = "GET", data: bytes | None = None) -> int:
     """Return the status of MLflow's answer for a path of its files, with the password in the request."""
-    return request(files_url(service) + path, data, login=service.login, method=method)[0]
-
-
-def files_url(service: RunningService) -> str:
-    return f"{service.record.mlflow}/api/2.0/mlflow-artifacts/artifacts"
-
-
-def test_files_are_asked_for_with_the_password_alone(service):
-    assert request(f"{files_url(service)}?path=")[0] == 401
+    files = f"{service.record.mlflow}/api/2.0/mlflow-artifacts/artifacts"
+    return request(files + path, data, login=service.login, method=method)[0]
 
 
 def test_a_file_that_is_sent_leaves_the_artifact_of_which_it_was_a_second_name(service):

@@ -199,20 +199,10 @@ def test_mlflow_opens_on_score_and_loss(service, form_run, pictures, page):
     page.get_by_text("Score and loss", exact=True).wait_for()
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        ({"train": {"optim": {"lr": 3}}}, "overrides.train.optim.lr"),
-        ({"convert": {"heldout_fraction": 2}}, "overrides.convert.heldout_fraction"),
-        ({"train": {"precision": "float16"}}, "overrides.train.precision"),
-        ({"train": {"num_step": 3}}, "num_step"),
-    ],
-)
-def test_a_wrong_value_is_refused_with_its_path(service, overrides, words):
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        service.start_run("vlm-sft", overrides)
-    assert refused.value.code == 409
-    assert words in refused.value.read().decode()
+def test_a_wrong_value_is_refused_with_its_path(service):
+    with pytest.raises(urllib.error.HTTPError, match="409") as refused:
+        service.start_run("vlm-sft", {"train": {"optim": {"lr": 3}}})
+    assert "overrides.train.optim.lr" in refused.value.read().decode()
 
 
 def test_two_runs_compared_in_mlflow(service, form_run, pictures, page):

@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import httpx
@@ -19,7 +18,7 @@ from flows.cli.main import main
 from flows.tracking.servers import any_port
 from stages.answer.ask import ChatModel, ask, user_message
 from tests.helpers.evaluation import picture, talkative_hf_dir
-from tests.helpers.patience import at_most
+from tests.helpers.patience import at_most, wait_for
 
 pytestmark = pytest.mark.promise(
     "`athanor ask` and the page of `athanor chat` give the answer that the evaluation scores; the page opens only with "
@@ -106,9 +105,11 @@ def test_the_page_answers_whoever_knows_the_password(tmp_path):
         )
     try:
         url = f"http://127.0.0.1:{port}"
-        login = base64.b64encode(f"athanor:{_password(process, output)}".encode()).decode()
+        wait_for(lambda: "Ctrl-C" in output.read_text(), 240, "page", output.read_text)
+        password = re.search(r"password (\S+)", output.read_text())[1]
+        login = base64.b64encode(f"athanor:{password}".encode()).decode()
         headers = {"Authorization": f"Basic {login}"}
-        _await(process, output, lambda: _status(url) == 401)
+        wait_for(lambda: _status(url) == 401, 240, "question for a password", output.read_text)
         assert _status(url, headers) == 200
         assert _status(url, headers | {"Origin": "http://evil.example"}) == 403
         assert _status(url, headers | {"Host": "evil.example"}) == 400
@@ -128,18 +129,6 @@ def test_the_page_answers_whoever_knows_the_password(tmp_path):
     finally:
         process.kill()
         process.wait()
-
-
-def _password(process: subprocess.Popen, output) -> str:
-    _await(process, output, lambda: "Ctrl-C" in output.read_text())
-    return re.search(r"password (\S+)", output.read_text())[1]
-
-
-def _await(process: subprocess.Popen, output, is_done) -> None:
-    deadline = time.monotonic() + at_most(240)
-    while not is_done():
-        assert process.poll() is None and time.monotonic() < deadline, output.read_text()
-        time.sleep(0.1)
 
 
 def _status(url: str, headers: dict[str, str] | None = None) -> int:

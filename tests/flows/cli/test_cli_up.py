@@ -21,6 +21,7 @@ from flows.tracking.servers import (
     write_record,
 )
 from tests.helpers.object_store import free_port
+from tests.helpers.small_run import error_line
 
 LOGINS = (
     *("PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING"),
@@ -55,12 +56,6 @@ def record(tmp_path) -> ServiceRecord:
         started="2026-01-01T00:00:00+00:00",
         ready=True,
     )
-
-
-def refused(capsys, tmp_path, *arguments: str) -> str:
-    assert main(["up", "--root", str(tmp_path), *arguments]) == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    return line
 
 
 def test_a_running_service_is_used_and_what_the_person_set_is_kept(tmp_path, record, monkeypatch):
@@ -99,7 +94,7 @@ def test_who_may_not_read_the_password_gets_one_line(tmp_path, record, capsys, m
     read_text = Path.read_text  # root may read every file, so the mode would make no difference
     monkeypatch.setattr(Path, "read_text", unreadable)
     assert main([command, "--root", str(tmp_path)]) == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
+    line = error_line(capsys)
     assert f"{password} may be read by user {os.getuid()} alone" in line and "set PREFECT_API_AUTH_STRING" in line
 
 
@@ -133,10 +128,12 @@ def test_run_and_sweep_look_for_a_service_and_plan_does_not(tmp_path, record, ca
 def test_a_second_service_on_a_root_is_refused_by_the_lock_alone(tmp_path, record, capsys):
     write_record(tmp_path, record)
     with filelock.FileLock(service_dir(tmp_path) / "service.lock"):
-        line = refused(capsys, tmp_path)
+        assert main(["up", "--root", str(tmp_path)]) == 2
+        line = error_line(capsys)
         assert f"process {os.getpid()}" in line and record.prefect_ui in line and record.mlflow in line
         (service_dir(tmp_path) / "service.json").unlink()
-        assert "is starting or stopping" in refused(capsys, tmp_path)
+        assert main(["up", "--root", str(tmp_path)]) == 2
+        assert "is starting or stopping" in error_line(capsys)
 
 
 @pytest.mark.parametrize(
@@ -148,8 +145,8 @@ def test_a_second_service_on_a_root_is_refused_by_the_lock_alone(tmp_path, recor
     ],
 )
 def test_wrong_options_are_one_line_and_nothing_starts(tmp_path, capsys, arguments, words):
-    line = refused(capsys, tmp_path, *arguments)
-    assert words in line
+    assert main(["up", "--root", str(tmp_path), *arguments]) == 2
+    assert words in error_line(capsys)
     assert not (service_dir(tmp_path) / "service.json").exists()
 
 

@@ -35,15 +35,19 @@ def with_data(tmp_path_factory) -> tuple[Path, dict]:
     raise AssertionError
 
 
-def shown(capsys, root: Path, launcher: str | None, *overrides: str) -> str:
-    """Return the text between the two rulers of the plan; "" if there are none."""
+def printed(capsys, root: Path, launcher: str | None, *overrides: str) -> list[str]:
+    """Return what the plan prints, divided at its rulers."""
     args = argparse.Namespace(
         gpu_memory=None, recipe="embedded", overrides=[*OVERRIDES, *overrides], root=root, launcher=launcher
     )
     open_plan(args)
     assert plan.plan_command(args) == 0
-    parts = capsys.readouterr().out.split(plan.RULER + "\n")
-    return parts[1] if len(parts) > 1 else ""
+    return capsys.readouterr().out.split(plan.RULER + "\n")
+
+
+def shown(capsys, root: Path, launcher: str, *overrides: str) -> str:
+    """Return the text between the two rulers of the plan."""
+    return printed(capsys, root, launcher, *overrides)[1]
 
 
 def test_what_is_shown_for_slurm_is_what_sbatch_gets(with_data, capsys, tmp_path, monkeypatch):
@@ -51,8 +55,7 @@ def test_what_is_shown_for_slurm_is_what_sbatch_gets(with_data, capsys, tmp_path
     text = shown(capsys, root, "slurm", HEADER)
     submitted = tmp_path / "submitted"
     (tmp_path / "sbatch").write_text(f'#!/bin/sh\ncp "$3" {submitted}; echo 7\n')
-    (tmp_path / "squeue").write_text("#!/bin/sh\necho 'Invalid job id specified' >&2; exit 1\n")
-    for name in ("scancel", "scontrol", "sacct"):
+    for name in ("squeue", "scancel", "scontrol", "sacct"):
         (tmp_path / name).write_text("#!/bin/sh\necho 'Invalid job id specified' >&2; exit 1\n")
     for path in tmp_path.iterdir():
         path.chmod(0o755)
@@ -75,7 +78,7 @@ def test_torchrun_is_a_command_and_shown_when_asked_for(with_data, capsys, monke
     assert "-m torch.distributed.run --standalone --max-restarts=0" in text and f"{root}/scratch/train-" in text
     text = shown(capsys, root, "torchrun", "execution.cluster.processes=1")
     assert f"{sys.executable} -m trainer {root}/scratch/train-" in text
-    assert shown(capsys, root, None) == ""
+    assert len(printed(capsys, root, None)) == 1
 
 
 def test_kubernetes_shows_the_manifest(with_data, capsys, tmp_path):
@@ -100,20 +103,15 @@ def test_before_the_data_is_made_the_unknown_part_of_a_path_is_named(capsys, tmp
 
 
 def test_the_other_jobs_are_named(tmp_path, capsys):
-    overrides = [*OVERRIDES, HEADER]
-    args = argparse.Namespace(gpu_memory=None, recipe="embedded", overrides=overrides, root=tmp_path, launcher="slurm")
-    open_plan(args)
-    assert plan.plan_command(args) == 0
-    others = capsys.readouterr().out.split(plan.RULER + "\n")[2].splitlines()
+    others = printed(capsys, tmp_path, "slurm", HEADER)[2].splitlines()
     answering = f"the same, with -m stages.answer.worker {tmp_path}/scratch/answer-FINGERPRINT/job/job.json"
     assert others == [
         f"For export the same, with -m trainer {tmp_path}/scratch/export-FINGERPRINT/job/run.json",
         f"For answer {answering}",
         f"For answer_base {answering}",
     ]
-    args.launcher = "torchrun"  # of one process: what is not trained runs in the flow's own
-    assert plan.plan_command(args) == 0
-    assert "answer_worker" not in capsys.readouterr().out
+    # With torchrun of one process, what is not trained runs in the flow's own.
+    assert "stages.answer.worker" not in "".join(printed(capsys, tmp_path, "torchrun", HEADER))
 
 
 def test_a_launcher_that_cannot_take_the_layout_is_refused(tmp_path, capsys):

@@ -1,13 +1,21 @@
 """The plan prints the host memory that the saves of a training take, and the tensors that an export copies."""
 
+from pathlib import Path
+
 from dataset_builders.contracts.manifest import Manifest
 from flows.cli.main import main
 from flows.cli.plan import size_rows
 from flows.pipeline.recipe import load_recipe
 from stages.shared.artifacts.artifact import Artifact
 from tests.helpers.plans import unopened
-from tests.helpers.tiny_hybrid_model import hybrid_hf_dir, mtp_hf_dir
+from tests.helpers.tiny_hybrid_model import mtp_hf_dir
 from tests.helpers.tiny_model import tiny_hf_dir
+
+
+def made(directory: Path, stage: str, stats: dict) -> Artifact:
+    """Return a finished artifact of a stage, of which the plan reads the statistics alone."""
+    fields = {"version": 2, "fingerprint": "f" * 16, "config": {}, "parents": {}}
+    return Artifact(directory, Manifest(stage=stage, **fields, stats=stats))
 
 
 def rows_of(*overrides: str, **artifacts: Artifact) -> dict[str, str]:
@@ -30,10 +38,7 @@ def test_the_layers_of_a_pipeline_are_those_that_the_trainer_will_deal(tmp_path)
     sums = {"num_samples": 9, "num_tokens": 900, "num_loss_tokens": 0, "num_patches": 0, "num_images": 0}
     stats = {"epochs": [{"num_bins": 1, "num_tokens": 900, "subsets": {"text": sums}}]}
     sizes = {"num_bins": {"train": 1, "heldout": 0}, "padding_fraction": {"train": 0.0, "heldout": 0.0}}
-    manifest = Manifest(
-        stage="plan_bins", version=2, fingerprint="f" * 16, config={}, parents={}, shards=[], stats={**sizes, **stats}
-    )
-    bins = Artifact(tmp_path, manifest)
+    bins = made(tmp_path, "plan_bins", {**sizes, **stats})
     assert rows_of(*PIPELINE, plan_bins=bins)["layers"] == "5, 6 by pipeline rank"
     two = rows_of(*PIPELINE, "execution.parallel.vpp=2", "train.global_batch_size=2", plan_bins=bins)["layers"]
     assert two == "2 + 3, 3 + 3 by pipeline rank"  # without a loss the last layer costs little
@@ -56,47 +61,25 @@ def test_the_time_of_a_large_model_is_told_for_an_h200():
     assert "time" not in rows_of(*large, *bins, "train.adapter={rank: 8, alpha: 16}")
 
 
-def test_tensors_that_are_carried_are_named():
-    copied = "2 tensors mtp.*: exported as they are, not trained"
-    for hf_dir, said in ((hybrid_hf_dir(), copied), (tiny_hf_dir(), None)):
-        assert rows_of(f"model={hf_dir}").get("copied") == said
-
-
-def test_multi_token_prediction_that_is_trained_is_no_longer_carried():
-    rows = {}
-    for factor in (0, 0.1):
-        rows[factor] = rows_of(f"model={mtp_hf_dir()}", f"train.mtp_loss_scaling_factor={factor}")
-    assert rows[0]["copied"] == "15 tensors mtp.*: exported as they are, not trained" and "mtp" not in rows[0]
-    assert "copied" not in rows[0.1]
-    assert rows[0.1]["mtp"] == "65,920 of the parameters, 23.5% of a step's FLOPs"
+def test_tensors_that_are_carried_are_named_and_not_those_of_drafts_that_are_trained():
+    carried, trained = (rows_of(f"model={mtp_hf_dir()}", f"train.mtp_loss_scaling_factor={n}") for n in (0, 0.1))
+    assert carried["copied"] == "15 tensors mtp.*: exported as they are, not trained" and "mtp" not in carried
+    assert "copied" not in trained and "copied" not in rows_of(f"model={tiny_hf_dir()}")
+    assert trained["mtp"] == "65,920 of the parameters, 23.5% of a step's FLOPs"
 
 
 CACHED = ("encode_images.dtype=bfloat16", "train.vision.frozen=true", "train.merger.frozen=true")
-
-
-def tokenized_of(tmp_path, num_patches: int) -> Artifact:
-    stats = {"total": {"num_patches": num_patches}}
-    return Artifact(
-        tmp_path, Manifest(stage="tokenize", version=2, fingerprint="f" * 16, config={}, parents={}, stats=stats)
-    )
 
 
 def test_the_bytes_of_image_features_are_said_as_far_as_they_are_known(tmp_path):
     assert "image features" not in rows_of()
     each = "384 bytes per image token in bfloat16 (3 x 64 numbers)"
     assert rows_of(*CACHED)["image features"] == f"{each}; in all known once the data is made"
-    tokenized = tokenized_of(tmp_path, 40_000)
+    tokenized = made(tmp_path, "tokenize", {"total": {"num_patches": 40_000}})
     assert rows_of(*CACHED, tokenize=tokenized)["image features"] == f"{each}; 3.84 MB if no image occurs twice"
     stats = {"image_tokens": 7_000, "distinct_images": 90, "bytes": 2_688_000}
-    manifest = Manifest(stage="encode_images", version=1, fingerprint="f" * 16, config={}, parents={}, stats=stats)
-    rows = rows_of(*CACHED, tokenize=tokenized, encode_images=Artifact(tmp_path, manifest))
+    rows = rows_of(*CACHED, tokenize=tokenized, encode_images=made(tmp_path, "encode_images", stats))
     assert rows["image features"] == f"{each}; 2.69 MB for 7,000 tokens of 90 distinct images"
-
-
-def test_a_token_of_the_2b_model_takes_sixteen_kilobytes():
-    overrides = (*CACHED, "model.variant=qwen3_vl_2b", "tokenize.max_pixels=524288")
-    row = rows_of(*overrides)["image features"]
-    assert row.startswith("16,384 bytes per image token in bfloat16 (4 x 2,048 numbers)")
 
 
 def test_a_training_that_reads_features_keeps_no_activations_of_vision_and_deals_no_layers_to_it():

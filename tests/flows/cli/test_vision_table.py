@@ -28,6 +28,7 @@ REAL = (
     "plan_bins.max_patches=24576",
     "plan_bins.seq_len=8192",
 )
+FROZEN = ("train.vision.frozen=true", "train.merger.frozen=true")
 
 
 def job(processes: int, *, still: tuple[str, ...] = (), seq_len: int = 16_384, **layout: object) -> PlacementJob:
@@ -116,24 +117,11 @@ def test_all_settings_that_the_advice_takes_are_named():
         (("execution.cluster.processes=2", "train.global_batch_size=2"), False),  # in float32
         (REAL, False),
         ((*REAL, "execution.cluster.processes=2"), True),  # vision takes 42% of a step
-        ((*REAL, "train.vision.frozen=true", "train.merger.frozen=true"), False),  # 19%
-        (
-            (
-                *REAL,
-                "train.vision.frozen=true",
-                "train.merger.frozen=true",
-                "train.language.frozen=false",
-                "plan_bins.max_patches=98304",
-            ),
-            True,
-        ),
+        ((*REAL, *FROZEN), False),  # 19%
+        ((*REAL, *FROZEN, "train.language.frozen=false", "plan_bins.max_patches=98304"), True),
         ((*REAL, "execution.cluster.processes=2", "execution.parallel.tp=2"), True),
         (
-            (
-                "train.global_batch_size=2",
-                "execution.cluster.processes=2",
-                "execution.parallel.vision={ranks: 1}",
-            ),
+            (*("train.global_batch_size=2", "execution.cluster.processes=2"), "execution.parallel.vision={ranks: 1}"),
             True,
         ),
         ((*REAL, "execution.cluster.processes=2", "execution.parallel.pp=2"), True),

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import DeploymentUpdate
 from prefect.client.schemas.schedules import CronSchedule
 from prefect.flows import load_flow_from_entrypoint
 
@@ -20,7 +21,7 @@ from flows.service.deployments import (
     vlm_sft_request,
 )
 from flows.service.work import main
-from tests.flows.deployments.test_sweep import nested
+from tests.helpers.service import nested
 from tests.helpers.small_run import SMALL
 
 
@@ -72,23 +73,21 @@ def test_registered_again_it_keeps_what_people_have_set():
         assert not schedule.active and schedule.schedule.cron == "0 2 * * *"
         assert nightly.global_concurrency_limit.limit == 1
         at_six = CronSchedule(cron="0 6 * * *", timezone="Europe/Berlin")
-        client.update_deployment_schedule(nightly.id, schedule.id, active=True, schedule=at_six)
-        own = {"parameters": {"overrides": {"train": {"num_steps": 7}}}, "paused": True, "version": "old"}
-        from prefect.client.schemas.actions import DeploymentUpdate
-
+        asked = {"overrides": {"train": {"num_steps": 7}}}
+        client.update_deployment_schedule(nightly.id, schedule.id, active=True, schedule=at_six, parameters=asked)
+        own = {"parameters": asked, "paused": True, "version": "old"}
         client.update_deployment(nightly.id, DeploymentUpdate(**own))
         assert register() == names
         after = client.read_deployment_by_name("vlm-sft/vlm-sft-nightly")
         (kept,) = after.schedules
         assert kept.active and kept.schedule.cron == "0 6 * * *" and kept.id == schedule.id
+        assert kept.parameters == asked
         assert after.parameters == own["parameters"] and after.paused and after.version != "old"
         assert after.id == nightly.id and len(client.read_deployments()) >= len(OFFERS)
 
 
 @pytest.mark.full
 def test_parameters_that_no_longer_fit_are_told_and_kept(caplog):
-    from prefect.client.schemas.actions import DeploymentUpdate
-
     register()
     with get_client(sync_client=True) as client:
         there = client.read_deployment_by_name("evaluate/evaluate")

@@ -1,16 +1,19 @@
 """Requests: the form is PipelineConfig with every field optional, and a filled-in form becomes a checked recipe."""
 
 import json
+import re
 from collections.abc import Iterator
 
 import pytest
+from prefect.utilities.schema_tools.validation import ValidationError
+from prefect.utilities.schema_tools.validation import validate as prefect_validate
 
 from dataset_builders.errors import InputError
 from dataset_builders.storage.store import location
 from flows.pipeline.config import PipelineConfig
-from flows.pipeline.recipe import DEFAULT_RECIPE, load_recipe
+from flows.pipeline.recipe import DEFAULT_RECIPE, load_recipe, submodels
 from flows.service.form import form_schema
-from flows.service.request import is_recipe_only, resolve_request, service_root
+from flows.service.request import is_recipe_only, resolve_request
 
 pytestmark = pytest.mark.promise(
     "The form, a watched run and MLflow's pages work in headless Chromium; a wrong value is refused with its path."
@@ -27,8 +30,6 @@ def leaves(schema: dict, path: str = "") -> Iterator[tuple[str, dict]]:
 
 
 def model_leaves(model, path: str = "") -> Iterator[str]:
-    from flows.pipeline.recipe import submodels
-
     for name, field in model.model_fields.items():
         inner = [] if "dict" in str(field.annotation) else submodels(field.annotation)
         yield from model_leaves(inner[0], f"{path}{name}.") if inner else [f"{path}{name}"]
@@ -39,8 +40,6 @@ FORM = dict(leaves(form_schema()))
 
 def validate(overrides: dict) -> None:
     """Validate a request as Prefect's server does, with the same schema."""
-    from prefect.utilities.schema_tools.validation import validate as prefect_validate
-
     whole = {"type": "object", "properties": {"overrides": {**form_schema(), "default": {}}}}
     prefect_validate({"overrides": overrides}, whole, raise_on_error=True)
 
@@ -98,7 +97,6 @@ def test_choices_are_dropdowns():
     ("overrides", "words"),
     [
         ({"train": {"optim": {"lr": 3}}}, "'overrides.train.optim.lr'. Failure reason: 3 is greater than the maximum"),
-        ({"convert": {"heldout_fraction": 1}}, "'overrides.convert.heldout_fraction'"),
         ({"tokenize": {"max_pixels": -3}}, "'overrides.tokenize.max_pixels'"),
         ({"train": {"precision": "float16"}}, "'overrides.train.precision'"),
         ({"train": {"num_steps": "many"}}, "'overrides.train.num_steps'"),
@@ -108,11 +106,8 @@ def test_choices_are_dropdowns():
     ],
 )
 def test_prefects_server_refuses_with_the_path(overrides, words):
-    from prefect.utilities.schema_tools.validation import ValidationError
-
-    with pytest.raises(ValidationError) as refused:
+    with pytest.raises(ValidationError, match=re.escape(words)):
         validate(overrides)
-    assert words in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -154,11 +149,6 @@ def test_a_mapping_of_the_users_own_is_one_value():
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (
-            {"tokenize": {"max_seq_len": 99999}},
-            "tokenize.max_seq_len=99999 is more than a bin holds (plan_bins.seq_len=",
-        ),
-        ({"convert": {"heldout_fraction": 0}}, "leaves nothing to evaluate on; try convert.heldout_fraction=0.1"),
         ({"execution": {"parallel": {"tp": 4}}}, "execution.parallel.tp=4 does not divide the model's num_kv_heads=2"),
         ({"train": {"optm": {"lr": 1}}}, "unknown key train.optm; did you mean train.optim?"),
         ({"data": "/etc/passwd"}, "data='/etc/passwd'"),
@@ -173,11 +163,3 @@ def test_a_recipe_is_a_name_and_never_a_path(tmp_path):
     mine.write_text("name: x")
     known = "one of adapter, cauldron, easy_vqa, embedded"
     assert f"recipe={str(mine)!r} is not known; {known}" in error({}, recipe=str(mine))
-
-
-def test_the_root_is_the_workers(monkeypatch, tmp_path):
-    monkeypatch.delenv("ATHANOR_ROOT", raising=False)
-    with pytest.raises(InputError, match="ATHANOR_ROOT is not set"):
-        service_root()
-    monkeypatch.setenv("ATHANOR_ROOT", str(tmp_path))
-    assert service_root() == tmp_path

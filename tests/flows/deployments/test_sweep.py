@@ -6,21 +6,25 @@ import re
 from urllib.parse import unquote
 
 import pytest
+from prefect.client.orchestration import get_client
 
 from flows.cli.main import main
 from flows.pipeline.recipe import MAX_RUNS, expand, parse_grid
+from flows.service import sweep as module
+from flows.service.deployments import sweep_request
 from flows.service.sweep import check_grid
-from flows.tracking.store import connect
 from tests.helpers.service import nested
-from tests.helpers.small_run import SMALL, error_line
+from tests.helpers.small_run import SMALL, error_line, runs_of
 
 GRID = ["train.optim.lr=[1e-3,3e-3]", "train.seed=[0,1]"]
 TWO = ["train.optim.lr=[1e-3,3e-3]", "train.seed=[0]"]  # results of the sweeps of this file, which run once
 
 
-def sweep(root, grid, **changes: object) -> int:
-    settings = {key: value for key, value in {**SMALL, **changes}.items() if key != "train.optim.lr"}
-    sets = [f"--set={key}={value}" for key, value in settings.items()]
+SETTINGS = {key: value for key, value in SMALL.items() if key != "train.optim.lr"}
+
+
+def sweep(root, grid) -> int:
+    sets = [f"--set={key}={value}" for key, value in SETTINGS.items()]
     return main(["sweep", "--root", str(root), *(f"--grid={text}" for text in grid), *sets])
 
 
@@ -34,12 +38,6 @@ def compared(text: str) -> list[str]:
     """Return the ids of the runs on the MLflow page whose address is in the text."""
     (page,) = re.findall(r"compare-runs\?runs=(\S+)&experiments", text)
     return json.loads(unquote(page))
-
-
-def runs_of(root) -> list:
-    client = connect(root)
-    experiment = client.get_experiment_by_name("athanor-embedded")
-    return client.search_runs([experiment.experiment_id])
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +66,6 @@ def test_a_grid_is_expanded_in_order():
         (["train.seed=[]"], "train.seed=[] is not a list of values to try"),
         (["train.seed=[0]", "train.seed=[1]"], "train.seed appears twice"),
         (["train.seed=[0,1]", "train.optim.lr=[1e-3,3]"], "train.optim.lr=3 should be less than or equal to 1"),
-        (["train.optim.lrr=[1]"], "unknown key train.optim.lrr; did you mean train.optim.lr?"),
-        (["tokenize.max_seq_len=[512,4096]"], "tokenize.max_seq_len=4096 is more than a bin holds"),
         (["train.seed=[1,1]"], "grid: seed=1 and seed=1 are the same run"),
         (["execution.num_workers=[1,2]"], "are the same run; give each value once, and vary fields that change"),
         ([f"train.seed={list(range(MAX_RUNS + 1))}"], f"has {MAX_RUNS + 1} combinations, more than {MAX_RUNS}"),
@@ -102,8 +98,6 @@ def test_data_stages_are_made_once_and_every_run_has_its_own_mlflow_run(root, ca
 def test_a_run_that_fails_does_not_stop_the_others(small_run, tmp_path, capsys, monkeypatch):
     """The first of two runs fails in its export with a full disk, which is not an error of athanor's own. The second
     one finds every stage finished."""
-    from flows.service import sweep as module
-
     real, started = module.vlm_sft, []
 
     def first_fails(plan):
@@ -124,18 +118,13 @@ def test_a_run_that_fails_does_not_stop_the_others(small_run, tmp_path, capsys, 
 
 @pytest.mark.full
 def test_the_deployed_flow_refuses_in_its_state_and_keeps_the_table(root, monkeypatch):
-    from prefect.client.orchestration import get_client
-
-    from flows.service.deployments import sweep_request
-
     monkeypatch.setenv("ATHANOR_ROOT", str(root))
     settings = {"data": {}, "convert": {"heldout_fraction": 0.3}}
     state = sweep_request("embedded", {"train.optim.lr": [0.1, 7]}, settings, return_state=True)
     assert state.is_failed() and state.message.startswith("recipe embedded with overrides: train.optim.lr=7 should be")
 
     grid = {"train.optim.lr": [0.001, 0.003], "train.seed": [0]}
-    settings = nested({key: value for key, value in SMALL.items() if key != "train.optim.lr"})
-    state = sweep_request("embedded", grid, settings, return_state=True)
+    state = sweep_request("embedded", grid, nested(SETTINGS), return_state=True)
     assert state.is_completed() and state.message == "2 runs finished"
     with get_client(sync_client=True) as client:
         tables = [a for a in client.read_artifacts() if a.key == "sweep"]

@@ -13,9 +13,11 @@ import pytest
 
 from dataset_builders.contracts.manifest import load_manifest
 from flows.cli.main import main
+from flows.cli.run import registration
+from flows.tracking.record import MlflowState
 from flows.tracking.store import connect
 from tests.flows.pipeline.damages import KINDS, account
-from tests.helpers.small_run import SMALL, athanor, error_line, stand_in_trainer
+from tests.helpers.small_run import athanor, error_line, runs_of, stand_in_trainer
 from tests.helpers.tiers import full
 from tests.stages.shared.chat_format.test_template import REWRITING, model_with
 
@@ -73,11 +75,8 @@ def test_both_models_are_asked_the_same(small_run):
 
 def test_a_second_run_makes_nothing_and_stays_in_its_mlflow_run(finished, second):
     assert "0 of 15 stages made, 15 reused" in second and "made in" not in second
-    client = connect(finished)
-    experiment = client.get_experiment_by_name("athanor-embedded")
-    runs = client.search_runs([experiment.experiment_id], "tags.`athanor.differs` != 'x'")
-    assert len(runs) == 1 and runs[0].info.status == "FINISHED"
-    run = runs[0]
+    client, (run,) = connect(finished), runs_of(finished, "tags.`athanor.differs` != 'x'")
+    assert run.info.status == "FINISHED"
     assert run.info.run_name.startswith("embedded num_scans=40")
     assert len(client.get_metric_history(run.info.run_id, "loss")) == 5
     assert {i.dataset.name for i in run.inputs.dataset_inputs} == {"embedded_data", "convert", "tokenize", "plan_bins"}
@@ -124,25 +123,6 @@ def test_plan_says_which_field_changed(finished, capsys):
     assert re.search(r"parameters +[\d,]+ \(vision", text) and re.search(r"memory +about", text)
 
 
-@pytest.mark.full
-def test_another_learning_rate_makes_the_training_and_what_follows(finished, capsys):
-    assert athanor("run", finished, **{"train.optim.lr": 0.004}) == 0
-    text = capsys.readouterr().out
-    assert "8 of 15 stages made, 7 reused" in text
-    client = connect(finished)
-    experiment = client.get_experiment_by_name("athanor-embedded")
-    names = {run.info.run_name for run in client.search_runs([experiment.experiment_id])}
-    assert any(" lr=0.004 " in name for name in names)
-    assert "#/compare-runs?runs=" in text
-    link = client.get_experiment(experiment.experiment_id).tags["mlflow.note.content"]
-    assert link.startswith("[Score and loss of all runs](#/experiments/") and "2 newest](#/compare-runs?runs=" in link
-
-
-def assert_a_reused_training_is_whole(client, run) -> None:
-    assert [metric.step for metric in client.get_metric_history(run.info.run_id, "loss")] == [1, 2, 3, 4, 5]
-    assert len(run.inputs.dataset_inputs) == 4
-
-
 PUSHED = {"execution.registry.push_to": "owner/digits"}
 
 
@@ -167,10 +147,11 @@ def test_a_model_whose_scores_do_not_hold_is_not_registered_and_not_pushed(finis
     gates = "{exact_match: {min: 0.99}, score: {min_gain: 0.9}, same_answers: {max: 0.5}}"
     changes = {"evaluate.max_new_tokens": 1, "execution.registry.gates": gates}
     assert athanor("run", finished, **changes, **PUSHED) == 0
-    assert pushed == [] and "7 of 15 stages made, 8 reused" in capsys.readouterr().out
-    experiment = client.get_experiment_by_name(name)
-    (run,) = client.search_runs([experiment.experiment_id], "params.`evaluate.max_new_tokens` = '1'")
-    assert_a_reused_training_is_whole(client, run)
+    text = capsys.readouterr().out
+    assert pushed == [] and "7 of 15 stages made, 8 reused" in text and "#/compare-runs?runs=" in text
+    (run,) = runs_of(finished, "params.`evaluate.max_new_tokens` = '1'")
+    assert [metric.step for metric in client.get_metric_history(run.info.run_id, "loss")] == [1, 2, 3, 4, 5]
+    assert len(run.inputs.dataset_inputs) == 4
     reason = run.data.tags["athanor.champion"]
     assert reason.startswith("not registered: exact_match 0.") and "is below 0.99; the gain in score, " in reason
     assert reason.endswith("; same_answers 1.0000 is above 0.5") and run.data.metrics["same_answers"] == 1.0
@@ -209,30 +190,6 @@ def test_a_push_without_a_token_is_said_before_anything_is_made(tmp_path, capsys
     assert not list(tmp_path.glob("artifacts/*"))
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"train.optim.lrr": 1}, "unknown key train.optim.lrr; did you mean train.optim.lr?"),
-        ({"train.optim.lr": 7}, "train.optim.lr=7 should be less than or equal to 1"),
-        ({"data": "/nowhere/raw"}, "raw data directory /nowhere/raw does not exist"),
-        ({"model": "/nowhere/model"}, "model '/nowhere/model' is not a directory"),
-    ],
-)
-def test_wrong_settings_are_one_line_and_status_2(tmp_path, capsys, changes, words):
-    dropped = [key for key in SMALL if key.split(".")[0] in changes]
-    sets = {key: value for key, value in SMALL.items() if key not in dropped} | changes
-    for command in ("plan", "run"):
-        arguments = [f"--set={key}={value}" for key, value in sets.items()]
-        assert main([command, "--root", str(tmp_path), *arguments]) == 2
-        line = error_line(capsys)
-        assert line.startswith("athanor: ") and words in line
-
-
-def test_an_unknown_recipe(tmp_path, capsys):
-    assert main(["run", "nope", "--root", str(tmp_path)]) == 2
-    assert "no recipe 'nope'; give " in error_line(capsys)
-
-
 def test_a_full_disk_is_one_line_with_the_way_out(finished, capsys, monkeypatch):
     def full_disk(*_args, **_kwargs):
         raise OSError(28, "No space left on device")
@@ -257,9 +214,7 @@ def test_how_a_failed_training_is_told(finished, capsys, monkeypatch, how, statu
     monkeypatch.setenv("FAKE_TRAINER", how)
     assert athanor("run", finished, **{"train.seed": 9}) == status
     assert words in error_line(capsys)
-    client = connect(finished)
-    experiment = client.get_experiment_by_name("athanor-embedded")
-    (run,) = client.search_runs([experiment.experiment_id], "params.`train.seed` = '9'")
+    (run,) = runs_of(finished, "params.`train.seed` = '9'")
     assert run.info.status == "FAILED"
 
 
@@ -283,10 +238,19 @@ def test_sigterm_gives_the_trainer_time_to_save(finished, capsys, monkeypatch):
         signal.signal(signal.SIGTERM, before)
     assert "stopped; the same command resumes" in error_line(capsys)
     assert list((finished / "scratch").glob("train-*/saved"))
-    client = connect(finished)
-    experiment = client.get_experiment_by_name("athanor-embedded")
-    (run,) = client.search_runs([experiment.experiment_id], "params.`train.seed` = '11'")
+    (run,) = runs_of(finished, "params.`train.seed` = '11'")
     assert run.info.status == "KILLED"
+
+
+def test_what_is_said_of_the_registration():
+    assert registration("m", [], True, MlflowState()) == ["Registered as m in MLflow."]
+    answers = MlflowState(verdict="no champion before: champion")
+    expected = "Registered as m in MLflow: no champion before: champion."
+    assert registration("m", [], True, answers) == [expected]
+    assert registration("m", ["a", "b"], True, MlflowState()) == ["Not registered as m: a", "Not registered as m: b"]
+    (line,) = registration("m", [], False, MlflowState())
+    assert line.startswith("Not registered as m: the run's record could not be written")
+    assert registration("m", [], True, answers, is_sent=False)[0].startswith("Not registered as m yet: MLflow")
 
 
 def test_debug_shows_the_traceback(tmp_path, capsys):
@@ -299,33 +263,16 @@ def test_ask_refuses_what_is_no_model(tmp_path, capsys):
     assert "has no config.json" in error_line(capsys)
 
 
-def another_training(root: Path) -> None:
-    """Make the finished training one of other bytes with the same fingerprint, as another GPU would."""
+def test_what_was_made_from_another_training_is_planned_again(small_run, tmp_path, capsys):
+    """The finished training has other bytes with the same fingerprint, as one of another GPU would."""
+    root = small_run.copy(tmp_path)
     (trained,) = root.glob("artifacts/train/*")
     manifest = load_manifest(trained)
     manifest.model_copy(update={"stats": manifest.stats | {"loss": 9.0}}).write(trained)
-
-
-def test_what_was_made_from_another_training_is_planned_again(small_run, tmp_path, capsys):
-    root = small_run.copy(tmp_path)
-    another_training(root)
     assert athanor("plan", root) == 0
     printed = capsys.readouterr().out
     assert re.search(r"export +make +its input train was made again with other content", printed)
     assert re.search(r"answer +make +its input export will be made first", printed)
-
-
-@pytest.mark.full
-def test_what_was_made_from_another_training_is_made_again(small_run, tmp_path, capsys):
-    root = small_run.copy(tmp_path)
-    another_training(root)
-    with stand_in_trainer():
-        assert athanor("run", root) == 0
-        again = capsys.readouterr().out
-        assert athanor("run", root) == 0
-    assert all(f"{stage}: made in" in again for stage in ("export", "answer", "evaluate", "release"))
-    assert all(f"{stage}: reused" in again for stage in ("convert", "tokenize", "train", "answer_base"))
-    assert "0 of 15 stages made" in capsys.readouterr().out
 
 
 @pytest.mark.promise(

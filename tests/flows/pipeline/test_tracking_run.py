@@ -29,11 +29,6 @@ def test_a_recipe_of_the_persons_own_has_no_command(tmp_path):
     assert reproducing_command(load_recipe("embedded").config, "my-recipe") is None
 
 
-def test_the_registry_enters_no_fingerprint():
-    plain, other = load_recipe("embedded"), load_recipe("embedded", ["execution.registry.margin=0.5"])
-    assert plain.config.identity() == other.config.identity() and other.config.execution.registry.margin == 0.5
-
-
 def test_execution_is_one_file_with_the_launcher_in_use_and_what_is_set():
     plain = yaml.safe_load(execution_yaml(load_recipe("embedded").config))
     assert plain["cluster"]["launcher"] == "torchrun" and "num_workers" in plain

@@ -26,7 +26,7 @@ from flows.pipeline.recipe import load_recipe
 from flows.pipeline.tasks import task
 from stages.shared.artifacts.workers import StageResources, run_tasks
 from tests.helpers.kill_worker import kill_itself, kill_itself_once, slow_or_failing, work_until_released
-from tests.helpers.patience import at_most
+from tests.helpers.patience import at_most, wait_for
 from tests.helpers.tiers import full
 from tests.helpers.trees import tree_digest
 
@@ -211,10 +211,7 @@ def test_shards_of_a_killed_run_are_waited_for(address, tmp_path, monkeypatch):
     monkeypatch.setattr(dask_pool._log, "warning", lambda *_: (tmp_path / "release").touch())
     with Client(address, set_as_default=False) as client:
         dask_pool._ShardExecutor(client).submit(work_until_released, str(tmp_path))
-        end = time.monotonic() + at_most(30)
-        while not (tmp_path / "began").exists():
-            assert time.monotonic() < end
-            time.sleep(0.02)
+        wait_for((tmp_path / "began").exists, 30, "beginning of the task")
     try:
         visit(address, tmp_path)
         assert (tmp_path / "ended").exists()

@@ -65,13 +65,6 @@ def in_a_run(work: Callable[[], None]) -> None:
     flow(work, name="holder", flow_run_name="the holder", validate_parameters=False)()
 
 
-def other_process(root: Path, **changes) -> None:
-    """Change the owner in the only record, as if another process had written it."""
-    (record,) = read_runs(root)
-    path = root / "service" / "runs" / f"{record.flow_run_id}.json"
-    path.write_text(record.model_copy(update=changes).model_dump_json())
-
-
 def in_thread(name: str, root: Path, api: str) -> tuple[threading.Thread, threading.Event]:
     """Ask for a slot in another thread. Return the thread, and an event that is set when the thread has the slot."""
     got = threading.Event()
@@ -97,28 +90,25 @@ def refused(status: int) -> PrefectHTTPStatusError:
     return PrefectHTTPStatusError("refused", request=request, response=response)
 
 
-@pytest.mark.parametrize(("times", "is_given_up"), [(4, False), (5, True)])
-def test_a_server_that_is_busy_writing_is_asked_again_at_once(times, is_given_up, monkeypatch):
+@pytest.mark.parametrize(
+    ("statuses", "pauses", "is_given_up"),
+    [([503] * 4, 4, False), ([503] * 5, 4, True), ([423], 0, True)],
+    ids=["busy for a moment", "busy for long", "another answer"],
+)
+def test_a_server_that_is_busy_writing_is_asked_again_at_once(statuses, pauses, is_given_up, monkeypatch):
     """Prefect's client would wait two seconds between two tries."""
-    slept, answers = [], iter([refused(503)] * times)
+    slept, left = [], [refused(status) for status in statuses]
     monkeypatch.setattr(limits, "time", SimpleNamespace(sleep=slept.append))
 
     def call() -> None:
         assert PREFECT_CLIENT_MAX_RETRIES.value() == 0
-        if (error := next(answers, None)) is not None:
-            raise error
+        if left:
+            raise left.pop()
 
     with pytest.raises(PrefectHTTPStatusError) if is_given_up else contextlib.nullcontext():
         limits._promptly(call)
-    assert next(answers, None) is None and sum(slept) < 1
+    assert not left and len(slept) == pauses and sum(slept) < 1
     assert PREFECT_CLIENT_MAX_RETRIES.value() > 0
-
-
-def test_another_answer_is_not_asked_for_again(monkeypatch):
-    monkeypatch.setattr(limits, "time", SimpleNamespace(sleep=lambda _: pytest.fail("waited")))
-    answers = iter([refused(423)])
-    with pytest.raises(PrefectHTTPStatusError):
-        limits._promptly(lambda: (_ for _ in ()).throw(next(answers)))
 
 
 def test_limits_are_made_once_and_a_persons_change_stays(server):
@@ -183,8 +173,10 @@ def test_the_slot_of_a_dead_holder_is_taken_over_at_once(name, server, tmp_path,
 
     def hold() -> None:
         with slot_of(name, tmp_path):
-            elsewhere = {"host": "elsewhere"} if host == "elsewhere" else {}
-            other_process(tmp_path, pid_started=1.0, **elsewhere)  # the start of a process that is long gone
+            (record,) = read_runs(tmp_path)
+            owner = {"pid_started": 1.0, "host": record.host if host == "here" else "elsewhere"}  # it is long gone
+            path = tmp_path / "service" / "runs" / f"{record.flow_run_id}.json"
+            path.write_text(record.model_copy(update=owner).model_dump_json())
             thread, got = in_thread(name, tmp_path, server)
             if host == "here":
                 assert got.wait(at_most(30))

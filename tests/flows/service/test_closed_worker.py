@@ -54,26 +54,16 @@ def test_what_is_offered_is_run_by_the_entrypoint_that_is_registered(offer):
     assert entrypoint_to_run(run(), deployment(offer), pool()) == make_deployment(offer, POOL).entrypoint
 
 
+OTHER_COMMAND = {**JOB_TEMPLATE, "job_configuration": {"command": "x"}}
 REFUSED = {
     "no deployment": ({}, None, pool(), "deployment none is not athanor's"),
-    "another name": (
-        {},
-        {"name": "evil"},
-        pool(),
-        "deployment evil is not athanor's, nothing was run",
-    ),
+    "another name": ({}, {"name": "evil"}, pool(), "deployment evil is not athanor's, nothing was run"),
     "an entrypoint": ({}, {"entrypoint": "os.system"}, pool(), "entrypoint='os.system' is not as registered"),
-    "a file": ({}, {"entrypoint": "/tmp/x.py:f"}, pool(), "entrypoint='/tmp/x.py:f' is not as registered"),
     "pull steps": ({}, {"pull_steps": [{"run": "x"}]}, pool(), "pull_steps=[{'run': 'x'}] is not as registered"),
     "storage": ({}, {"storage_document_id": "1"}, pool(), "storage_document_id='1' is not as registered"),
     "its variables": ({}, {"job_variables": {"env": {}}}, pool(), "job_variables={'env': {}} is not as registered"),
     "the run's": ({"job_variables": {"command": "x", "env": {}}}, {}, pool(), "job variables (command, env), which"),
-    "the pool": (
-        {},
-        {},
-        pool({**JOB_TEMPLATE, "job_configuration": {"command": "x"}}),
-        "template is not as registered",
-    ),
+    "the pool": ({}, {}, pool(OTHER_COMMAND), "its job template is not as registered"),
     "no template": ({}, {}, pool({}), "its job template is not as registered"),
 }
 

@@ -114,13 +114,6 @@ def test_nothing_is_noted_outside_a_flow(tmp_path):
     assert read_runs(tmp_path) == []
 
 
-def test_a_pid_that_another_process_has_now_is_dead(tmp_path):
-    mine = this_process()
-    assert not Owner(**mine).is_dead()
-    assert Owner(**{**mine, "pid_started": 1.0}).is_dead()
-    assert not Owner(**{**mine, "pid_started": 1.0, "host": "elsewhere"}).is_dead()
-
-
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import requests
 from mlflow import MlflowClient
 
 import flows.tracking.publish
@@ -18,7 +19,7 @@ import flows.tracking.run_writer
 import flows.tracking.tracker
 from dataset_builders.contracts.manifest import ShardEntry
 from flows.tracking.publish import Publication
-from flows.tracking.record import changed, load_record
+from flows.tracking.record import MlflowState, changed, load_record
 from flows.tracking.run_writer import RunWriter, chosen_files, sizes_of
 from flows.tracking.store import connect, may_pass
 from flows.tracking.tracker import Sender, Tracker
@@ -100,6 +101,13 @@ def tell(root: Path, key: str, level: str = "small") -> Tracker:
     return tracker
 
 
+def published(root: Path, key: str, level: str = "small") -> MlflowState:
+    """Log a run, send it, and return what MLflow answered."""
+    tell(root, key, level)
+    Publication(root, key).run()
+    return load_record(root, key).learnt
+
+
 def files_of(client: MlflowClient, run_id: str, folder: str) -> set[str]:
     """Return the names below a folder of a run's artifacts."""
     found = set()
@@ -112,10 +120,7 @@ def files_of(client: MlflowClient, run_id: str, folder: str) -> set[str]:
 def test_over_http_a_champion_is_downloaded_and_loaded_after_its_root_is_gone(server, tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.url)
     root = tmp_path / "root"
-    tell(root, "far")
-    publication = Publication(root, "far")
-    publication.run()
-    learnt = load_record(root, "far").learnt
+    learnt = published(root, "far")
     assert learnt.refused == {} and learnt.verdict.endswith("no champion before: champion")
     weights = (root / "artifacts" / "export" / ("e" * 16) / "hf" / "model.safetensors").read_bytes()
     run_id, expected = learnt.run_id, {"quarantine.jsonl", "logs/one.log", "references.json", "manifest.json"}
@@ -130,20 +135,6 @@ def test_over_http_a_champion_is_downloaded_and_loaded_after_its_root_is_gone(se
     assert done.returncode == 0, done.stderr
     place = Path(done.stdout.splitlines()[-1])
     assert place.is_relative_to(elsewhere) and (place / "model.safetensors").read_bytes() == weights
-
-
-@pytest.mark.full
-def test_what_is_there_is_not_sent_again(server, tmp_path, monkeypatch):
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", server.url)
-    tell(tmp_path, "again")
-    Publication(tmp_path, "again").run()
-    before = {path: path.stat().st_mtime_ns for path in (server.directory / "artifacts").rglob("*")}
-    with changed(tmp_path, "again"):
-        pass  # the same command again
-    again = Publication(tmp_path, "again")
-    again.run()
-    assert not again.sent
-    assert {path: path.stat().st_mtime_ns for path in (server.directory / "artifacts").rglob("*")} == before
 
 
 @pytest.mark.full
@@ -175,59 +166,22 @@ def test_an_upload_that_broke_goes_on_with_the_files_that_lack(server, tmp_path,
     Publication(tmp_path, "broken").run()
     names = [path.name for path in (tmp_path / "artifacts" / "export" / ("e" * 16) / "hf").iterdir()]
     assert sorted(sent) == sorted([*names, *FLAVOR_FILES, sent[2]]), "each once, but the one that broke"
-    assert (
-        len(MlflowClient(server.url).search_model_versions(f"name='{MODEL}' and run_id='{learnt_run(tmp_path)}'")) == 1
-    )
-
-
-def learnt_run(root: Path) -> str:
-    return load_record(root, "broken").learnt.run_id
-
-
-@pytest.mark.full  # covered in the core tier by the same test without a server
-def test_beside_a_server_on_this_disk_the_same_bytes_get_a_second_name(tmp_path, monkeypatch):
-    (tmp_path / "server").mkdir()
-    server, root = MlflowServer(tmp_path / "server"), tmp_path / "root"
-    server.start()
-    try:
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", server.url)
-        tell(root, "beside")
-        Publication(root, "beside").run()
-        done = subprocess.run([sys.executable, "-c", ELSEWHERE], capture_output=True, text=True)
-    finally:
-        server.stop()
-    assert done.returncode == 0, done.stderr
-    weights = root / "artifacts" / "export" / ("e" * 16) / "hf" / "model.safetensors"
-    assert Path(done.stdout.splitlines()[-1], weights.name).samefile(weights)
+    assert len(client.search_model_versions(f"name='{MODEL}' and {this_run}")) == 1
 
 
 def test_without_a_server_the_same_bytes_get_a_second_name(tmp_path):
-    tell(tmp_path, "near")
-    Publication(tmp_path, "near").run()
-    client = connect(tmp_path)
+    published(tmp_path, "near")
     weights = tmp_path / "artifacts" / "export" / ("e" * 16) / "hf" / "model.safetensors"
-    (version,) = client.search_model_versions(f"name='{MODEL}'")
+    (version,) = connect(tmp_path).search_model_versions(f"name='{MODEL}'")
     place = Path(version.source.removeprefix("file://"))
     assert place.is_relative_to(tmp_path / "mlflow-artifacts") and (place / "hf" / weights.name).samefile(weights)
 
 
-@pytest.mark.parametrize(
-    ("level", "chosen"),
-    [
-        ("references", {"manifest.json", "report.html", "report.json"}),
-        (
-            "small",
-            {"manifest.json", "report.html", "report.json", "quarantine.jsonl", "logs/one.log"},
-        ),
-    ],
-)
-def test_what_stays_is_named_with_size_and_digest(tmp_path, level, chosen):
-    made = make_stage(tmp_path)
-    assert {*chosen_files(made, level, sizes_of(made.dir))} == chosen
-    tell(tmp_path, "refer", level)
-    Publication(tmp_path, "refer").run()
-    client, run_id = connect(tmp_path), load_record(tmp_path, "refer").learnt.run_id
-    assert files_of(client, run_id, "stages/convert") == {f"stages/convert/{n}" for n in (*chosen, "references.json")}
+@pytest.mark.parametrize(("level", "more"), [("references", set()), ("small", {"quarantine.jsonl", "logs/one.log"})])
+def test_what_stays_is_named_with_size_and_digest(tmp_path, level, more):
+    client, run_id = connect(tmp_path), published(tmp_path, "refer", level).run_id
+    chosen = {"manifest.json", "report.html", "report.json", "references.json", *more}
+    assert files_of(client, run_id, "stages/convert") == {f"stages/convert/{name}" for name in chosen}
     listed = json.loads(Path(client.download_artifacts(run_id, "stages/convert/references.json")).read_text())
     assert listed["directory"] == f"artifacts/convert/{'c' * 16}"
     assert listed["files"]["train/shard-00000.tar"] == {"bytes": 5, "sha256": "a" * 64}
@@ -235,12 +189,10 @@ def test_what_stays_is_named_with_size_and_digest(tmp_path, level, chosen):
 
 
 def test_all_takes_every_file_also_of_a_run_that_was_sent_before(tmp_path):
-    tell(tmp_path, "more")
-    Publication(tmp_path, "more").run()
+    run_id = published(tmp_path, "more").run_id
     with changed(tmp_path, "more") as record:
         record.opening.artifacts = "all"
     Publication(tmp_path, "more").run()
-    run_id = load_record(tmp_path, "more").learnt.run_id
     names = {path.removeprefix("stages/convert/") for path in files_of(connect(tmp_path), run_id, "stages/convert")}
     assert names - {"references.json"} == sizes_of(tmp_path / "artifacts" / "convert" / ("c" * 16)).keys()
 
@@ -255,9 +207,7 @@ def test_a_large_file_stays(tmp_path, monkeypatch):
 @pytest.mark.full
 def test_by_reference_nothing_of_a_model_is_uploaded(server, tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.url)
-    tell(tmp_path, "reference", "references")
-    Publication(tmp_path, "reference").run()
-    client, learnt = MlflowClient(server.url), load_record(tmp_path, "reference").learnt
+    client, learnt = MlflowClient(server.url), published(tmp_path, "reference", "references")
     model_id = client.get_run(learnt.run_id).data.tags["mlflow.athanor.model_id"]
     assert learnt.refused == {} and client.list_logged_model_artifacts(model_id) == []
     assert client.get_logged_model(model_id).tags["hf_dir"] == str(
@@ -337,7 +287,6 @@ def test_what_a_training_writes_goes_on_between_the_files_of_an_upload(tmp_path,
 
 @pytest.mark.parametrize(("status", "passes"), [(413, False), (400, False), (401, True), (429, True), (503, True)])
 def test_a_refused_upload_is_not_tried_for_ever(status, passes):
-    requests = pytest.importorskip("requests")
     answer = requests.Response()
     answer.status_code = status
     assert may_pass(requests.HTTPError("no", response=answer)) is passes

@@ -12,8 +12,9 @@ from flows.tracking.record import load_record, now_ms, samples_path
 from flows.tracking.store import connect
 from flows.tracking.system import CPU_METRIC, INTERVAL_SECONDS
 from flows.tracking.tracker import sender_of
+from tests.helpers.fake_trainer import metrics_row
 from tests.helpers.mlflow_server import MlflowServer
-from tests.helpers.patience import at_most
+from tests.helpers.patience import wait_for
 from tests.helpers.tracked_run import make_trained, open_tracker
 from trainer.contract.names import METRICS_JSONL
 from trainer.loop.metrics import MetricsWriter
@@ -49,8 +50,6 @@ class Training:
         self._thread.start()
 
     def _work(self) -> None:
-        from tests.helpers.fake_trainer import metrics_row
-
         while not self._stop.wait(ROW_SECONDS):
             self.step += 1
             self._writer.write(metrics_row(self.step))
@@ -68,55 +67,28 @@ class Training:
         return load_record(root, self.tracker.key).learnt.run_id
 
 
-def assert_whole(root: Path, run_id: str, training: Training) -> None:
-    client = connect(root)
-    for name in ("loss", "lr", "tokens_per_second", "memory_gb"):
-        steps = [metric.step for metric in client.get_metric_history(run_id, name)]
-        assert steps == list(range(1, training.step + 1)), name
-    system = client.get_metric_history(run_id, CPU_METRIC)
-    taken = [json.loads(line)["step"] for line in samples_path(root, training.tracker.key).read_text().splitlines()]
-    # The last sample, at the end of the training, may be in the same second as the one before: one point then.
-    assert [metric.step for metric in system] == sorted({*taken})
-    assert taken
-    assert client.get_run(run_id).info.status == "FINISHED"
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("seconds", [5, 60])
 def test_a_server_that_is_down_leaves_no_hole_and_no_double_point(tmp_path, server, monkeypatch, seconds):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.url)
     training = Training(tmp_path, f"down-{seconds}")  # the server is shared, and a run is found by its identity
-    wait_for_step(training, 8)
+    wait_for(lambda: training.step >= 8, 120, "step 8")
     server.stop()
     before, stopped_ms = training.step, now_ms()
     time.sleep(seconds)
     assert training.step - before > seconds / ROW_SECONDS / 4, "the training goes on"
     started_ms = now_ms()
     server.start()
-    wait_for_step(training, training.step + 8)
-    run_id = training.end(tmp_path)
-    assert_whole(tmp_path, run_id, training)
-    system = connect(tmp_path).get_metric_history(run_id, CPU_METRIC)
+    there_again = training.step
+    wait_for(lambda: training.step >= there_again + 8, 120, "eight steps more")
+    run_id, client = training.end(tmp_path), connect(tmp_path)
+    assert client.get_run(run_id).info.status == "FINISHED"
+    for name in ("loss", "lr", "tokens_per_second", "memory_gb"):
+        steps = [metric.step for metric in client.get_metric_history(run_id, name)]
+        assert steps == list(range(1, training.step + 1)), name
+    system = client.get_metric_history(run_id, CPU_METRIC)
+    samples = samples_path(tmp_path, training.tracker.key).read_text().splitlines()
+    # The last sample, at the end of the training, may be in the same second as the one before: one point then.
+    assert samples and [metric.step for metric in system] == sorted({json.loads(line)["step"] for line in samples})
     is_sampled = any(stopped_ms < metric.timestamp < started_ms for metric in system)
     assert is_sampled or seconds < INTERVAL_SECONDS, "the machine is sampled while MLflow is down"
-
-
-@pytest.mark.full  # covered in the core tier by lost answers of every kind, and by a server that is down
-def test_a_server_that_answers_after_a_while_delays_nothing(tmp_path, server, monkeypatch):
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", server.url)
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "3")  # the answer is lost, but the request was carried out
-    training = Training(tmp_path, "slow")
-    wait_for_step(training, 10)
-    with server.frozen():
-        time.sleep(8)
-    wait_for_step(training, training.step + 10)
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "180")
-    run_id = training.end(tmp_path)
-    assert_whole(tmp_path, run_id, training)
-
-
-def wait_for_step(training: Training, step: int) -> None:
-    deadline = time.monotonic() + at_most(120)
-    while training.step < step:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)

@@ -15,6 +15,7 @@ from mlflow.exceptions import MlflowException
 import flows.tracking.publish
 import flows.tracking.tracker
 import stages.compare.comparison  # noqa: F401  takes a second, which would count as an answer of a slow MLflow
+from flows.cli.main import main
 from flows.tracking.publish import Publication
 from flows.tracking.record import (
     MlflowState,
@@ -108,9 +109,8 @@ def test_what_is_told_is_held(undisturbed):
     assert undisturbed["aliases"] == {"candidate": 1, "champion": 1}
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_calls_that_fail_and_answers_that_are_lost_change_nothing(tmp_path, monkeypatch, undisturbed, seed):
-    die = random.Random(seed)
+def test_calls_that_fail_and_answers_that_are_lost_change_nothing(tmp_path, monkeypatch, undisturbed):
+    die = random.Random(1)
     monkeypatch.setattr(flows.tracking.publish, "connect", lambda root: Faulty(connect(root), die))
     tell_a_run(tmp_path, "one")
     assert publish_patiently(tmp_path, "one") > 10
@@ -145,55 +145,46 @@ def test_a_resumed_training_gives_one_point_a_step(tmp_path, undisturbed):
     write_live(tracker, [timed_row(step) for step in range(1, 9)])
     publication = Publication(tmp_path, "one")
     publication.run()
+    # The training was killed at step 8, with a checkpoint of step 4.
     retrained = [timed_row(step).model_copy(update={"time_ms": 1_800_000_000_000 + step}) for step in range(5, 9)]
-    write_live(
-        tracker, [*map(timed_row, range(1, 5)), *retrained], "w"
-    )  # killed at step 8, with a checkpoint of step 4
+    write_live(tracker, [*map(timed_row, range(1, 5)), *retrained], "w")
     publication.run()
     tell_a_run(tmp_path, "one")
     publish_patiently(tmp_path, "one")
     assert holdings(connect(tmp_path), "one")["points"] == undisturbed["points"]
 
 
-def test_what_was_not_sent_live_is_added_at_the_end(tmp_path, undisturbed):
-    tell_a_run(tmp_path, "one", live=range(3, 6))
-    publish_patiently(tmp_path, "one")
-    points = holdings(connect(tmp_path), "one")["points"]
-    assert {name: sorted(values) for name, values in points.items()} == undisturbed["points"]
-
-
-def test_only_new_lines_are_read_and_asked_for(tmp_path, monkeypatch):
-    tracker = open_tracker(tmp_path, "one")
-    write_live(tracker, [timed_row(1)])
+@pytest.fixture
+def begun(tmp_path) -> Publication:
+    """Publish a run whose training has made its first step."""
+    write_live(open_tracker(tmp_path, "one"), [timed_row(1)])
     publication = Publication(tmp_path, "one")
     publication.run()
-    calls = []
-    monkeypatch.setattr(publication, "_publish", lambda: calls.append("everything"))
+    return publication
+
+
+def test_only_new_lines_are_read_and_asked_for(tmp_path, begun, monkeypatch):
+    monkeypatch.setattr(begun, "_publish", lambda: pytest.fail("everything was asked for"))
     with (tmp_path / "scratch" / "metrics.jsonl").open("a") as file:
         file.write(timed_row(2).model_dump_json() + "\n")
     write_sample(tmp_path, "one", 10)
-    publication.run()
-    assert calls == [] and publication.sent == {"recipe": 1, "step": 2, "machine sample": 1}
+    begun.run()
+    assert begun.sent == {"recipe": 1, "step": 2, "machine sample": 1}
 
 
 def test_a_machines_samples_survive_an_outage_and_are_sent_once(tmp_path):
-    tracker = open_tracker(tmp_path, "one")
-    write_live(tracker, [timed_row(1)])
+    write_live(open_tracker(tmp_path, "one"), [timed_row(1)])
     for second in (10, 20, 30):
         write_sample(tmp_path, "one", second)
     for _ in range(2):
         Publication(tmp_path, "one").run()
         save_learnt(tmp_path, "one", MlflowState())  # everything that this machine knew is lost
-    run_id = _publish_again(tmp_path, tracker)
+    Publication(tmp_path, "one").run()
+    run_id = load_record(tmp_path, "one").learnt.run_id
     points = connect(tmp_path).get_metric_history(run_id, CPU_METRIC)
     assert [(point.step, point.value, point.timestamp) for point in points] == [
         (second, second / 100, FIRST_MS + 1000 * second) for second in (10, 20, 30)
     ]
-
-
-def _publish_again(root: Path, tracker: Tracker) -> str:
-    Publication(root, tracker.key).run()
-    return load_record(root, tracker.key).learnt.run_id
 
 
 def test_lost_knowledge_or_another_store_get_everything_again_and_once(tmp_path, monkeypatch, undisturbed):
@@ -209,36 +200,26 @@ def test_lost_knowledge_or_another_store_get_everything_again_and_once(tmp_path,
     assert other.sent["step"] == 12 and holdings(connect(tmp_path), "one")["points"] == undisturbed["points"]
 
 
-def test_a_store_that_was_emptied_meanwhile_gets_the_run_again(tmp_path):
-    tracker = open_tracker(tmp_path, "one")
-    write_live(tracker, [timed_row(1)])
-    publication = Publication(tmp_path, "one")
-    publication.run()
+def test_a_store_that_was_emptied_meanwhile_gets_the_run_again(tmp_path, begun):
     client, first = connect(tmp_path), load_record(tmp_path, "one").learnt.run_id
     client.delete_run(first)
-    write_live(tracker, [timed_row(2)])
-    publication.run()
+    write_live(Tracker(tmp_path, "one"), [timed_row(2)])
+    begun.run()
     run_id = load_record(tmp_path, "one").learnt.run_id
     assert run_id != first and [point.step for point in client.get_metric_history(run_id, "loss")] == [1, 2]
 
 
-def test_a_late_double_of_the_run_is_removed_at_its_end(tmp_path):
-    tracker = open_tracker(tmp_path, "one")
-    write_live(tracker, [])
-    publication = Publication(tmp_path, "one")
-    publication.run()
+def test_a_late_double_of_the_run_is_removed_at_its_end(tmp_path, begun):
     client, record = connect(tmp_path), load_record(tmp_path, "one")
     marks = {"mlflow.athanor.identity": "one", "mlflow.athanor.creation": record.creation}
     client.create_run(record.learnt.experiment_id, tags=marks)  # arrived after a second request was answered
-    tracker.finish("FINISHED")
-    publication.run()
+    Tracker(tmp_path, "one").finish("FINISHED")
+    begun.run()
     (run,) = client.search_runs([record.learnt.experiment_id])
     assert run.info.run_id == record.learnt.run_id
 
 
 def test_sync_of_a_root_without_runs_is_refused(tmp_path, capsys):
-    from flows.cli.main import main
-
     assert main(["sync", "--root", str(tmp_path / "typo")]) == 2
     assert capsys.readouterr().err == (
         f"athanor: --root {tmp_path / 'typo'} has no record of a run; give the --root of the run that is to be sent\n"
@@ -246,17 +227,14 @@ def test_sync_of_a_root_without_runs_is_refused(tmp_path, capsys):
 
 
 def test_sync_sends_what_waits_in_the_order_of_its_making(tmp_path, monkeypatch, capsys):
-    from flows.cli.main import main
-
     tell_a_run(tmp_path, "two")  # the order of the names is not the order of the runs
     tell_a_run(tmp_path, "one")
     with monkeypatch.context() as patch:
         patch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
         assert main(["sync", "--root", str(tmp_path)]) == 1
-        lines = capsys.readouterr().out.splitlines()
-        assert len(lines) == 2 and all(
-            "embedded: nothing sent, the rest waits: MlflowException" in line for line in lines
-        )
+        one, two = capsys.readouterr().out.splitlines()
+        nothing = "embedded: nothing sent, the rest waits: MlflowException"
+        assert nothing in one and nothing in two
     assert main(["sync", "--root", str(tmp_path)]) == 0
     line = "embedded: 1 recipe, 2 stages, 7 files, 12 steps, 1 score table, 1 model, 1 end sent"
     assert sorted(capsys.readouterr().out.splitlines()) == [line, line]
@@ -268,16 +246,21 @@ def test_sync_sends_what_waits_in_the_order_of_its_making(tmp_path, monkeypatch,
     assert aliases == {"champion": 1, "candidate": 2}
 
 
-def _open_and_die(root: str) -> None:
-    flows.tracking.tracker.sender_of = lambda root: Nobody()
-    write_live(open_tracker(Path(root), "killed"), [timed_row(1), timed_row(2)])
+def _open_and_die(root: Path) -> None:
+    write_live(open_tracker(root, "killed"), [timed_row(1), timed_row(2)])
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_killed_run_gets_its_end(tmp_path):
-    process = multiprocessing.get_context("fork").Process(target=_open_and_die, args=(str(tmp_path),))
+@pytest.fixture
+def killed(tmp_path) -> None:
+    """Leave the record of a run whose process was killed."""
+    process = multiprocessing.get_context("fork").Process(target=_open_and_die, args=(tmp_path,))
     process.start()
     process.join()
+
+
+@pytest.mark.usefixtures("killed")
+def test_a_killed_run_gets_its_end(tmp_path):
     (one,) = publish_waiting(tmp_path)
     assert (one.sent, one.problem) == ({"recipe": 1, "step": 2, "end": 1}, "")
     record = load_record(tmp_path, "killed")
@@ -288,10 +271,8 @@ def test_a_killed_run_gets_its_end(tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("killed")
 def test_a_killed_run_that_was_published_before_gets_its_end_too(tmp_path):
-    process = multiprocessing.get_context("spawn").Process(target=_open_and_die, args=(str(tmp_path),))
-    process.start()
-    process.join()
     Publication(tmp_path, "killed").run()
     assert [key for key, _ in waiting_records(tmp_path)] == ["killed"]
     (one,) = publish_waiting(tmp_path)

@@ -46,6 +46,13 @@ def init(tmp_path, capsys, data, *more: str) -> tuple[int, str, str]:
     return status, *capsys.readouterr()
 
 
+@pytest.fixture
+def data(tmp_path) -> Path:
+    """Return a directory with thirty rows, which a recipe can be made of."""
+    csv_paths(tmp_path / "data", draw_rows(1, 30))
+    return tmp_path / "data"
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_layout_becomes_a_recipe_whose_samples_are_the_rows(tmp_path, capsys, layout):
     write, builder = LAYOUTS[layout]
@@ -137,37 +144,26 @@ def test_a_single_file_is_named_once(tmp_path, capsys):
     assert status == 2 and err.count("a.csv") == 1 and "no column looks like an answer among: id, url" in err
 
 
-def test_a_recipe_is_not_overwritten(tmp_path, capsys):
-    csv_paths(tmp_path / "data", draw_rows(1, 20))
+def test_a_recipe_is_not_overwritten(tmp_path, capsys, data):
     (tmp_path / "my.yaml").write_text("mine")
-    status, _, err = init(tmp_path, capsys, tmp_path / "data")
+    status, _, err = init(tmp_path, capsys, data)
     assert status == 2 and "my.yaml exists already; delete it, or give --out another name" in err
     assert (tmp_path / "my.yaml").read_text() == "mine"
 
 
 def test_a_recipe_in_no_directory_is_refused_before_the_data_are_read(tmp_path, capsys):
-    assert (
-        main(["init", str(tmp_path), "--out", str(tmp_path / "no" / "my.yaml"), "--root", str(tmp_path / "root")]) == 2
-    )
-    out, err = capsys.readouterr()
-    assert out == "" and f"{tmp_path / 'no'} is not a directory; make it, or give --out another name" in err
+    status, out, err = init(tmp_path, capsys, tmp_path, "--out", str(tmp_path / "no" / "my.yaml"))
+    assert status == 2 and out == ""
+    assert f"{tmp_path / 'no'} is not a directory; make it, or give --out another name" in err
 
 
-@pytest.mark.parametrize(
-    ("memory", "model", "adapter", "recompute"),
-    [
-        ("24", "Qwen/Qwen3-VL-2B-Instruct", "train_precision", "none"),
-        ("48", "Qwen/Qwen3-VL-8B-Instruct", "train_precision", "none"),
-        ("80", "Qwen/Qwen3-VL-8B-Instruct", "train_precision", "none"),
-    ],
-)
-def test_a_model_that_fits_the_gpu(tmp_path, capsys, memory, model, adapter, recompute):
-    csv_paths(tmp_path / "data", draw_rows(1, 30))
-    status, out, err = init(tmp_path, capsys, tmp_path / "data", "--gpu-memory", memory)
+@pytest.mark.parametrize(("memory", "size"), [("24", "2B"), ("48", "8B"), ("80", "8B")])
+def test_a_model_that_fits_the_gpu(tmp_path, capsys, data, memory, size):
+    status, out, err = init(tmp_path, capsys, data, "--gpu-memory", memory)
     assert status == 0, err
-    config = load_recipe(str(tmp_path / "my.yaml")).config
-    assert (config.model, config.train.adapter.base) == (model, adapter)
-    assert config.execution.parallel.recompute == recompute and config.train.precision == "bfloat16"
+    config, model = load_recipe(str(tmp_path / "my.yaml")).config, f"Qwen/Qwen3-VL-{size}-Instruct"
+    assert (config.model, config.train.adapter.base) == (model, "train_precision")
+    assert config.execution.parallel.recompute == "none" and config.train.precision == "bfloat16"
     assert f"{model}, LoRA of rank 16: " in out and f"of {memory} GB by estimate" in out
 
 
@@ -179,39 +175,34 @@ def test_a_model_that_fits_the_gpu(tmp_path, capsys, memory, model, adapter, rec
         ("8B", "20", "LoRA of rank 16 beside a base in float8, layers computed again in backward: "),
     ],
 )
-def test_settings_with_which_a_model_fits(tmp_path, capsys, model, memory, words):
+def test_settings_with_which_a_model_fits(tmp_path, capsys, data, model, memory, words):
     name = f"Qwen/Qwen3-VL-{model}-Instruct"
-    csv_paths(tmp_path / "data", draw_rows(1, 30))
-    status, out, err = init(tmp_path, capsys, tmp_path / "data", "--gpu-memory", memory, "--model", name)
+    status, out, err = init(tmp_path, capsys, data, "--gpu-memory", memory, "--model", name)
     assert status == 0 and f"Model: {name}, {words}" in out, (out, err)
 
 
 @pytest.mark.parametrize(("most", "codec"), [(1e9, "u8"), (1e5, "original")])
-def test_pixels_are_stored_where_they_take_little_space(tmp_path, capsys, monkeypatch, most, codec):
+def test_pixels_are_stored_where_they_take_little_space(tmp_path, capsys, data, monkeypatch, most, codec):
     monkeypatch.setattr("flows.cli.fit._MOST_PIXEL_BYTES", most)
-    csv_paths(tmp_path / "data", draw_rows(1, 30))
-    assert init(tmp_path, capsys, tmp_path / "data", "--gpu-memory", "80")[0] == 0
+    assert init(tmp_path, capsys, data, "--gpu-memory", "80")[0] == 0
     assert load_recipe(str(tmp_path / "my.yaml")).config.tokenize.codec == codec
 
 
-def test_a_model_that_does_not_fit_is_refused(tmp_path, capsys):
-    csv_paths(tmp_path / "data", draw_rows(1, 30))
+def test_a_model_that_does_not_fit_is_refused(tmp_path, capsys, data):
     more = ("--gpu-memory", "24", "--model", "Qwen/Qwen3-VL-32B-Instruct")
-    status, _, err = init(tmp_path, capsys, tmp_path / "data", *more)
+    status, _, err = init(tmp_path, capsys, data, *more)
     assert status == 2 and "Qwen3-VL-32B-Instruct does not fit 24 GB: adapters beside a base in float8" in err
-    status, out, err = init(tmp_path, capsys, tmp_path / "data", "--gpu-memory", "0")
-    assert out == ""
-    assert status == 2 and "--gpu-memory 0 is no memory of a GPU in GB" in err
+    status, out, err = init(tmp_path, capsys, data, "--gpu-memory", "0")
+    assert status == 2 and out == "" and "--gpu-memory 0 is no memory of a GPU in GB" in err
 
 
-def test_a_model_of_ones_own_on_a_cpu_is_named_by_its_whole_path(tmp_path, capsys, monkeypatch):
-    csv_paths(tmp_path / "data", draw_rows(1, 30))
+def test_a_model_of_ones_own_on_a_cpu_is_named_by_its_whole_path(tmp_path, capsys, data, monkeypatch):
     shutil.copytree(tiny_hf_dir(), tmp_path / "model")
     monkeypatch.chdir(tmp_path)
     status, _, err = init(tmp_path, capsys, "data", "--model", "model")
     assert status == 0, err
     config = load_recipe("my.yaml").config
-    assert (config.model, config.data) == (str(tmp_path / "model"), str(tmp_path / "data"))
+    assert (config.model, config.data) == (str(tmp_path / "model"), str(data))
     assert (config.train.precision, config.train.num_epochs) == ("float32", 37)  # of 30 rows: 40 steps
 
 
@@ -250,12 +241,11 @@ def test_the_recipe_of_each_family_runs(tmp_path, capsys, family, data):
     assert [path.name for path in (tmp_path / "root" / "artifacts").iterdir() if path.name == "release"]
 
 
-def test_images_for_a_text_model_are_refused_by_init_and_by_plan(tmp_path, capsys):
-    csv_paths(tmp_path / "data", draw_rows(1, 30))
+def test_images_for_a_text_model_are_refused_by_init_and_by_plan(tmp_path, capsys, data):
     said = "30 of 30 samples have images, and {} reads only text, so they would be left out; give a model that reads"
-    status, _, err = init(tmp_path, capsys, tmp_path / "data", "--model", str(text_hf_dir()))
+    status, _, err = init(tmp_path, capsys, data, "--model", str(text_hf_dir()))
     assert status == 2 and said.format(text_hf_dir()) in err and not (tmp_path / "my.yaml").exists()
-    assert init(tmp_path, capsys, tmp_path / "data", "--model", str(tiny_hf_dir()))[0] == 0
+    assert init(tmp_path, capsys, data, "--model", str(tiny_hf_dir()))[0] == 0
     given = ["plan", str(tmp_path / "my.yaml"), "--root", str(tmp_path / "root")]
     without_rate = (tmp_path / "my.yaml").read_text().partition("  vision:")
     (tmp_path / "my.yaml").write_text(without_rate[0] + without_rate[2].partition("\n")[2].partition("\n")[2])
@@ -275,20 +265,20 @@ def test_an_end_that_the_model_lacks_is_said_by_plan(tmp_path, capsys):
     assert line in capsys.readouterr().out.splitlines()
 
 
+def init_from_the_hub(directory: Path, address: str) -> subprocess.CompletedProcess[str]:
+    """Run `athanor init me/squares` in a process of its own, with a hub at an address."""
+    env = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+    env |= {"HF_ENDPOINT": address, "HF_HOME": str(directory / "home"), "PYTHONPATH": str(REPO)}
+    command = [sys.executable, "-m", "flows.cli.main", "init", "me/squares", "--out", "my.yaml"]
+    return subprocess.run(command, env=env, cwd=directory, capture_output=True, text=True)
+
+
 def test_a_dataset_of_the_hub_is_looked_at_by_its_first_file(tmp_path):
     directory = tmp_path / "hub"
     parquet_images(directory, draw_rows(2, ROWS))
     (directory / "zz-test.parquet").write_bytes(b"never asked for")
     with hub_server("me/squares", directory) as (address, fetched):
-        unset = ("HF_HUB_OFFLINE", "HF_ENDPOINT", "HF_HOME")
-        env = {name: value for name, value in os.environ.items() if name not in unset}
-        done = subprocess.run(
-            [sys.executable, "-m", "flows.cli.main", "init", "me/squares", "--out", "my.yaml"],
-            env={**env, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(REPO)},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-        )
+        done = init_from_the_hub(tmp_path, address)
     assert done.returncode == 0, done.stderr
     config = load_recipe(str(tmp_path / "my.yaml")).config
     assert config.data == "me/squares" and config.convert.heldout_files == ("zz-test.parquet",)
@@ -299,35 +289,21 @@ def test_a_dataset_of_the_hub_is_looked_at_by_its_first_file(tmp_path):
 def test_a_hub_that_cannot_be_reached_is_one_try_and_one_line(tmp_path):
     with socket.socket() as refusing:  # bound, but it does not listen
         refusing.bind(("127.0.0.1", 0))
-        done = subprocess.run(
-            [sys.executable, "-m", "flows.cli.main", "init", "me/squares", "--out", "my.yaml"],
-            env={**{name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"},
-                 "HF_ENDPOINT": f"http://127.0.0.1:{refusing.getsockname()[1]}", "HF_HOME": str(tmp_path / "home"),
-                 "PYTHONPATH": str(REPO)},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-        )  # fmt: skip
+        done = init_from_the_hub(tmp_path, f"http://127.0.0.1:{refusing.getsockname()[1]}")
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert "raw data 'me/squares' is not a directory here, and the hub cannot be reached (" in done.stderr
-
-
-def test_a_directory_of_any_name_becomes_a_recipe_that_is_yaml(tmp_path, capsys, monkeypatch):
-    data = tmp_path / "a 'b\": \n# c" / "sets"
-    csv_paths(data, draw_rows(1, 40))
-    monkeypatch.chdir(data)
-    status, _, err = init(tmp_path, capsys, ".")
-    assert status == 0, err
-    config = load_recipe(str(tmp_path / "my.yaml")).config
-    assert (config.data, config.name) == (str(data), "sets")
 
 
 HOSTILE = "a\x1b]0;x\x07 \x7f\x85\x9b31m\u202etxt\u2066"
 
 
-@pytest.mark.parametrize(
-    "name", ["\x1b[2Ja", "a\x7f", "a\x85b", " a ", "a\u2028b", "\ufeffa", "\U0001f600 \u00e9", "true", HOSTILE]
-)
+NAMES = [
+    *("a 'b\": \n# c", "\x1b[2Ja", "a\x7f", "a\x85b", " a ", "a\u2028b", "\ufeffa", "\U0001f600 \u00e9", "true"),
+    HOSTILE,
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_reads_back_to_the_path_that_was_given(name, tmp_path, capsys):
     data = tmp_path / name / "sets"
     csv_paths(data, draw_rows(1, 40))
