@@ -300,17 +300,26 @@ REFUSED = {
     "rows in a tgz": (packed("tarfile", "-c", "vqa.tgz"), "vqa.tgz is packed"),
     "a leftover object": (leftover("notes.json", b'{\n "by": "me"\n}'), "if it holds no rows, move it away"),
     "a leftover without a header": (leftover("empty.csv", b""), "if it holds no rows, move it away"),
+    "a leftover that is no table": (leftover("old.parquet", b"x"), "if it holds no rows, move it away"),
     "COCO's boxes beside rows": (
         leftover("instances.json", json.dumps({"images": [{}], "annotations": [{"bbox": []}]}, indent=1).encode()),
         "COCO's boxes, as `supervision` writes them"),
     "two leftovers": (
         lambda d: [leftover(name, b"")(d) for name in ("a.csv", "b.csv")], "if it holds no rows, move it away"),
     "tar keys with dots": (dotted_keys, "names of its members hold dots before their suffix"),
+    "splits beside a version": (
+        as_json({"version": 1, "train": flat()[:8], "test": flat()[8:]}), "the splits 'train', 'test'"),
     "splits below a key": (
         as_json({"data": {"train": flat()[:8], "val": flat()[8:]}}, indent=1), "the splits 'train', 'val'"),
     "a list beside a shorter one": (
         as_json({"authors": [{"name": "me"}], "items": flat()}), "a list 'items', which is taken, and 'authors'"),
     "a tar as a table with JSON as text": (json_text_table, "a WebDataset tar that `datasets` wrote as a table"),
+    "a completion in turns alone": (
+        as_json([
+            {"image": f"images/{r.name}.png", "prompt": r.question, "completion": turn("assistant", r.answer)}
+            for r in ROWS
+        ]),
+        "the answers of column 'completion' are lists of objects; take their field 'content'"),
     "addresses of Label Studio": (
         with_images(lambda d: write_json(d / "rows.json", foreign_rows("/data/local-files/?d="))),
         "name images by their paths there"),
