@@ -19,6 +19,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tests.bench.bench_delta_rule import bins, both, median_us
+from tests.bench.command import table_head, table_row
 from tests.bench.host import describe
 from trainer.layers.attention_cores import FlashAttention
 from trainer.layers.segments import PackedSegments
@@ -97,15 +98,16 @@ def measure(kind: type, shape: Shape, lengths: list[int]) -> tuple[float, float]
 
 def main() -> None:
     print(*describe(), sep=", ")
-    print("\n| segments | heads of | core | forward | forward and backward |\n| --- | ---: | --- | ---: | ---: |")
+    print()
+    print(table_head(["segments", "heads of", "core"], ["forward", "forward and backward"]))
     for shape in SHAPES:
         for (name, lengths), (core, kind) in itertools.product(
             (bins() if shape.causal else {"images": images()}).items(), cores().items()
         ):
             if core.startswith("cuDNN") and shape.dim > 128:
                 continue  # its gradients are wrong (docs/decisions/model.md)
-            rates = " | ".join(f"{rate:,.0f}" for rate in measure(kind, shape, lengths))
-            print(f"| {name} | {shape.dim} | {core} | {rates} |", flush=True)
+            rates = [f"{rate:,.0f}" for rate in measure(kind, shape, lengths)]
+            print(table_row([name, shape.dim, core, *rates]), flush=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ flash-linear-attention, if it is installed. Its gated backward pass is wrong or 
 so only its time counts.
 """
 
-import argparse
 import itertools
 import random
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from collections.abc import Callable
 import torch
 from triton.testing import do_bench
 
+from tests.bench.command import make_parser
 from tests.bench.host import describe
 from trainer.data.packed_chunks import PackedChunks
 from trainer.parts.delta.rule import plain
@@ -140,7 +140,7 @@ def peer(heads: DeltaHeads, lengths: list[int]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = make_parser(__doc__)
     parser.add_argument("--peer", action="store_true")
     parser.add_argument("--peer-only", action="store_true")
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES))

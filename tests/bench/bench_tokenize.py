@@ -8,13 +8,11 @@ one
 run). Without it that part is left out, and the table says so.
 """
 
-import argparse
 import io
 import multiprocessing
 import platform
 import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -33,6 +31,7 @@ from stages.shared.chat_format.chat import ChatEncoder
 from stages.shared.inputs.model_directory import ModelDirectory
 from stages.tokenize import shard as tokenize_shard
 from stages.tokenize.config import TokenizeConfig
+from tests.bench.command import bench_folder, make_parser, table_head, table_row
 from tests.helpers.samples import make_samples_artifact, turns
 from tests.helpers.torchvision_reference import image_processor, torchvision_version
 
@@ -289,7 +288,7 @@ def measure_processes(samples: Sequence[Sample], root: Path, rounds: int) -> lis
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--pictures", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--directory", default="/dev/shm" if Path("/dev/shm").is_dir() else None)
@@ -299,8 +298,7 @@ def main() -> None:
     mean_mpix = statistics.mean(np.prod(read_rgb(s.images[0]).shape[:2]) for s in samples) / 1e6
     mean_bytes = statistics.mean(len(s.images[0]) for s in samples)
     rows = [("pictures", f"{len(samples)}, {mean_mpix:.3f} Mpix and {mean_bytes:,.0f} bytes on average")]
-    with tempfile.TemporaryDirectory(dir=args.directory) as directory:
-        root = Path(directory)
+    with bench_folder(args.directory) as root:
         if TORCHVISION is None:
             rows.append(("transformers' torchvision processor", "not compared: torchvision does not import"))
         else:
@@ -312,8 +310,8 @@ def main() -> None:
     names = ("torch", "transformers", "pillow", "simplejpeg", "pyarrow", "numpy")
     versions = {"python": platform.python_version(), "torchvision": TORCHVISION, **{n: version(n) for n in names}}
     print(", ".join(f"{name} {value}" for name, value in versions.items()))
-    print("\n| one core, one thread | figure |\n| --- | ---: |")
-    print("\n".join(f"| {name} | {value} |" for name, value in rows))
+    print()
+    print("\n".join([table_head(["one core, one thread"], ["figure"]), *map(table_row, rows)]))
 
 
 if __name__ == "__main__":

@@ -3,15 +3,14 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.helpers.patience import at_most
+from tests.helpers.object_store import free_port
+from tests.helpers.patience import at_most, wait_for
 
 
 class MlflowServer:
@@ -23,9 +22,7 @@ class MlflowServer:
 
     def __init__(self, directory: Path, serves_files: bool = False) -> None:
         self.directory, self.serves_files = directory, serves_files
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.process: subprocess.Popen | None = None
 
@@ -45,12 +42,13 @@ class MlflowServer:
                 start_new_session=True,
                 env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"},
             )
-        deadline = time.monotonic() + at_most(seconds)
-        while True:
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5):
-                return
-            assert time.monotonic() < deadline and self.process.poll() is None, "the server does not come up"
-            time.sleep(0.2)
+        wait_for(self._answers, seconds, "answer of the server")
+
+    def _answers(self) -> bool:
+        assert self.process.poll() is None, "the server does not come up"
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5):
+            return True
+        return False
 
     def stop(self) -> None:
         """Kill the server and its workers at once."""
