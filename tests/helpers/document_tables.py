@@ -82,7 +82,7 @@ def _options(builder: str) -> Iterator[tuple[str, str, str]]:
 def _settings(model: type[BaseModel], section: str) -> Iterator[tuple[str, str, str]]:
     """Yield the fields of a config and of the configs in it."""
     for name, field in model.model_fields.items():
-        inner, dotted = [*_models(field.annotation)], f"{section}{name}"
+        inner, dotted = [*models_in(field.annotation)], f"{section}{name}"
         if field.description:
             default = "" if field.is_required() or inner else f"`{json.dumps(field.get_default(), default=str)}`"
             yield f"`{dotted}`", default, _plain(field.description)
@@ -93,12 +93,12 @@ def _settings(model: type[BaseModel], section: str) -> Iterator[tuple[str, str, 
             yield from rows
 
 
-def _models(annotation: object) -> Iterator[type[BaseModel]]:
+def models_in(annotation: object) -> Iterator[type[BaseModel]]:
     """Yield the configs that a field may hold."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for part in get_args(annotation):
-        yield from _models(part)
+        yield from models_in(part)
 
 
 def _plain(text: str) -> str:
