@@ -42,7 +42,6 @@ SHAPES = [Shape(16, 16, 64, False), Shape(16, 16, 72, False), Shape(16, 8, 128, 
 
 
 def images() -> list[int]:
-    """Return the numbers of patches of the images of a micro batch."""
     draw, sizes = random.Random(0), []
     while sum(sizes) < PATCHES:
         sizes.append(min(4 * draw.randint(125, 1250), PATCHES - sum(sizes)))
@@ -50,7 +49,6 @@ def images() -> list[int]:
 
 
 def cores() -> dict[str, type]:
-    """Return name -> class of the cores that are installed."""
     found: dict[str, type] = {"torch's flash attention": FlashAttention}
     if importlib.util.find_spec("transformer_engine") is not None:
         from trainer.layers.modules.engine import PackedAttention

@@ -49,7 +49,6 @@ def medians(name: str, rows: Sequence[MetricsRow]) -> str:
 
 
 def report(root: Path, args: argparse.Namespace) -> str:
-    """Measure, and return the report in Markdown."""
     host = apart(write_model_and_look, root / "hf", args.model)
     mix = apart(partial(write_data, model=args.model), root / "data", args.bins, args.seq_len)
     frozen = {"vision": PartConfig(frozen=True), "merger": PartConfig(frozen=True)}

@@ -48,7 +48,6 @@ class Block:
 
 
 def drawn(part: Experts, load: str) -> Block:
-    """Return random inputs."""
     scores = torch.randn(TOKENS, part.num_experts, device="cuda")
     if load == "uneven":
         scores += torch.randn(part.num_experts, device="cuda")

@@ -124,7 +124,6 @@ class Containers:
 
     @staticmethod
     def end(process: subprocess.Popen | None) -> None:
-        """End a container's processes."""
         if process is not None and process.poll() is None:
             os.killpg(process.pid, signal.SIGTERM)
             try:

@@ -55,7 +55,6 @@ def train_config(steps: int, name: str) -> TrainConfig:
 
 
 def curve_of_ours(root: Path, steps: int, name: str) -> list[float]:
-    """Return this trainer's losses."""
     return [row.loss for row in train_steps(root, train_config(steps, name), SEQ_LEN, steps)]
 
 
@@ -66,13 +65,11 @@ def curve_of_transformers(root: Path, steps: int) -> Iterator[float]:
 
 
 def bin_reader(tokenized: Path, bins: Path, hf_dir: Path, seq_len: int) -> BinReader:
-    """Return a reader of the complete training bins."""
     geometry = geometry_of(read_model(hf_dir)[1])
     return BinReader(tokenized, bins, "train", geometry, seq_len, RankSlice(pad_multiple=4))
 
 
 def load_transformers(hf_dir: Path) -> torch.nn.Module:
-    """Return the model in float32, on the GPU if there is one."""
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.set_float32_matmul_precision("high")
     model = AutoModelForImageTextToText.from_pretrained(hf_dir, dtype=torch.float32).train()

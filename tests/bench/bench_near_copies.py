@@ -86,7 +86,6 @@ def is_candidate(one: PictureLook, other: PictureLook) -> bool:
 
 
 def measure(kind: str) -> str:
-    """Return the row of one kind."""
     draw, seconds = KINDS[kind], []
     copied, largest = 0, 0.0
     unlike, apart_by = Counter[str](), dict[str, list[str]]()

@@ -201,21 +201,16 @@ def measure_codec(codec: str, samples: Sequence[Sample], root: Path, rounds: int
     is_document = np.arange(len(sizes)) % 4 == 3
     pixels, out = recorder.pixels, np.empty((8192, 1536), np.float32)
 
-    def at_random() -> None:
+    def at_random(use: Callable[[np.ndarray], object] = len) -> None:
         for at in (ranges[i] for i in order):
-            decode_sample(at.key, read_record(path, at.offset, at.size), pixels)
+            use(decode_sample(at.key, read_record(path, at.offset, at.size), pixels).patches)
 
     def in_order(use: Callable[[np.ndarray], object] = len) -> None:
         for key, fields in iter_records(path):
             use(decode_sample(key, fields, pixels).patches)
 
-    def to_float() -> None:
-        in_order(lambda patches: pixel_values(patches, CONFIG.patch_format, out))
-
-    def at_random_to_float() -> None:
-        for at in (ranges[i] for i in order):
-            sample = decode_sample(at.key, read_record(path, at.offset, at.size), pixels)
-            pixel_values(sample.patches, CONFIG.patch_format, out)
+    def to_float(patches: np.ndarray) -> None:
+        pixel_values(patches, CONFIG.patch_format, out)
 
     rows = [
         ("bytes a sample (photo / document)", f"{sizes[~is_document].mean():,.0f} / {sizes[is_document].mean():,.0f}"),
@@ -225,8 +220,8 @@ def measure_codec(codec: str, samples: Sequence[Sample], root: Path, rounds: int
     reads = {
         "read at random, uint8 patches, images/s": at_random,
         "read in order, uint8 patches, images/s": in_order,
-        "read at random, float32 pixel values, images/s": at_random_to_float,
-        "read in order, float32 pixel values, images/s": to_float,
+        "read at random, float32 pixel values, images/s": lambda: at_random(to_float),
+        "read in order, float32 pixel values, images/s": lambda: in_order(to_float),
     }
     few = rounds if codec != "original" else 1
     rows += [(name, f"{rate(read, len(samples), few):,.0f}") for name, read in reads.items()]

@@ -48,7 +48,6 @@ def table_head(texts: Sequence[str], numbers: Sequence[str] = ()) -> str:
 
 
 def table_row(cells: Iterable[object]) -> str:
-    """Return a row of a table."""
     return f"| {' | '.join(map(str, cells))} |"
 
 

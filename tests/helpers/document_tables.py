@@ -28,7 +28,6 @@ _COMMON = {"--help", "--root", "--debug"}  # options of every command
 
 
 def table_names() -> set[str]:
-    """Return the names of all tables."""
     return {"commands", "recipes", "settings", *(f"options of {name}" for name in BUILDERS)}
 
 
@@ -94,7 +93,6 @@ def _settings(model: type[BaseModel], section: str) -> Iterator[tuple[str, str, 
 
 
 def models_in(annotation: object) -> Iterator[type[BaseModel]]:
-    """Yield the configs that a field may hold."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for part in get_args(annotation):
@@ -107,7 +105,6 @@ def _plain(text: str) -> str:
 
 
 def main() -> None:
-    """Write the tables of all pages."""
     for page in PAGES:
         page.write_text(with_tables(page.read_text()))
 

@@ -34,7 +34,6 @@ def talkative_hf_dir() -> Path:
 
 
 def picture(seed: int, width: int = 64, height: int = 64) -> bytes:
-    """Return a PNG of random colours."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return encoded(Image.fromarray(pixels))
 
@@ -91,6 +90,5 @@ def answered(
 
 
 def evaluated(config: EvaluateConfig, inputs: Mapping[str, Artifact], root: Path) -> Artifact:
-    """Return the artifact with the scores of `answered`."""
     answers = answered(config.answer, inputs, root)
     return run_stage(EVALUATE, config, {"answers": answers, "samples": inputs["samples"]}, root).artifact

@@ -27,7 +27,6 @@ class MlflowServer:
         self.process: subprocess.Popen | None = None
 
     def start(self, seconds: float = 180) -> None:
-        """Start the server and wait until it answers."""
         options = ["--backend-store-uri", f"sqlite:///{self.directory}/server.db", "--port", str(self.port)]
         files = (self.directory / "artifacts").as_uri()
         if self.serves_files:

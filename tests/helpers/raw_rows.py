@@ -100,7 +100,6 @@ def row(images: Sequence[bytes], pairs: Sequence[tuple[str | None, str | None]])
 
 
 def plain_rows(count: int, first_seed: int = 0) -> list[Row]:
-    """Return rows with one image and one question each, all different."""
     return [row([png(first_seed + i)], [(f"What is in picture {i}?", f"noise {i}")]) for i in range(count)]
 
 

@@ -164,7 +164,6 @@ def slip(rng: np.random.Generator) -> tuple[list[str], dict[str, Tree]]:
 
 
 def receipt(rng: np.random.Generator) -> Drawn:
-    """Return a receipt, and the question for its parse."""
     lines, parse = slip(rng)
     return lines, [(PROMPTS["json"], to_json(parse), ())], "CORD-v2"
 
@@ -174,7 +173,6 @@ def shortly(question: str, rng: np.random.Generator) -> str:
 
 
 def some(asked: Sequence[Asked], rng: np.random.Generator) -> list[Asked]:
-    """Return one or two of the questions."""
     return [asked[i] for i in rng.permutation(len(asked))[: rng.integers(1, 3)]]
 
 
