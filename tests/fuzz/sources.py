@@ -65,11 +65,7 @@ def _utf8(rng: random.Random, words: str | None) -> bytes | None:
 
 
 def _table(path: Path, rows: list[dict[str, Any]], schema: Callable[[pa.DataType], pa.Schema]) -> None:
-    """Write rows of bytes under a schema that declares them as text. Nothing checks that they are text.
-
-    Args:
-        schema: gives the schema whose texts have a type.
-    """
+    """Write rows of bytes under the schema whose texts are text. Nothing checks that they are text."""
     path.parent.mkdir(parents=True, exist_ok=True)
     seen, columns = schema(pa.string()), pa.Table.from_pylist(rows, schema(pa.binary())).combine_chunks().columns
     arrays = [column.chunk(0).view(field.type) for column, field in zip(columns, seen)]
