@@ -27,6 +27,7 @@ from dataset_builders.contracts.shard_io import ShardWriter, iter_records, read_
 from dataset_builders.contracts.tokenized import PatchFormat, PixelConfig, PixelStore
 from dataset_builders.pictures.images import open_rgb, read_rgb
 from dataset_builders.pictures.pixels import decode_sample, encode_image, encode_rgb, encode_sample, pixel_values
+from stages.shared.artifacts.artifact import Artifact
 from stages.shared.chat_format.chat import ChatEncoder
 from stages.shared.inputs.model_directory import ModelDirectory
 from stages.tokenize import shard as tokenize_shard
@@ -228,7 +229,7 @@ def measure_codec(codec: str, samples: Sequence[Sample], root: Path, rounds: int
     return [(f"{codec}: {name}", value) for name, value in rows]
 
 
-def _work(source: Path, directory: Path, barrier: object, times: object) -> None:
+def _work(source: Artifact, directory: Path, barrier: object, times: object) -> None:
     """Run a worker of `measure_processes` on one shard, measured after everything is loaded."""
     torch.set_num_threads(1)
     task = _task(source, directory)
@@ -241,13 +242,11 @@ def _work(source: Path, directory: Path, barrier: object, times: object) -> None
     times.put((started, time.time()))
 
 
-def _task(source: Path, directory: Path) -> tokenize_shard.ShardTask:
+def _task(source: Artifact, directory: Path) -> tokenize_shard.ShardTask:
     return tokenize_shard.ShardTask(
-        source=source,
-        source_sha256="",
+        samples=source.dir,
+        shard=source.manifest.shards[0],
         directory=directory,
-        name=NAME,
-        split="train",
         hf_dir=tiny_hf_dir(),
         processor_digest="bench",
         pixels=PixelStore(codec="u8", config=CONFIG),
@@ -257,7 +256,7 @@ def _task(source: Path, directory: Path) -> tokenize_shard.ShardTask:
 
 def measure_processes(samples: Sequence[Sample], root: Path, rounds: int) -> list[tuple[str, str]]:
     """Measure one process with one shard, and two processes with one shard each, all warm."""
-    source = make_samples_artifact(root / "samples", {NAME: samples}).dir / NAME
+    source = make_samples_artifact(root / "samples", {NAME: samples})
     tiny_hf_dir()  # made here, once
     context = multiprocessing.get_context("spawn")
     rates: dict[int, list[float]] = {1: [], 2: []}
