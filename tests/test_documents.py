@@ -19,13 +19,8 @@ ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(
     path
     for pattern in (
-        "*.md",
-        "tests/*.md",
-        "tests/museum/*.md",
-        "infra/*.md",
-        "stages/**/*.md",
-        "trainer/**/*.md",
-        "docs/**/*.md",
+        *("*.md", "tests/*.md", "tests/museum/*.md", "infra/*.md"),
+        *("stages/**/*.md", "trainer/**/*.md", "docs/**/*.md"),
     )
     for path in ROOT.glob(pattern)
 )

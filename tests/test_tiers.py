@@ -29,7 +29,7 @@ TREE = {
     "tests/__init__.py": "",
     "tests/conftest.py": "",
     "tests/test_direct.py": "from stages.first import f",
-    "tests/test_through.py": "import stages.second",
+    "tests/test_behind.py": "import stages.second",
     "tests/test_named.py": "TARGET = 'stages.second:run'",
     "tests/test_unrelated.py": "import stages.other",
     "tests/below/__init__.py": "",
@@ -57,26 +57,21 @@ def tree(tmp_path, monkeypatch):
     clear_caches()
 
 
-def test_a_changed_module_takes_the_tests_that_import_it_also_through_others(tree):
-    taken = changed.tests_for(["stages/first.py"])
-    assert taken.keys() == {"tests/test_direct.py", "tests/test_through.py", "tests/test_named.py"}
-    assert taken["tests/test_through.py"] == "imports stages.second"
+DEEP = {"tests/below/test_deep.py"}
+UNKNOWN = ["pyproject.toml", "stages/deleted.py", ".ci/run", "stages/new/table.csv"]
 
 
-def test_a_package_is_imported_with_its_modules(tree):
-    assert changed.tests_for(["stages/__init__.py"]).keys() == {
-        path for path in TESTS if path != "tests/below/test_deep.py"
-    }
-
-
-def test_a_conftest_takes_the_tests_of_its_folder(tree):
-    assert changed.tests_for(["tests/below/conftest.py"]).keys() == {"tests/below/test_deep.py"}
-    assert changed.tests_for(["tests/conftest.py"]).keys() == TESTS
-
-
-@pytest.mark.parametrize("path", ["pyproject.toml", "stages/deleted.py", ".ci/run", "stages/new/table.csv"])
-def test_a_path_that_nobody_knows_takes_all_tests(tree, path):
-    assert changed.tests_for([path]).keys() == TESTS
+@pytest.mark.parametrize(
+    ("path", "taken"),
+    [
+        pytest.param("stages/__init__.py", TESTS - DEEP, id="a package is imported with its modules"),
+        pytest.param("tests/below/conftest.py", DEEP, id="a conftest reaches its folder"),
+        pytest.param("tests/conftest.py", TESTS, id="and the folders below"),
+        *(pytest.param(path, TESTS, id=f"nobody knows {path}") for path in UNKNOWN),
+    ],
+)
+def test_a_change_takes_the_tests_that_it_can_reach(tree, path, taken):
+    assert changed.tests_for([path]).keys() == taken
 
 
 def test_the_table_of_paths_names_what_is_there():
@@ -126,16 +121,14 @@ def test_a_budget_takes_the_nearest_files_whose_tests_of_the_full_tier_fit(tree,
     (tree / "tests/test_named.py").write_text("")  # has core tests alone
     recorded = {test: {"core": 100.0, "full": 140.0} for test in TESTS} | {"tests/test_direct.py": {"full": 200.0}}
     monkeypatch.setattr(changed, "read_durations", lambda: recorded)
-    nearest = ["tests/test_direct.py", "tests/test_named.py", "tests/test_through.py", "tests/test_unrelated.py"]
-    assert changed.within(245.0, nearest) == {"tests/test_direct.py": 200.0, "tests/test_through.py": 40.0}
+    nearest = ["tests/test_direct.py", "tests/test_named.py", "tests/test_behind.py", "tests/test_unrelated.py"]
+    assert changed.within(245.0, nearest) == {"tests/test_direct.py": 200.0, "tests/test_behind.py": 40.0}
 
 
-def test_the_nearest_to_a_change_comes_first(tree):
-    (tree / "tests/test_first.py").write_text("import stages.second")
-    (tree / "tests/test_last.py").write_text("import stages.first")
-    clear_caches()
-    taken = list(changed.tests_for(["stages/first.py"]))
-    assert taken.index("tests/test_last.py") < taken.index("tests/test_first.py")
+def test_a_changed_module_takes_the_tests_that_import_it_the_nearest_first(tree):
+    taken = changed.tests_for(["stages/first.py"])
+    assert [*taken] == ["tests/test_direct.py", "tests/test_behind.py", "tests/test_named.py"]
+    assert taken["tests/test_behind.py"] == "imports stages.second"
 
 
 SUITE = """
@@ -173,15 +166,8 @@ def test_a_later_commit_takes_over_what_its_difference_cannot_reach(tmp_path, mo
     monkeypatch.setattr(full, "tests_for", lambda paths: {"tests/test_a.py": paths[0]})
     row = {"outcome": "passed", "why": "", "seconds": 1.0}
     rows = [{"test": f"tests/test_{name}.py::test", **row} for name in "ab"]
-    rows += [
-        {
-            "part": "1/1",
-            "machine": "2 cores",
-            "clock_seconds": 3,
-            "passed": True,
-            "files": ["tests/test_a.py", "tests/test_b.py"],
-        }
-    ]
+    part = {"part": "1/1", "machine": "2 cores", "clock_seconds": 3, "passed": True}
+    rows += [{**part, "files": ["tests/test_a.py", "tests/test_b.py"]}]
     before, now = tmp_path / f"{'1' * 40}.jsonl", tmp_path / f"{'2' * 40}.jsonl"
     before.write_text("".join(json.dumps(row) + "\n" for row in rows))
     full.take_over(now)
@@ -249,9 +235,7 @@ def marked_texts(root: Path) -> set[str]:
     """Return the texts of all promises, wherever in a file of tests/ they stand."""
     texts = [text for path in (root / "tests").rglob("*.py") if "mark.promise" in (text := path.read_text())]
     calls = [node for text in texts for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
-    return {
-        ast.literal_eval(c.args[0]) for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr == "promise"
-    }
+    return {ast.literal_eval(call.args[0]) for call in calls if ast.unparse(call.func) == "pytest.mark.promise"}
 
 
 def test_the_page_of_promises_is_that_of_the_marks():

@@ -19,6 +19,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tests.bench.bench_delta_rule import bins, both, median_us
+from tests.bench.command import table_head, table_row
 from tests.bench.host import describe
 from trainer.layers.attention_cores import FlashAttention
 from trainer.layers.segments import PackedSegments
@@ -41,7 +42,6 @@ SHAPES = [Shape(16, 16, 64, False), Shape(16, 16, 72, False), Shape(16, 8, 128, 
 
 
 def images() -> list[int]:
-    """Return the numbers of patches of the images of a micro batch."""
     draw, sizes = random.Random(0), []
     while sum(sizes) < PATCHES:
         sizes.append(min(4 * draw.randint(125, 1250), PATCHES - sum(sizes)))
@@ -49,7 +49,6 @@ def images() -> list[int]:
 
 
 def cores() -> dict[str, type]:
-    """Return name -> class of the cores that are installed."""
     found: dict[str, type] = {"torch's flash attention": FlashAttention}
     if importlib.util.find_spec("transformer_engine") is not None:
         from trainer.layers.modules.engine import PackedAttention
@@ -97,15 +96,16 @@ def measure(kind: type, shape: Shape, lengths: list[int]) -> tuple[float, float]
 
 def main() -> None:
     print(*describe(), sep=", ")
-    print("\n| segments | heads of | core | forward | forward and backward |\n| --- | ---: | --- | ---: | ---: |")
+    print()
+    print(table_head(["segments", "heads of", "core"], ["forward", "forward and backward"]))
     for shape in SHAPES:
         for (name, lengths), (core, kind) in itertools.product(
             (bins() if shape.causal else {"images": images()}).items(), cores().items()
         ):
             if core.startswith("cuDNN") and shape.dim > 128:
                 continue  # its gradients are wrong (docs/decisions/model.md)
-            rates = " | ".join(f"{rate:,.0f}" for rate in measure(kind, shape, lengths))
-            print(f"| {name} | {shape.dim} | {core} | {rates} |", flush=True)
+            rates = [f"{rate:,.0f}" for rate in measure(kind, shape, lengths)]
+            print(table_row([name, shape.dim, core, *rates]), flush=True)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ stage encodes the images once; its time is that of a whole job, with the start o
 import argparse
 import statistics
 import sys
-import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -20,13 +19,13 @@ from stages.encode_images.stage import STAGE
 from stages.shared.artifacts.artifact import Artifact, External
 from stages.shared.artifacts.run_stage import run_stage
 from stages.shared.artifacts.workers import StageResources
+from tests.bench.command import TINY_TRAINING, add_training, bench_folder, make_parser, table_head, table_row
 from tests.bench.host import apart
 from tests.bench.mix import MODELS, write_data, write_model_and_look
 from tests.bench.trainer_job import Execution, endless_training, train_steps
 from trainer.contract.result import MetricsRow
 from trainer.contract.run import PartConfig
 
-TINY = {"model": "qwen3_vl_tiny", "seq_len": 256, "global_batch": 4, "bins": 12, "steps": 3, "precision": "float32"}
 WARMUP = 2  # steps before the counted ones
 
 
@@ -39,18 +38,17 @@ def encode(root: Path, precision: str) -> tuple[Artifact, float]:
     return result.artifact, result.seconds
 
 
-def line(name: str, rows: Sequence[MetricsRow]) -> str:
+def medians(name: str, rows: Sequence[MetricsRow]) -> str:
     """Return a row of the table: medians over the counted steps."""
     counted = rows[WARMUP:]
-    values = [
-        statistics.median(getattr(row, field) for row in counted) for field in ("tokens_per_second", "step_seconds")
-    ]
-    data = statistics.median(row.data_seconds for row in counted)
-    return f"| {name} | {values[0]:,.0f} | {values[1]:.3f} | {data:.4f} | {counted[-1].memory_gb:.1f} |"
+    tokens, seconds, data = (
+        statistics.median(getattr(row, field) for row in counted)
+        for field in ("tokens_per_second", "step_seconds", "data_seconds")
+    )
+    return table_row([name, f"{tokens:,.0f}", f"{seconds:.3f}", f"{data:.4f}", f"{counted[-1].memory_gb:.1f}"])
 
 
 def report(root: Path, args: argparse.Namespace) -> str:
-    """Measure, and return the report in Markdown."""
     host = apart(write_model_and_look, root / "hf", args.model)
     mix = apart(partial(write_data, model=args.model), root, args.bins, args.seq_len)
     frozen = {"vision": PartConfig(frozen=True), "merger": PartConfig(frozen=True)}
@@ -66,29 +64,23 @@ def report(root: Path, args: argparse.Namespace) -> str:
         f"{stats['distinct_images']:,} images encoded once in {seconds:.1f} s: {stats['image_tokens']:,} tokens of "
         f"{stats['bytes_per_image_token']:,} bytes, {stats['bytes'] / 1e9:.3f} GB",
         "",
-        "| features | useful tokens/s | seconds a step | of them waiting for data | memory, GB |",
-        "| --- | --- | --- | --- | --- |",
-        line("computed", computed),
-        line("read", read),
+        table_head(["features", "useful tokens/s", "seconds a step", "of them waiting for data", "memory, GB"]),
+        medians("computed", computed),
+        medians("read", read),
     ]
     return "\n".join(lines)
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--model", choices=MODELS, default="qwen3_vl_2b")
     parser.add_argument("--tiny", action="store_true", help="other defaults, for a CPU")
-    parser.add_argument("--gpus", type=int, default=1, help="the images are encoded by one of them")
-    parser.add_argument("--precision", choices=["float32", "bfloat16"], default="bfloat16")
-    parser.add_argument("--seq-len", type=int, default=8192)
-    parser.add_argument("--global-batch", type=int, default=8)
-    parser.add_argument("--bins", type=int, default=48)
-    parser.add_argument("--steps", type=int, default=10, help="steps that count")
+    add_training(parser, ["float32", "bfloat16"])
     if "--tiny" in argv:
-        parser.set_defaults(**TINY)
+        parser.set_defaults(**TINY_TRAINING)
     args = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory(prefix="athanor-bench-") as folder:
-        print(report(Path(folder), args))
+    with bench_folder() as folder:
+        print(report(folder, args))
 
 
 if __name__ == "__main__":

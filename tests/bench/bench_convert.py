@@ -11,13 +11,11 @@ Rows are one JPEG of 0.5 megapixels and some 150 kB, as a photo at quality 90, a
 are different. A second of CPU time is counted beside one of the clock: on a busy machine it is the one to compare.
 """
 
-import argparse
 import io
 import shutil
 import struct
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -32,6 +30,7 @@ from stages.convert.stage import STAGE, ConvertConfig
 from stages.embedded_data.digits import ROW_SCHEMA
 from stages.shared.artifacts.artifact import External
 from stages.shared.artifacts.run_stage import run_stage
+from tests.bench.command import bench_folder, make_parser, table_head, table_row
 from tests.bench.memory import alone
 
 PICTURES = 100
@@ -127,7 +126,7 @@ def convert(source: Path, root: Path, decode_check: str) -> tuple[float, float, 
 def bench_rows(directory: Path, num_rows: int, python: str) -> None:
     size = write_source(directory / "raw", num_rows)
     print(f"{num_rows:,} rows, JPEG of {SIDES[0]} x {SIDES[1]}, {size / 1000:.0f} kB; one process\n")
-    print("| | rows/s | rows a second of CPU | times the peer | by CPU |\n| --- | ---: | ---: | ---: | ---: |")
+    print(table_head([""], ["rows/s", "rows a second of CPU", "times the peer", "by CPU"]))
     best: dict[str, tuple[float, float]] = {}
     absent, peer_rows = "", min(num_rows, PEER_ROWS)
     for _ in range(ROUNDS):  # in rotation, so that other work on the machine affects all of them equally
@@ -150,8 +149,8 @@ def bench_rows(directory: Path, num_rows: int, python: str) -> None:
         shutil.rmtree(directory / "peer")
     base = next((times for name, times in best.items() if name.startswith(PEER_NAME)), (float("nan"),) * 2)
     for name, (seconds, cpu) in best.items():
-        rates = f"{num_rows / seconds:,.0f} | {num_rows / cpu:,.0f}"
-        print(f"| {name} | {rates} | {base[0] / seconds:.2f} | {base[1] / cpu:.2f} |")
+        rates = [f"{num_rows / seconds:,.0f}", f"{num_rows / cpu:,.0f}"]
+        print(table_row([name, *rates, f"{base[0] / seconds:.2f}", f"{base[1] / cpu:.2f}"]))
     if absent:
         print(f"\nthe peer did not run: {absent}")
 
@@ -163,12 +162,12 @@ def _keep(best: dict[str, tuple[float, float]], name: str, seconds: float, cpu: 
 
 
 def bench_memory(directory: Path, counts: list[int]) -> None:
-    print("| rows | peak memory of the stage, MB | of it before the stage began |\n| ---: | ---: | ---: |")
+    print(table_head([], ["rows", "peak memory of the stage, MB", "of it before the stage began"]))
     for count in counts:
-        with tempfile.TemporaryDirectory(dir=directory) as inner:
-            write_source(Path(inner) / "raw", count)
-            _, before, peak = alone(convert, Path(inner) / "raw", Path(inner) / "root", "header")
-        print(f"| {count:,} | {peak / 1e6:,.0f} | {before / 1e6:,.0f} |")
+        with bench_folder(directory) as inner:
+            write_source(inner / "raw", count)
+            _, before, peak = alone(convert, inner / "raw", inner / "root", "header")
+        print(table_row([f"{count:,}", f"{peak / 1e6:,.0f}", f"{before / 1e6:,.0f}"]))
 
 
 def synthetic_scan(num_rows: int, pictures_a_row: int = 2) -> Scan:
@@ -217,25 +216,25 @@ def plan_once(num_rows: int) -> tuple[float, int]:
 
 
 def bench_plan(counts: list[int]) -> None:
-    print("| rows | pictures a row | seconds | scan in memory, bytes a row | peak with Python and all, MB |")
-    print("| ---: | ---: | ---: | ---: | ---: |")
+    columns = ["rows", "pictures a row", "seconds", "scan in memory, bytes a row", "peak with Python and all, MB"]
+    print(table_head([], columns))
     for count in counts:
         (seconds, size), _, peak = alone(plan_once, count)
-        print(f"| {count:,} | 2 | {seconds:.1f} | {size / count:.0f} | {peak / 1e6:,.0f} |")
+        print(table_row([f"{count:,}", 2, f"{seconds:.1f}", f"{size / count:.0f}", f"{peak / 1e6:,.0f}"]))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = make_parser(__doc__)
     parser.add_argument("what", nargs="?", choices=["rows", "memory", "plan"])
     parser.add_argument("--rows", type=int, nargs="*")
     parser.add_argument("--python", default=sys.executable, help="of an environment with `datasets`")
     parser.add_argument("--dir", default=None, help="where the gigabytes go")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=arguments.dir) as directory:
+    with bench_folder(arguments.dir) as folder:
         if arguments.what in (None, "rows"):
-            bench_rows(Path(directory), (arguments.rows or [8000])[0], arguments.python)
+            bench_rows(folder, (arguments.rows or [8000])[0], arguments.python)
         if arguments.what in (None, "memory"):
-            bench_memory(Path(directory), arguments.rows or [1000, 5000, 20_000])
+            bench_memory(folder, arguments.rows or [1000, 5000, 20_000])
     if arguments.what in (None, "plan"):
         bench_plan(arguments.rows or [200_000, 1_880_000])
 

@@ -9,7 +9,6 @@ flash-linear-attention, if it is installed. Its gated backward pass is wrong or 
 so only its time counts.
 """
 
-import argparse
 import itertools
 import random
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from collections.abc import Callable
 import torch
 from triton.testing import do_bench
 
+from tests.bench.command import make_parser
 from tests.bench.host import describe
 from trainer.data.packed_chunks import PackedChunks
 from trainer.parts.delta.rule import plain
@@ -73,12 +73,6 @@ def measure(heads: DeltaHeads, lengths: list[int]) -> dict[str, float]:
     chunks = PackedChunks.of(list(itertools.accumulate(lengths, initial=0))).to("cuda")
     inputs = layer_inputs(heads)
     mixed, _, b, a, conv_weight, a_log, dt_bias, _ = inputs
-    with torch.no_grad():
-        rule_inputs = convolve_heads(mixed, conv_weight, chunks, (heads.key, heads.value, heads.dim))
-        rule_inputs = [*rule_inputs, *delta_gates(a, b, a_log, dt_bias, chunks)]
-    rule_inputs = [x.detach().requires_grad_() for x in rule_inputs]
-    gradient = torch.randn_like(rule_inputs[2])
-    wide = gradient.flatten(1)
 
     def convolve() -> tuple[torch.Tensor, ...]:
         return convolve_heads(mixed, conv_weight, chunks, (heads.key, heads.value, heads.dim))
@@ -86,6 +80,11 @@ def measure(heads: DeltaHeads, lengths: list[int]) -> dict[str, float]:
     def layer(leaves: list[torch.Tensor]) -> torch.Tensor:
         return gated_delta_net(*leaves[:4], DeltaParameters(*leaves[4:]), heads, chunks)
 
+    with torch.no_grad():
+        rule_inputs = [*convolve(), *delta_gates(a, b, a_log, dt_bias, chunks)]
+    rule_inputs = [x.detach().requires_grad_() for x in rule_inputs]
+    gradient = torch.randn_like(rule_inputs[2])
+    wide = gradient.flatten(1)
     parts = convolve()
     part_gradients = [torch.randn_like(x) for x in parts]
     times = {}
@@ -140,9 +139,8 @@ def peer(heads: DeltaHeads, lengths: list[int]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = make_parser(__doc__)
     parser.add_argument("--peer", action="store_true")
-    parser.add_argument("--peer-only", action="store_true")
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
     options = parser.parse_args()
     source = torch.empty(2**31, dtype=torch.uint8, device="cuda")
@@ -154,15 +152,14 @@ def main() -> None:
     print(f"{rate / 1e12:.0f} TFLOP/s, {bandwidth / 1e12:.2f} TB/s; microseconds:")
     for shape, (name, lengths) in itertools.product(options.shapes, bins().items()):
         heads = SHAPES[shape]
-        if not options.peer_only:
-            times = measure(heads, lengths)
-            operations, moved = rates(heads)
-            shares = [operations / times["rule forward"] * 1e6 / rate, moved / times["rule forward"] * 1e6 / bandwidth]
-            print(f"{shape} {name}: " + ", ".join(f"{key} {value:,.0f}" for key, value in times.items()), end="")
-            print("; forward {:.0%} of the matrix rate, {:.0%} of the bandwidth".format(*shares), flush=True)
-            if shape == "2b" and name == "mixed":
-                print(f"{shape} {name}: torch rule, float32:", torch_rule(heads, lengths), flush=True)
-        if options.peer or options.peer_only:
+        times = measure(heads, lengths)
+        operations, moved = rates(heads)
+        shares = [operations / times["rule forward"] * 1e6 / rate, moved / times["rule forward"] * 1e6 / bandwidth]
+        print(f"{shape} {name}: " + ", ".join(f"{key} {value:,.0f}" for key, value in times.items()), end="")
+        print("; forward {:.0%} of the matrix rate, {:.0%} of the bandwidth".format(*shares), flush=True)
+        if shape == "2b" and name == "mixed":
+            print(f"{shape} {name}: torch rule, float32:", torch_rule(heads, lengths), flush=True)
+        if options.peer:
             print(f"{shape} {name}:", peer(heads, lengths), flush=True)
 
 

@@ -9,7 +9,6 @@ one product per expert; it and Transformer Engine's grouped linear layer take th
 uneven load is drawn from logits with a deviation of one per expert.
 """
 
-import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from unittest import mock
@@ -19,6 +18,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tests.bench.bench_delta_rule import both, median_us
+from tests.bench.command import make_parser, table_head, table_row
 from tests.bench.host import Host
 from tests.helpers.single_rank import single_rank
 from trainer.contract.adapter import AdapterConfig
@@ -48,7 +48,6 @@ class Block:
 
 
 def drawn(part: Experts, load: str) -> Block:
-    """Return random inputs."""
     scores = torch.randn(TOKENS, part.num_experts, device="cuda")
     if load == "uneven":
         scores += torch.randn(part.num_experts, device="cuda")
@@ -104,13 +103,12 @@ def beside_float8(config: TransformerConfig, part: Experts, block: Block, mesh: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--trace", action="store_true", help="print the kernels of the first shape's block")
     args = parser.parse_args()
     host = Host.here()
     print(f"{host.device}, {host.versions}. {host.product}: {host.rate / 1e12:.0f} TFLOP/s. {TOKENS:,} tokens.\n")
-    print("| experts | load | products | forward | both | both, ms | share of the matrix rate |")
-    print("| --- | --- | --- | ---: | ---: | ---: | ---: |")
+    print(table_head(["experts", "load", "products"], ["forward", "both", "both, ms", "share of the matrix rate"]))
     with single_rank() as mesh:
         for name, part in SHAPES.items():
             config = TransformerConfig(
@@ -138,11 +136,9 @@ def main() -> None:
                 rows |= beside_float8(module.config, part, block, mesh)
                 for products, (forward, whole) in rows.items():
                     rates = work / forward, (2 if "float8" in products else 3) * work / whole
-                    print(
-                        f"| {name} | {load} | {products} | {rates[0]:.0f} | {rates[1]:.0f} | {whole / 1e3:.2f} |"
-                        f" {rates[1] * 1e12 / host.rate:.1%} |",
-                        flush=True,
-                    )
+                    numbers = [f"{rates[0]:.0f}", f"{rates[1]:.0f}", f"{whole / 1e3:.2f}"]
+                    share = f"{rates[1] * 1e12 / host.rate:.1%}"
+                    print(table_row([name, load, products, *numbers, share]), flush=True)
                 if args.trace:
                     args.trace = False
                     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

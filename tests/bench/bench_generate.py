@@ -21,7 +21,6 @@ import io
 import itertools
 import shlex
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,7 +36,8 @@ from dataset_builders.contracts.tokenized import PixelConfig
 from dataset_builders.pictures.pixels import encode_image
 from stages.answer.greedy_decoder import EncodedImages, GreedyDecoder, PaddedPrompts, PoolLimits, Prompt, Row
 from stages.answer.parts import ahead, cut_groups
-from tests.bench.host import describe
+from tests.bench.command import bench_folder, make_parser, print_report, table_head, table_row
+from tests.bench.host import describe, wait_for_device
 from tests.bench.mix import CONTROL_TOKENS, MODELS, draw_kind, draw_small, image_token, is_tiny, write_model
 from tests.helpers.reference import PIXELS
 
@@ -139,7 +139,7 @@ def plain(decoder: GreedyDecoder, calls: Calls, questions: Sequence[Question], i
     model, start = decoder.model, None
     for place, question in enumerate([*questions[:WARM], *questions]):
         if place == WARM:
-            _wait()
+            wait_for_device()
             start, calls.count, said = time.perf_counter(), 0, {}
         prompt = encode(question, image_id)
         ids = torch.from_numpy(prompt.input_ids.astype(np.int64))[None].to(model.device)
@@ -152,7 +152,7 @@ def plain(decoder: GreedyDecoder, calls: Calls, questions: Sequence[Question], i
         with torch.inference_mode():
             out = model.generate(**inputs, do_sample=False, max_new_tokens=question.limit, eos_token_id=None)
         said[question.number] = out[0, ids.shape[1] :].tolist()
-    _wait()
+    wait_for_device()
     return Measured("one by one", time.perf_counter() - start, calls.count, said)
 
 
@@ -170,10 +170,10 @@ def ours(
     in_groups = [_groups(part, args.batch_tokens, batch, refill) for part in parts]
     limits = PoolLimits(batch, args.batch_tokens)
     _answer(decoder, [[ordered[-1:]]], limits, args)
-    _wait()
+    wait_for_device()
     start, calls.count = time.perf_counter(), 0
     said = _answer(decoder, in_groups, limits, args)
-    _wait()
+    wait_for_device()
     name = f"ours, {batch} side by side" + ("" if refill else ", no refill")
     return Measured(name, time.perf_counter() - start, calls.count, said)
 
@@ -226,26 +226,17 @@ def same(got: Measured, wanted: Measured) -> str:
 
 def table(rows: Sequence[Measured]) -> str:
     """Return the table in Markdown. Its first row is the loop."""
-    lines = [
-        "| | answers/s | tokens/s | times one by one, by tokens | model calls an answer | identical answers |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
-    ]
+    columns = ["answers/s", "tokens/s", "times one by one, by tokens", "model calls an answer", "identical answers"]
+    lines = [table_head([""], columns)]
     for row in rows:
         times = row.tokens_per_second / rows[0].tokens_per_second
-        lines.append(
-            f"| {row.name} | {row.answers_per_second:,.2f} | {row.tokens_per_second:,.1f} | {times:.2f} | "
-            f"{row.calls / len(row.said):.2f} | {same(row, rows[0])} |"
-        )
+        rates = [f"{row.answers_per_second:,.2f}", f"{row.tokens_per_second:,.1f}", f"{times:.2f}"]
+        lines.append(table_row([row.name, *rates, f"{row.calls / len(row.said):.2f}", same(row, rows[0])]))
     return "\n".join(lines)
 
 
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench_generate", description=(__doc__ or "").split("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--model", choices=MODELS, default="qwen3_vl_2b")
     parser.add_argument("--questions", type=int, default=1024)
     parser.add_argument("--plain", type=int, default=48, help="questions of the plain loop")
@@ -282,8 +273,8 @@ def measure(directory: Path, args: argparse.Namespace, questions: Sequence[Quest
 def main(argv: Sequence[str]) -> None:
     args = parse_args(argv)
     questions = draw_questions(args.model, args.questions, args.answer, args.sigma, args.most)
-    with tempfile.TemporaryDirectory(prefix="athanor-bench-", dir=args.dir) as folder:
-        rows, checked = measure(Path(folder), args, questions)
+    with bench_folder(args.dir) as folder:
+        rows, checked = measure(folder, args, questions)
     device, versions = describe()
     limits = np.array([question.limit for question in questions])
     prompts = np.array([question.length for question in questions])
@@ -292,11 +283,9 @@ def main(argv: Sequence[str]) -> None:
         f"{device}; {versions}; {dtype_of(args.model)}\n\n"
         f"{len(questions)} questions, {prompts.mean():.0f} prompt tokens (longest {prompts.max()}), "
         f"{limits.mean():.1f} answer tokens (median {np.median(limits):.0f}, longest {limits.max()})\n\n"
-        f"{table(rows)}\n\nIn float32, identical answers: {checked}\n"
+        f"{table(rows)}\n\nIn float32, identical answers: {checked}"
     )
-    print(text)
-    if args.out:
-        args.out.write_text(text)
+    print_report(text, args.out)
 
 
 if __name__ == "__main__":

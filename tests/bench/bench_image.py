@@ -30,6 +30,7 @@ from typing import Any
 
 import psutil
 
+from tests.bench.command import make_parser, print_report, table_head, table_row
 from tests.helpers.compose_file import INFRA, load_compose, read_env_file
 from tests.helpers.object_store import KEYS, free_port, moto_server
 from tests.helpers.postgres import postgres_server
@@ -123,7 +124,6 @@ class Containers:
 
     @staticmethod
     def end(process: subprocess.Popen | None) -> None:
-        """End a container's processes."""
         if process is not None and process.poll() is None:
             os.killpg(process.pid, signal.SIGTERM)
             try:
@@ -213,7 +213,7 @@ def try_services(containers: Containers) -> list[tuple[str, str]]:
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--image", help="an image that is there; without it Dockerfile.data is built")
     parser.add_argument("--base", help="base image for the build")
     parser.add_argument("--volume", action="append", default=[], help="as buildah bud --volume, for pip's files")
@@ -229,12 +229,10 @@ def main(argv: Sequence[str]) -> None:
     lines = [f"# Dockerfile.data by {version}", f"    {shlex.join(['python', '-m', 'tests.bench.bench_image', *argv])}"]
     lines.append(f"Built in {seconds:.0f} s." if is_built else "Built before.")
     lines.append(f"{sum(size for _, size in layers) / 1e3:.2f} GB in {len(layers)} layers:")
-    lines.append("\n".join(["| layer | MB |", "| --- | ---: |", *(f"| `{t}` | {size:,.1f} |" for t, size in layers)]))
-    lines.append("\n".join(["| in the image | outcome |", "| --- | --- |", *(f"| {a} | {b} |" for a, b in rows)]))
-    text = "\n\n".join(lines) + "\n"
-    print(text)
-    if args.out:
-        args.out.write_text(text)
+    sizes = [table_row([f"`{text}`", f"{mb:,.1f}"]) for text, mb in layers]
+    lines.append("\n".join([table_head(["layer"], ["MB"]), *sizes]))
+    lines.append("\n".join([table_head(["in the image", "outcome"]), *map(table_row, rows)]))
+    print_report("\n\n".join(lines), args.out)
 
 
 if __name__ == "__main__":

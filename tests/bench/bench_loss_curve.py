@@ -12,9 +12,7 @@ gradients clipped alike. Where the model has a gated delta rule, flash-linear-at
 gradients are wrong on some GPUs, and transformers' own rule is what this trainer is to be held against.
 """
 
-import argparse
 import json
-import tempfile
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +24,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from dataset_builders.contracts.tokenized import PatchFormat, TokenizedSample
+from tests.bench.command import bench_folder, make_parser, table_head, table_row
 from tests.bench.host import describe
 from tests.bench.mix import write_data, write_model
 from tests.bench.peer import IGNORE_INDEX, collate
@@ -56,7 +55,6 @@ def train_config(steps: int, name: str) -> TrainConfig:
 
 
 def curve_of_ours(root: Path, steps: int, name: str) -> list[float]:
-    """Return this trainer's losses."""
     return [row.loss for row in train_steps(root, train_config(steps, name), SEQ_LEN, steps)]
 
 
@@ -67,13 +65,11 @@ def curve_of_transformers(root: Path, steps: int) -> Iterator[float]:
 
 
 def bin_reader(tokenized: Path, bins: Path, hf_dir: Path, seq_len: int) -> BinReader:
-    """Return a reader of the complete training bins."""
     geometry = geometry_of(read_model(hf_dir)[1])
     return BinReader(tokenized, bins, "train", geometry, seq_len, RankSlice(pad_multiple=4))
 
 
 def load_transformers(hf_dir: Path) -> torch.nn.Module:
-    """Return the model in float32, on the GPU if there is one."""
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.set_float32_matmul_precision("high")
     model = AutoModelForImageTextToText.from_pretrained(hf_dir, dtype=torch.float32).train()
@@ -129,13 +125,12 @@ def table(curves: dict[str, list[float]]) -> str:
     curves = {name: curve[: min(map(len, curves.values()))] for name, curve in curves.items()}
     base = np.array(curves["bfloat16"])
     windows = [slice(i, i + len(base) // 8) for i in range(0, len(base), len(base) // 8)]
-    head = "| steps | " + " | ".join(curves) + " | " + " | ".join(f"{n} - bfloat16" for n in curves if n != "bfloat16")
-    lines = [head + " |", "| --- |" + " ---: |" * (2 * len(curves) - 1)]
+    lines = [table_head(["steps"], [*curves, *(f"{name} - bfloat16" for name in curves if name != "bfloat16")])]
     for window in windows:
         means = {name: np.mean(np.array(curve)[window]) for name, curve in curves.items()}
         apart = [f"{np.mean(np.array(c)[window] - base[window]):+.4f}" for n, c in curves.items() if n != "bfloat16"]
         shown = [f"{mean:.4f}" for mean in means.values()]
-        lines.append(f"| {window.start + 1} to {min(window.stop, len(base))} | {' | '.join([*shown, *apart])} |")
+        lines.append(table_row([f"{window.start + 1} to {min(window.stop, len(base))}", *shown, *apart]))
     return "\n".join(lines)
 
 
@@ -160,7 +155,7 @@ def plot(curves: dict[str, list[float]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--model", default="qwen3_vl_2b")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--bins", type=int, default=64)
@@ -169,8 +164,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     curves = json.loads(args.out.read_text()) if args.out.is_file() else {}
-    with tempfile.TemporaryDirectory(prefix="athanor-bench-") as folder:
-        root = Path(folder)
+    with bench_folder() as root:
         if args.only:
             torch.manual_seed(0)
             write_model(root / "hf", args.model)

@@ -19,6 +19,7 @@ from dataset_builders.sources.embedded import DigitCounts, iter_digit_rows
 from stages.contamination.config import ContaminationConfig
 from stages.contamination.copies import difference_limits, thumbnail_differences
 from stages.contamination.second_look import apart
+from tests.bench.command import table_head, table_row
 from tests.helpers.drawn_pictures import (
     chart,
     copies,
@@ -85,7 +86,6 @@ def is_candidate(one: PictureLook, other: PictureLook) -> bool:
 
 
 def measure(kind: str) -> str:
-    """Return the row of one kind."""
     draw, seconds = KINDS[kind], []
     copied, largest = 0, 0.0
     unlike, apart_by = Counter[str](), dict[str, list[str]]()
@@ -116,14 +116,13 @@ def measure(kind: str) -> str:
     others = (f"{wrong} of {len(looked)}", f"{min(distances):.2f}", f"{np.median(seconds):.2f} to {max(seconds):.2f}")
     far = "; ".join(f"{change} ({', '.join(distances)})" for change, distances in apart_by.items())
     no_candidates = "; ".join(f"{change} ({count})" for change, count in unlike.items())
-    return "| " + " | ".join(map(str, (kind, *numbers, *others, no_candidates, far))) + " |"
+    return table_row([kind, *numbers, *others, no_candidates, far])
 
 
 def main(kinds: list[str]) -> None:
-    print(
-        "| kind | copies found | apart, at most | other pairs | candidates | called copies | apart, at least | "
-        "seconds of a look | copies that are no candidates | candidates too far apart |\n|" + " --- |" * 10
-    )
+    columns = ["kind", "copies found", "apart, at most", "other pairs", "candidates", "called copies"]
+    columns += ["apart, at least", "seconds of a look", "copies that are no candidates", "candidates too far apart"]
+    print(table_head(columns))
     for kind in kinds or KINDS:
         print(measure(kind), flush=True)
 

@@ -11,12 +11,10 @@ each. The table is printed anew after each case; a case that fails is a row that
 at a time (27B: 56 GB, 32B: 67 GB) and 1 GB of data.
 """
 
-import argparse
 import json
 import os
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +24,7 @@ from pathlib import Path
 
 import torch
 
+from tests.bench.command import bench_folder, make_parser, print_report, table_head, table_row
 from tests.bench.host import apart, describe
 from tests.bench.memory import memory
 from tests.bench.mix import MAX_PATCHES_PER_TOKEN, config_of, image_token, random_model, write_data
@@ -96,12 +95,10 @@ CASES = {
     "tiny-float8": Case("qwen3_vl_tiny", FLOAT8, AGAIN, seq_len=256, precision="float32"),
     "tiny-experts": Case("qwen3_vl_moe_tiny", OF_EXPERTS, AGAIN, seq_len=256, precision="float32"),
 }
-HEAD = """\
-| case | model, trained | allocated | reserved | plan | of it reserve | start | reserved over plan | host | files |
-| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"""
+NUMBERS = ["allocated", "reserved", "plan", "of it reserve", "start", "reserved over plan", "host", "files"]
 
 
-def measure(root: Path, case: Case) -> str:
+def measure(root: Path, case: Case) -> list[str]:
     """Return the cells of a case: GB of the device and of the host, peaks of the whole process."""
     shutil.rmtree(root / "hf", ignore_errors=True)
     with ThreadPoolExecutor() as pool:
@@ -123,8 +120,7 @@ def measure(root: Path, case: Case) -> str:
     cells = [f"{case.model}, {what}", *(f"{peaks[name] / 1e9:.1f}" for name in ("allocated", "reserved"))]
     total = sum(plan.values())
     cells += [f"{bytes_ / 1e9:.1f}" for bytes_ in (total, plan["reserve"], plan.get("start", 0))]
-    cells += [f"{peaks['reserved'] / total:.3f}", f"{peaks['host'] / 1e9:.2f}", f"{files / 1e9:.1f}"]
-    return " | ".join(cells)
+    return [*cells, f"{peaks['reserved'] / total:.3f}", f"{peaks['host'] / 1e9:.2f}", f"{files / 1e9:.1f}"]
 
 
 def run_rank(run_json: Path) -> int:
@@ -147,25 +143,24 @@ def run_rank(run_json: Path) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("cases", nargs="+", choices=CASES)
     parser.add_argument("--dir", type=Path, help="where model and data are written; deleted at the end")
     parser.add_argument("--out", type=Path, help="gets the table, anew after each case")
     args = parser.parse_args(argv)
     allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "torch's default")
     title = f"GB, decimal. {'; '.join(describe())}. Allocator: {allocator}. {STEPS} steps of {GLOBAL_BATCH} bins."
-    lines = [title, "", HEAD]
-    with tempfile.TemporaryDirectory(prefix="athanor-bench-", dir=args.dir) as folder:
+    lines = [title, "", table_head(["case", "model, trained"], NUMBERS)]
+    with bench_folder(args.dir) as folder:
         for name in args.cases:
             try:
-                lines.append(f"| {name} | {measure(Path(folder), CASES[name])} |")
+                cells = measure(folder, CASES[name])
             except TrainerEnded as error:
                 plan = sum(CASES[name].planned().values()) / 1e9
                 why = " ".join(str(error).split())[:300]
-                lines.append(f"| {name} | {CASES[name].model}: {why} | - | - | {plan:.1f} | - | - | - | - | - |")
-            print("\n".join(lines), flush=True)
-            if args.out:
-                args.out.write_text("\n".join(lines) + "\n")
+                cells = [f"{CASES[name].model}: {why}", "-", "-", f"{plan:.1f}", *["-"] * 5]
+            lines.append(table_row([name, *cells]))
+            print_report("\n".join(lines), args.out)
     return 0
 
 

@@ -62,7 +62,6 @@ def moved(hf_dir: Path) -> torch.Tensor:
 
 
 def main(directories: list[str]) -> None:
-    """Print a row for each model."""
     print(f"{'model':30}  median  99.9 %  largest  (the bound is {verdict._SAFETY:g})")
     models = {name: (lambda name=name: Path(name)) for name in directories} or TINY
     for name, directory in models.items():

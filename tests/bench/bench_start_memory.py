@@ -11,12 +11,12 @@ import argparse
 import json
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from unittest.mock import patch
 
 import torch
 
+from tests.bench.command import bench_folder, make_parser, table_head, table_row
 from tests.bench.memory import memory
 from tests.helpers.large_model import write_large_model
 from tests.helpers.run_dir import changed, make_bins, write_job
@@ -69,7 +69,7 @@ def large_job(root: Path, layers: int) -> RunConfig:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--layers", type=int, default=38)
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--whole", action="store_true", help=argparse.SUPPRESS)
@@ -77,14 +77,13 @@ def main() -> None:
     if args.rank:
         run_rank(args.rank, whole=args.whole)
         return
-    columns = ["GB of a process", "before", "at most", "after", "its share of the weights"]
-    columns += ["at most on its GPU"] if torch.cuda.is_available() else []
-    print(f"| {' | '.join(columns)} |\n| --- |{' ---: |' * (len(columns) - 1)}")
-    with tempfile.TemporaryDirectory(prefix="athanor-bench-") as folder:
-        run = large_job(Path(folder), args.layers)
+    columns = ["before", "at most", "after", "its share of the weights"]
+    print(table_head(["GB of a process"], columns + ["at most on its GPU"] * torch.cuda.is_available()))
+    with bench_folder() as folder:
+        run = large_job(folder, args.layers)
         for name, whole in (("each rank its share", False), ("the whole model first", True)):
             for rank, sizes in enumerate(peaks_of(run, whole=whole)):
-                print(f"| {name}, rank {rank} | {' | '.join(f'{size:.2f}' for size in sizes.values())} |", flush=True)
+                print(table_row([f"{name}, rank {rank}", *(f"{size:.2f}" for size in sizes.values())]), flush=True)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,11 @@ one
 run). Without it that part is left out, and the table says so.
 """
 
-import argparse
 import io
 import multiprocessing
 import platform
 import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -29,10 +27,12 @@ from dataset_builders.contracts.shard_io import ShardWriter, iter_records, read_
 from dataset_builders.contracts.tokenized import PatchFormat, PixelConfig, PixelStore
 from dataset_builders.pictures.images import open_rgb, read_rgb
 from dataset_builders.pictures.pixels import decode_sample, encode_image, encode_rgb, encode_sample, pixel_values
+from stages.shared.artifacts.artifact import Artifact
 from stages.shared.chat_format.chat import ChatEncoder
 from stages.shared.inputs.model_directory import ModelDirectory
 from stages.tokenize import shard as tokenize_shard
 from stages.tokenize.config import TokenizeConfig
+from tests.bench.command import bench_folder, make_parser, table_head, table_row
 from tests.helpers.samples import make_samples_artifact, turns
 from tests.helpers.torchvision_reference import image_processor, torchvision_version
 
@@ -202,21 +202,16 @@ def measure_codec(codec: str, samples: Sequence[Sample], root: Path, rounds: int
     is_document = np.arange(len(sizes)) % 4 == 3
     pixels, out = recorder.pixels, np.empty((8192, 1536), np.float32)
 
-    def at_random() -> None:
+    def at_random(use: Callable[[np.ndarray], object] = len) -> None:
         for at in (ranges[i] for i in order):
-            decode_sample(at.key, read_record(path, at.offset, at.size), pixels)
+            use(decode_sample(at.key, read_record(path, at.offset, at.size), pixels).patches)
 
     def in_order(use: Callable[[np.ndarray], object] = len) -> None:
         for key, fields in iter_records(path):
             use(decode_sample(key, fields, pixels).patches)
 
-    def to_float() -> None:
-        in_order(lambda patches: pixel_values(patches, CONFIG.patch_format, out))
-
-    def at_random_to_float() -> None:
-        for at in (ranges[i] for i in order):
-            sample = decode_sample(at.key, read_record(path, at.offset, at.size), pixels)
-            pixel_values(sample.patches, CONFIG.patch_format, out)
+    def to_float(patches: np.ndarray) -> None:
+        pixel_values(patches, CONFIG.patch_format, out)
 
     rows = [
         ("bytes a sample (photo / document)", f"{sizes[~is_document].mean():,.0f} / {sizes[is_document].mean():,.0f}"),
@@ -226,15 +221,15 @@ def measure_codec(codec: str, samples: Sequence[Sample], root: Path, rounds: int
     reads = {
         "read at random, uint8 patches, images/s": at_random,
         "read in order, uint8 patches, images/s": in_order,
-        "read at random, float32 pixel values, images/s": at_random_to_float,
-        "read in order, float32 pixel values, images/s": to_float,
+        "read at random, float32 pixel values, images/s": lambda: at_random(to_float),
+        "read in order, float32 pixel values, images/s": lambda: in_order(to_float),
     }
     few = rounds if codec != "original" else 1
     rows += [(name, f"{rate(read, len(samples), few):,.0f}") for name, read in reads.items()]
     return [(f"{codec}: {name}", value) for name, value in rows]
 
 
-def _work(source: Path, directory: Path, barrier: object, times: object) -> None:
+def _work(source: Artifact, directory: Path, barrier: object, times: object) -> None:
     """Run a worker of `measure_processes` on one shard, measured after everything is loaded."""
     torch.set_num_threads(1)
     task = _task(source, directory)
@@ -247,13 +242,11 @@ def _work(source: Path, directory: Path, barrier: object, times: object) -> None
     times.put((started, time.time()))
 
 
-def _task(source: Path, directory: Path) -> tokenize_shard.ShardTask:
+def _task(source: Artifact, directory: Path) -> tokenize_shard.ShardTask:
     return tokenize_shard.ShardTask(
-        source=source,
-        source_sha256="",
+        samples=source.dir,
+        shard=source.manifest.shards[0],
         directory=directory,
-        name=NAME,
-        split="train",
         hf_dir=tiny_hf_dir(),
         processor_digest="bench",
         pixels=PixelStore(codec="u8", config=CONFIG),
@@ -263,7 +256,7 @@ def _task(source: Path, directory: Path) -> tokenize_shard.ShardTask:
 
 def measure_processes(samples: Sequence[Sample], root: Path, rounds: int) -> list[tuple[str, str]]:
     """Measure one process with one shard, and two processes with one shard each, all warm."""
-    source = make_samples_artifact(root / "samples", {NAME: samples}).dir / NAME
+    source = make_samples_artifact(root / "samples", {NAME: samples})
     tiny_hf_dir()  # made here, once
     context = multiprocessing.get_context("spawn")
     rates: dict[int, list[float]] = {1: [], 2: []}
@@ -289,7 +282,7 @@ def measure_processes(samples: Sequence[Sample], root: Path, rounds: int) -> lis
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--pictures", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--directory", default="/dev/shm" if Path("/dev/shm").is_dir() else None)
@@ -299,8 +292,7 @@ def main() -> None:
     mean_mpix = statistics.mean(np.prod(read_rgb(s.images[0]).shape[:2]) for s in samples) / 1e6
     mean_bytes = statistics.mean(len(s.images[0]) for s in samples)
     rows = [("pictures", f"{len(samples)}, {mean_mpix:.3f} Mpix and {mean_bytes:,.0f} bytes on average")]
-    with tempfile.TemporaryDirectory(dir=args.directory) as directory:
-        root = Path(directory)
+    with bench_folder(args.directory) as root:
         if TORCHVISION is None:
             rows.append(("transformers' torchvision processor", "not compared: torchvision does not import"))
         else:
@@ -312,8 +304,8 @@ def main() -> None:
     names = ("torch", "transformers", "pillow", "simplejpeg", "pyarrow", "numpy")
     versions = {"python": platform.python_version(), "torchvision": TORCHVISION, **{n: version(n) for n in names}}
     print(", ".join(f"{name} {value}" for name, value in versions.items()))
-    print("\n| one core, one thread | figure |\n| --- | ---: |")
-    print("\n".join(f"| {name} | {value} |" for name, value in rows))
+    print()
+    print("\n".join([table_head(["one core, one thread"], ["figure"]), *map(table_row, rows)]))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ import os
 import shlex
 import shutil
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -38,6 +37,7 @@ from unittest.mock import patch
 import torch
 
 from dataset_builders.contracts.bins import read_bins
+from tests.bench.command import TINY_TRAINING, add_training, bench_folder, make_parser
 from tests.bench.host import Host, apart
 from tests.bench.mix import MODELS, pad_multiple_of, write_data, write_model
 from tests.bench.peer import PeerPlan, measure_peer
@@ -64,16 +64,7 @@ from trainer.plan.checks import pieces_of
 
 WARM_BINS = 8  # steps before bins with new shapes
 POLL_SECONDS = 0.1
-TINY = {
-    "model": "qwen3_vl_tiny",
-    "seq_len": 256,
-    "global_batch": 4,
-    "bins": 12,
-    "steps": 3,
-    "warmup": 1,
-    "precision": "float32",
-}
-TINY_PEER = {"peer_micro_batch": [2, 3], "peer_batch": 8, "peer_steps": 2, "peer_warmup": 1}
+TINY = {"warmup": 1, "peer_micro_batch": [2, 3], "peer_batch": 8, "peer_steps": 2, "peer_warmup": 1}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.bfloat16}
 
 
@@ -211,25 +202,20 @@ def name_of(gpus: int, parallel: ParallelConfig) -> str:
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--model", default="qwen3_vl_2b", help="a variant; NAME:4 has only four decoder layers")
     parser.add_argument("--tiny", action="store_true", help="other defaults, for a CPU")
     parser.add_argument("--dir", type=Path, help="where model, shards and runs are written; deleted at the end")
     parser.add_argument("--out", type=Path, help="the report, Markdown; written anew after each part")
     parser.add_argument("--after", type=Path, help="write model and data, then wait until this file exists")
     ours = parser.add_argument_group("this trainer")
-    ours.add_argument("--gpus", type=int, default=1)
+    add_training(ours, DTYPES)
     ours.add_argument("--parallel", action="append", help="ParallelConfig as JSON; may be given several times")
     ours.add_argument("--one-gpu", action="store_true", help="also one GPU by itself with its share of the batch")
     ours.add_argument("--no-ours", action="store_true", help="only what else is asked for")
-    ours.add_argument("--precision", choices=DTYPES, default="bfloat16")
     ours.add_argument("--moments", choices=["float32", "bfloat16"], default="float32", help="AdamW's, as they are kept")
     ours.add_argument("--adapter", type=AdapterConfig.model_validate_json, help="as JSON; the peer then trains PEFT's")
-    ours.add_argument("--seq-len", type=int, default=8192)
-    ours.add_argument("--global-batch", type=int, default=8, help="bins a step, over all GPUs")
-    ours.add_argument("--bins", type=int, default=48, help="bins on disk, at least")
     ours.add_argument("--warmup", type=int, default=3, help="steps before those that count")
-    ours.add_argument("--steps", type=int, default=10, help="steps that count")
     ours.add_argument("--trace-steps", type=int, default=1, help="steps traced after them; 0: none")
     ours.add_argument("--traces", type=Path, help="directory that gets the traces, some 100 MB each")
     ours.add_argument("--loader-workers", type=int, default=2, help="of each GPU")
@@ -245,7 +231,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     peer.add_argument("--peer-warmup", type=int, default=2)
     peer.add_argument("--peer-recompute", action="store_true", help="transformers' own gradient checkpointing")
     if "--tiny" in argv:
-        parser.set_defaults(**TINY, **TINY_PEER)
+        parser.set_defaults(**TINY_TRAINING, **TINY)
     args = parser.parse_args(argv)
     if args.model.partition(":")[0] not in MODELS:
         parser.error(f"--model {args.model}: known are {', '.join(MODELS)}")
@@ -257,8 +243,8 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> None:
     args = parse_args(argv)
     command = shlex.join(["python", "-m", "tests.bench.bench_train_step", *argv])
-    with tempfile.TemporaryDirectory(prefix="athanor-bench-", dir=args.dir) as folder:
-        print(report(run_bench(Path(folder), args, command)))
+    with bench_folder(args.dir) as folder:
+        print(report(run_bench(folder, args, command)))
 
 
 if __name__ == "__main__":

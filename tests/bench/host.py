@@ -130,6 +130,12 @@ def mark(cuda: bool) -> torch.cuda.Event | float:
     return event
 
 
+def wait_for_device() -> None:
+    """Wait until the GPU has done everything, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def between(start: torch.cuda.Event | float, stop: torch.cuda.Event | float) -> float:
     """Return the seconds from one `mark` to another, which the device has passed."""
     return stop - start if isinstance(start, float) else start.elapsed_time(stop) / 1e3

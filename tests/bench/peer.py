@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.utils.import_utils import is_flash_linear_attention_available
 
 from dataset_builders.contracts.tokenized import PatchFormat, TokenizedSample
+from tests.bench.host import wait_for_device
 from tests.bench.mix import PAD_MULTIPLE, Mix
 from tests.helpers.reference import PIXELS, reference_inputs
 from trainer.contract.adapter import AdapterConfig
@@ -225,10 +226,10 @@ def _measure(model, samples: Sequence[TokenizedSample], plan: PeerPlan, row: Pee
         chosen = list(itertools.islice(endless, plan.global_batch))
         parts = [chosen[i : i + row.micro_batch] for i in range(0, len(chosen), row.micro_batch)]
         batches = [_pinned(part, model, plan.dtype) for part in parts]
-        _wait()
+        wait_for_device()
         start = time.perf_counter()
         loss = _update(model, adam, batches)
-        _wait()
+        wait_for_device()
         seconds = time.perf_counter() - start
         if step >= plan.warmup:
             counted += chosen
@@ -259,8 +260,3 @@ def _update(model, adam: torch.optim.Optimizer, batches: Sequence[PaddedBatch]) 
     adam.step()
     adam.zero_grad(set_to_none=True)
     return total
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

@@ -71,7 +71,6 @@ class Parts:
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of a kernel, by its name."""
     if name == HOST:
         return HOST
     lowered = name.lower()

@@ -2,7 +2,7 @@
 
 import copy
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 SNIPPETS = (
@@ -94,27 +94,26 @@ def changed(rng: random.Random, record: Any) -> Any:
     return record
 
 
+_INTEGERS = (b"\xff\xff\xff\xff", b"\0\0\0\0", b"\x7f\xff\xff\xff")
+# How bytes are damaged at a place: cut, a bit flipped, an integer written, bytes inserted, repeated, or left out.
+MUTATIONS: tuple[Callable[[random.Random, bytes, int], bytes], ...] = (
+    lambda rng, data, at: data[:at],
+    lambda rng, data, at: data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :],
+    lambda rng, data, at: data[:at] + rng.choice((*_INTEGERS, rng.randbytes(4))) + data[at + 4 :],
+    lambda rng, data, at: data[:at] + rng.randbytes(rng.randrange(1, 64)) + data[at:],
+    lambda rng, data, at: data[:at] + data[at : at + rng.randrange(1, 200)] + data[at:],
+    lambda rng, data, at: data[:at] + data[at + rng.randrange(1, 32) :],
+)
+
+
 def spoilt(rng: random.Random, data: bytes) -> bytes:
-    """Return the bytes with some of them flipped, cut, doubled, zeroed or inserted."""
-    spoilt = bytearray(data)
+    """Return the bytes with some of MUTATIONS, mostly near the beginning."""
     for _ in range(rng.choice((1, 1, 2, 4, 16))):
-        if not spoilt:
-            return bytes(spoilt)
-        at = rng.randrange(min(len(spoilt), rng.choice((16, 64, len(spoilt)))) or 1)
-        kind = rng.randrange(6)
-        if kind == 0:
-            del spoilt[at:]
-        elif kind == 1:
-            spoilt[at] ^= 1 << rng.randrange(8)
-        elif kind == 2:
-            spoilt[at : at + 4] = rng.choice((b"\xff\xff\xff\xff", b"\0\0\0\0", b"\x7f\xff\xff\xff", rng.randbytes(4)))
-        elif kind == 3:
-            spoilt[at:at] = rng.randbytes(rng.randrange(1, 64))
-        elif kind == 4:
-            spoilt[at:at] = spoilt[at : at + rng.randrange(1, 200)]
-        else:
-            del spoilt[at : at + rng.randrange(1, 32)]
-    return bytes(spoilt)
+        if not data:
+            return data
+        at = rng.randrange(min(len(data), rng.choice((16, 64, len(data)))) or 1)
+        data = rng.choice(MUTATIONS)(rng, data, at)
+    return data
 
 
 def _places(record: Any) -> Iterator[tuple[Any, Any]]:

@@ -64,10 +64,10 @@ def _utf8(rng: random.Random, words: str | None) -> bytes | None:
     return spoilt(rng, data) if rng.random() < 0.05 else data
 
 
-def _table(path: Path, rows: list[dict[str, Any]], stored: pa.Schema, seen: pa.Schema) -> None:
-    """Write rows of bytes under a schema that declares them as text. Nothing checks that they are text."""
+def _table(path: Path, rows: list[dict[str, Any]], schema: Callable[[pa.DataType], pa.Schema]) -> None:
+    """Write rows of bytes under the schema whose texts are text. Nothing checks that they are text."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    columns = pa.Table.from_pylist(rows, stored).combine_chunks().columns
+    seen, columns = schema(pa.string()), pa.Table.from_pylist(rows, schema(pa.binary())).combine_chunks().columns
     arrays = [column.chunk(0).view(field.type) for column, field in zip(columns, seen)]
     pq.write_table(pa.Table.from_arrays(arrays, schema=seen), path, row_group_size=50)
 
@@ -101,7 +101,7 @@ def write_cauldron(rng: random.Random, count: int, source: Path) -> None:
         }
         for _ in range(count)
     ]
-    _table(source / "s/train-0.parquet", rows, schema(pa.binary()), schema(pa.string()))
+    _table(source / "s/train-0.parquet", rows, schema)
 
 
 CORD = {
@@ -120,7 +120,7 @@ def write_cord(rng: random.Random, count: int, source: Path) -> None:
         return pa.schema({"image": _struct(kind), "ground_truth": kind})
 
     rows = [{"image": _picture_struct(rng), "ground_truth": _utf8(rng, truth())} for _ in range(count)]
-    _table(source / "train-0.parquet", rows, schema(pa.binary()), schema(pa.string()))
+    _table(source / "train-0.parquet", rows, schema)
 
 
 def write_table(rng: random.Random, count: int, source: Path) -> None:
@@ -134,7 +134,7 @@ def write_table(rng: random.Random, count: int, source: Path) -> None:
         {"picture": None if rng.random() < 0.1 else image(rng), "ask": words(), "reply": [words()] * rng.randrange(3)}
         for _ in range(count - 2 * (count // 3))
     ]
-    _table(source / "s/0.parquet", rows, schema(pa.binary()), schema(pa.string()))
+    _table(source / "s/0.parquet", rows, schema)
     (source / "s/a.png").write_bytes(image(rng))
     cells = [{"picture": "a.png", "ask": "What?", "reply": "b"} for _ in range(2 * (count // 3))]
     cells = [row | {rng.choice(list(row)): text(rng)} if rng.random() < 0.7 else row for row in cells]
@@ -144,6 +144,11 @@ def write_table(rng: random.Random, count: int, source: Path) -> None:
         writer.writerows(cells[: count // 3])
     rows = [changed(rng, row) if rng.random() < 0.5 else row for row in cells[count // 3 :]]
     (source / "s/2.jsonl").write_bytes(b"\n".join(_json_line(rng, row) for row in rows))
+
+
+def mutated(rng: random.Random, row: Any) -> Any:
+    """Return a row as it is, with changed values, or any other value."""
+    return row if rng.random() < 0.2 else changed(rng, row) if rng.random() < 0.9 else value(rng)
 
 
 def openai_row(rng: random.Random) -> Any:
@@ -160,13 +165,13 @@ def openai_row(rng: random.Random) -> Any:
     if rng.random() < 0.5:
         parts[2] = {"type": "text", "text": text(rng)}
     row = {"messages": rows[chosen], "id": 1} | ({"images": ["a.png"]} if chosen else {})
-    return row if rng.random() < 0.2 else changed(rng, row) if rng.random() < 0.9 else value(rng)
+    return mutated(rng, row)
 
 
 def llava_row(rng: random.Random) -> Any:
     said = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "b"}]
     row = {"id": "1", "image": rng.choice(("a.png", "b.png", ["a.png"], text(rng))), "conversations": said}
-    return row if rng.random() < 0.2 else changed(rng, row) if rng.random() < 0.9 else value(rng)
+    return mutated(rng, row)
 
 
 def _json_line(rng: random.Random, row: Any) -> bytes:

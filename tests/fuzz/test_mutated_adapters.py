@@ -26,7 +26,7 @@ from stages.shared.inputs.adapter_directory import AdapterDirectory
 from stages.shared.inputs.load_transformers import add_adapters
 from stages.shared.inputs.model_directory import ModelDirectory
 from tests.fuzz.hostile import value
-from tests.fuzz.run_models import spoil_header
+from tests.fuzz.mutated_models import spoil_header
 from tests.helpers.adapter_files import write_adapter
 from tests.helpers.evaluation import talkative_hf_dir
 from trainer.contract.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -43,6 +43,7 @@ PEFT_KEYS = ("bias", "rank_pattern", "alpha_pattern", "modules_to_save", "exclud
 PEFT_KEYS = (*PEFT_KEYS, "lora_dropout", "fan_in_fan_out", "init_lora_weights", "layers_pattern", "unknown_key")
 NUMBERS = (float("nan"), float("inf"), float("-inf"), True, False, None, 0, -1, 1, 3, 4, 0.5, 6.5, 1e300, "4", [4], {})
 NAMES = ("q_proj", ["q_proj"], ".*q_proj", "all-linear", [], "", "(", ["q_proj", 5], None, [""], [".*"])
+UNFIT_MODULES = ("model.language_model.norm", "model.language_model.embed_tokens", "lm_head", "model.visual")
 DTYPES = (torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int8, torch.bool, torch.float8_e4m3fn)
 
 
@@ -66,41 +67,34 @@ def change_config(rng: random.Random, path: Path) -> None:
 def change_tensors(rng: random.Random, path: Path) -> None:
     tensors = load_file(path)
     name, other = rng.sample(sorted(tensors), 2)
-    tensor = tensors[name]
+    tensor, module = tensors[name], name.rsplit(".lora_", 1)[0]
     spot = tuple(rng.randrange(side) for side in tensor.shape)
-    kind = rng.randrange(11)
-    if kind == 0:
-        tensors.pop(name)
-    elif kind == 1:
-        tensors[rng.choice((name + "x", name.removeprefix("base_model."), "base_model.model." + name))] = tensors.pop(
-            name
+    new_names = (name + "x", name.removeprefix("base_model."), "base_model.model." + name)
+    rng.choice(
+        (
+            lambda: tensors.pop(name),
+            lambda: tensors.update({rng.choice(new_names): tensors.pop(name)}),
+            lambda: tensors.update({name: tensor.to(rng.choice(DTYPES))}),
+            lambda: tensor[spot].fill_(rng.choice((float("nan"), float("inf"), float("-inf")))),
+            lambda: tensors.update({name: rng.choice(other_shapes(tensor))}),
+            lambda: tensors.update({name: tensors[other].clone(), other: tensor.clone()}),
+            lambda: tensors.update({name: tensor * rng.choice((0.0, -1.0, 3.0, 1e-30))}),
+            lambda: tensors.update(adapter_of(rng.choice(UNFIT_MODULES))),
+            lambda: [tensors.pop(key) for key in list(tensors) if key.startswith(f"{module}.lora_")],
+            lambda: tensors.update({f"{module}.lora_magnitude_vector": torch.ones(len(tensor))}),
+            lambda: tensors.update({f"{module}.{rng.choice(('weight', 'bias'))}": torch.ones(tensor.shape)}),
         )
-    elif kind == 2:
-        tensors[name] = tensor.to(rng.choice(DTYPES))
-    elif kind == 3:
-        tensor[spot] = rng.choice((float("nan"), float("inf"), float("-inf")))
-    elif kind == 4:
-        tensors[name] = rng.choice(
-            (tensor.T.contiguous(), tensor[:-1].clone(), tensor[..., None].clone(), tensor.sum())
-        )
-    elif kind == 5:
-        tensors[name], tensors[other] = tensors[other].clone(), tensor.clone()
-    elif kind == 6:
-        tensors[name] = tensor * rng.choice((0.0, -1.0, 3.0, 1e-30))
-    elif kind == 7:
-        module = rng.choice(
-            ("model.language_model.norm", "model.language_model.embed_tokens", "lm_head", "model.visual")
-        )
-        tensors[f"base_model.model.{module}.lora_A.weight"] = torch.zeros(4, 64)
-        tensors[f"base_model.model.{module}.lora_B.weight"] = torch.zeros(64, 4)
-    elif kind == 8:
-        module = name.rsplit(".lora_", 1)[0]
-        tensors = {key: held for key, held in tensors.items() if not key.startswith(f"{module}.lora_")}
-    elif kind == 9:
-        tensors[name.rsplit(".lora_", 1)[0] + ".lora_magnitude_vector"] = torch.ones(len(tensor))
-    else:
-        tensors[f"{name.rsplit('.lora_', 1)[0]}.{rng.choice(('weight', 'bias'))}"] = torch.ones(tensor.shape)
+    )()
     save_file(tensors, path, metadata={"format": "pt"})
+
+
+def other_shapes(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tensor.T.contiguous(), tensor[:-1].clone(), tensor[..., None].clone(), tensor.sum()
+
+
+def adapter_of(module: str) -> dict[str, torch.Tensor]:
+    place = f"base_model.model.{module}"
+    return {f"{place}.lora_A.weight": torch.zeros(4, 64), f"{place}.lora_B.weight": torch.zeros(64, 4)}
 
 
 def flip_bits(rng: random.Random, path: Path) -> None:

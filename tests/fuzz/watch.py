@@ -1,4 +1,4 @@
-"""A separate process for mutated inputs: `python -m tests.fuzz.MODULE KIND SEED COUNT DIRECTORY`.
+"""A limit of time and memory around mutated inputs, in a process of their own; see run_inputs.py.
 
 Prints one JSON object: the number of inputs per outcome, and the largest growth of the process in bytes. An input that
 takes more than 10 s ends the process with its stack, wherever it hangs. So does an input that raises a forbidden error.
@@ -6,30 +6,27 @@ takes more than 10 s ends the process with its stack, wherever it hangs. So does
 
 import faulthandler
 import json
-import random
 import resource
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 SECONDS = 10
 MARGIN = 8 << 30  # bytes of address space, a limit that protects the machine; the test uses the printed growth
 
-Inputs = Callable[[str, random.Random, int, Path], Iterator[str]]
 
-
-def run(inputs: Inputs, kind: str, seed: str, count: str, directory: str) -> None:
-    """Run `count` inputs. `inputs` yields the name of each input's outcome."""
+def run(outcomes: Iterator[str], seconds: int = SECONDS) -> None:
+    """Run the inputs of an iterator that yields the name of each input's outcome."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MARGIN,) * 2)
     before = _peak()
-    outcomes = Counter(_watched(inputs(kind, random.Random(f"{kind} {seed}"), int(count), Path(directory))))
-    print(json.dumps({"outcomes": outcomes, "grown_bytes": _peak() - before}))
+    counted = Counter(_watched(outcomes, seconds))
+    print(json.dumps({"outcomes": counted, "grown_bytes": _peak() - before}))
 
 
-def _watched(outcomes: Iterator[str]) -> Iterator[str]:
+def _watched(outcomes: Iterator[str], seconds: int) -> Iterator[str]:
     while True:
-        faulthandler.dump_traceback_later(SECONDS, exit=True)
+        faulthandler.dump_traceback_later(seconds, exit=True)
         try:
             yield next(outcomes)
         except StopIteration:

@@ -22,12 +22,10 @@ PLACES = {"first": (*LANGUAGE, "merger", "vision"), "second": LANGUAGE, "hybrid-
 
 
 def adapter_of(shape: str, **settings: object) -> AdapterConfig:
-    """Return the settings of adapters in a model's targets."""
     return AdapterConfig(**{"rank": 4, "alpha": 6, "targets": PLACES[shape], **settings})
 
 
 def job_with(run: RunConfig, adapter: AdapterConfig | None, **changes: object) -> RunConfig:
-    """Return the job with adapters."""
     return run.model_copy(update={"train": run.train.model_copy(update={"adapter": adapter}), **changes})
 
 

@@ -63,12 +63,10 @@ def _text(rng: np.random.Generator, count: int, geometry: Geometry, vocab: range
 
 
 def make_samples(kinds: list[Kind], geometry: Geometry, vocab: range, seed: int = 0) -> list[TokenizedSample]:
-    """Make one sample of each kind."""
     return [make_sample(kind, geometry, vocab, seed * 1000 + i) for i, kind in enumerate(kinds)]
 
 
 def sum_bin(refs: Bin) -> BinSums:
-    """Return the sums of one bin over its samples."""
     return BinSums(
         num_samples=len(refs),
         num_tokens=sum(ref.num_tokens for ref in refs),

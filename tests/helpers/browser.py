@@ -15,7 +15,6 @@ requires_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium:
 
 @contextmanager
 def chromium(*arguments: str) -> Iterator[Any]:
-    """Start Playwright's browser."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install -e '.[dev]'")
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", *arguments])

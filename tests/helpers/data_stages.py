@@ -31,19 +31,16 @@ def write_rows(source: Path) -> Path:
 
 
 def run_convert(source: Path, root: Path, resources: StageResources | None = None) -> Path:
-    """Return the directory of convert's artifact."""
     inputs = {"raw": External(source, "raw", "0" * 16)}
     return run_stage(CONVERT, load_recipe(overrides=SETTINGS).config.convert, inputs, root, resources).artifact.dir
 
 
 def run_tokenize(samples: Path, hf_dir: Path, root: Path, resources: StageResources | None = None) -> Path:
-    """Return the directory of tokenize's artifact."""
     inputs = {"samples": Artifact.load(samples), "processor": processor_input(ModelDirectory(hf_dir))}
     return run_stage(TOKENIZE, load_recipe(overrides=SETTINGS).config.tokenize, inputs, root, resources).artifact.dir
 
 
 def run_plan_bins(tokenized: Path, root: Path, resources: StageResources | None = None) -> Path:
-    """Return the directory of plan_bins' artifact."""
     inputs = {"tokenized": Artifact.load(tokenized)}
     return run_stage(PLAN_BINS, load_recipe(overrides=SETTINGS).config.plan_bins, inputs, root, resources).artifact.dir
 

@@ -28,7 +28,6 @@ _COMMON = {"--help", "--root", "--debug"}  # options of every command
 
 
 def table_names() -> set[str]:
-    """Return the names of all tables."""
     return {"commands", "recipes", "settings", *(f"options of {name}" for name in BUILDERS)}
 
 
@@ -82,7 +81,7 @@ def _options(builder: str) -> Iterator[tuple[str, str, str]]:
 def _settings(model: type[BaseModel], section: str) -> Iterator[tuple[str, str, str]]:
     """Yield the fields of a config and of the configs in it."""
     for name, field in model.model_fields.items():
-        inner, dotted = [*_models(field.annotation)], f"{section}{name}"
+        inner, dotted = [*models_in(field.annotation)], f"{section}{name}"
         if field.description:
             default = "" if field.is_required() or inner else f"`{json.dumps(field.get_default(), default=str)}`"
             yield f"`{dotted}`", default, _plain(field.description)
@@ -93,12 +92,11 @@ def _settings(model: type[BaseModel], section: str) -> Iterator[tuple[str, str, 
             yield from rows
 
 
-def _models(annotation: object) -> Iterator[type[BaseModel]]:
-    """Yield the configs that a field may hold."""
+def models_in(annotation: object) -> Iterator[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for part in get_args(annotation):
-        yield from _models(part)
+        yield from models_in(part)
 
 
 def _plain(text: str) -> str:
@@ -107,7 +105,6 @@ def _plain(text: str) -> str:
 
 
 def main() -> None:
-    """Write the tables of all pages."""
     for page in PAGES:
         page.write_text(with_tables(page.read_text()))
 

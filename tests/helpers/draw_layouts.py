@@ -292,7 +292,6 @@ def draw_layers(sheet: Sheet, parts: Sequence[Part]) -> None:
 
 
 def draw_dealt(sheet: Sheet, layout: Layout) -> None:
-    """Draw the bins of a global batch, rank by rank."""
     costs, shares = deal_bins(layout.ranks)
     mean = sum(costs) / len(costs)
     for rank, share in enumerate(shares):
@@ -309,7 +308,6 @@ def draw_dealt(sheet: Sheet, layout: Layout) -> None:
 
 
 def draw(name: str) -> str:
-    """Return the SVG of a layout."""
     layout, samples = LAYOUTS[name], make_bin(0)
     sheet = Sheet(layout)
     draw_legend(sheet)

@@ -1,7 +1,6 @@
 """Shared parts of the generation tests: a model with varied answers, images, and artifacts to evaluate on."""
 
 import functools
-import io
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,8 +9,7 @@ import numpy as np
 from PIL import Image
 
 from dataset_builders.contracts.manifest import Manifest
-from dataset_builders.contracts.sample import Message, Sample, to_fields
-from dataset_builders.contracts.shard_io import ShardWriter, remove_entries
+from dataset_builders.contracts.sample import Message, Sample
 from stages.answer.stage import STAGE as ANSWER
 from stages.answer.stage import AnswerConfig
 from stages.embedded_model.stage import make_tiny_hf_dir
@@ -21,7 +19,9 @@ from stages.shared.artifacts.artifact import Artifact
 from stages.shared.artifacts.run_stage import run_stage
 from stages.shared.artifacts.verify import file_entries
 from stages.shared.artifacts.workers import StageResources
+from tests.helpers.drawn_pictures import encoded
 from tests.helpers.process_dir import process_dir
+from tests.helpers.samples import make_samples_artifact
 from tests.helpers.tiny_model import FIRST, TEXTS
 
 
@@ -34,11 +34,8 @@ def talkative_hf_dir() -> Path:
 
 
 def picture(seed: int, width: int = 64, height: int = 64) -> bytes:
-    """Return a PNG of random colours."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    out = io.BytesIO()
-    Image.fromarray(pixels).save(out, "PNG")
-    return out.getvalue()
+    return encoded(Image.fromarray(pixels))
 
 
 def conversation(key: str, turns: Sequence[tuple[str, str]], images: Sequence[bytes] = ()) -> Sample:
@@ -73,17 +70,8 @@ def mixed_samples(count: int = 12) -> list[Sample]:
 
 def samples_artifact(directory: Path, heldout: Sequence[Sample], train: Sequence[Sample] = ()) -> Artifact:
     """Return a convert artifact with one shard per split."""
-    directory.mkdir(parents=True)
-    entries = []
-    for split, samples in (("train", train), ("heldout", heldout)):
-        with ShardWriter(directory, f"{split}/shard-00000.tar") as writer:
-            for sample in samples:
-                writer.write(sample.key, to_fields(sample))
-            entries.append(writer.commit(split))
-    remove_entries(directory, [entry.name for entry in entries])
-    manifest = Manifest(stage="convert", version=1, fingerprint="c" * 16, config={}, parents={}, shards=entries)
-    manifest.write(directory)
-    return Artifact.load(directory)
+    shards = {"train/shard-00000.tar": train, "heldout/shard-00000.tar": heldout}
+    return make_samples_artifact(directory, shards, fingerprint="c" * 16)
 
 
 def hf_artifact(directory: Path, hf_dir: Path) -> Artifact:
@@ -102,6 +90,5 @@ def answered(
 
 
 def evaluated(config: EvaluateConfig, inputs: Mapping[str, Artifact], root: Path) -> Artifact:
-    """Return the artifact with the scores of `answered`."""
     answers = answered(config.answer, inputs, root)
     return run_stage(EVALUATE, config, {"answers": answers, "samples": inputs["samples"]}, root).artifact

@@ -29,7 +29,6 @@ def release(run: RunConfig, step: int) -> None:
 
 
 def is_held(run: RunConfig, step: int) -> bool:
-    """Whether the save of a step is waiting."""
     return (run.output_dir / f"held-step-{step:06d}").is_file()
 
 

@@ -10,7 +10,6 @@ from dataset_builders.contracts.tokenized import INDEX_SCHEMA, PARTITION_ROWS, I
 
 
 def read_index(directory: Path) -> pa.Table:
-    """Return all rows of the index, with INDEX_SCHEMA."""
     return pa.concat_tables(iter_index(directory))
 
 

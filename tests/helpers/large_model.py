@@ -64,7 +64,6 @@ def _files(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[list[str]]:
 
 
 def _header(shapes: Mapping[str, tuple[int, ...]]) -> bytes:
-    """Return the header of a safetensors file."""
     entries, start = {"__metadata__": {"format": "pt"}}, 0
     for name, shape in shapes.items():
         stop = start + 2 * torch.Size(shape).numel()

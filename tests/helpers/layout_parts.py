@@ -235,7 +235,6 @@ def gathered_images(parts: Mapping[int, Part] | Sequence[Part], part: Part) -> l
 
 
 def planned_bin(samples: Sequence[TokenizedSample]) -> Bin:
-    """Return the entries of these samples in a plan of bins."""
     return tuple(
         SampleRef(
             s.key, "", 0, 0, len(s.input_ids), int(s.loss_mask[1:].sum()), len(s.patches), len(s.image_grid_thw), 0

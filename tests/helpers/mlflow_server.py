@@ -3,14 +3,13 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 
-from tests.helpers.patience import at_most
+from tests.helpers.object_store import free_port
+from tests.helpers.patience import at_most, wait_for
 
 
 class MlflowServer:
@@ -22,14 +21,11 @@ class MlflowServer:
 
     def __init__(self, directory: Path, serves_files: bool = False) -> None:
         self.directory, self.serves_files = directory, serves_files
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.process: subprocess.Popen | None = None
 
     def start(self, seconds: float = 180) -> None:
-        """Start the server and wait until it answers."""
         options = ["--backend-store-uri", f"sqlite:///{self.directory}/server.db", "--port", str(self.port)]
         files = (self.directory / "artifacts").as_uri()
         if self.serves_files:
@@ -44,12 +40,13 @@ class MlflowServer:
                 start_new_session=True,
                 env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"},
             )
-        deadline = time.monotonic() + at_most(seconds)
-        while True:
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5):
-                return
-            assert time.monotonic() < deadline and self.process.poll() is None, "the server does not come up"
-            time.sleep(0.2)
+        wait_for(self._answers, seconds, "answer of the server")
+
+    def _answers(self) -> bool:
+        assert self.process.poll() is None, "the server does not come up"
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5):
+            return True
+        return False
 
     def stop(self) -> None:
         """Kill the server and its workers at once."""

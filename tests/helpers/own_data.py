@@ -14,6 +14,8 @@ import pyarrow.ipc
 import pyarrow.parquet as pq
 from PIL import Image, ImageDraw
 
+from tests.helpers.drawn_pictures import encoded
+
 COLOURS = {"red": (215, 38, 30), "green": (30, 160, 60), "blue": (40, 70, 210), "yellow": (240, 210, 40)}
 QUESTIONS = ("Which colour is it?", "What colour do you see?", "Name the colour of the square.")
 
@@ -39,9 +41,7 @@ def _row(rng: random.Random, name: str, colour: str) -> Row:
     draw = ImageDraw.Draw(image)
     x, y, side = rng.randint(0, 20), rng.randint(0, 20), rng.randint(24, 44)
     draw.rectangle((x, y, x + side, y + side), fill=COLOURS[colour])
-    out = io.BytesIO()
-    image.save(out, "PNG")
-    return Row(name, out.getvalue(), rng.choice(QUESTIONS), colour)
+    return Row(name, encoded(image), rng.choice(QUESTIONS), colour)
 
 
 def write_images(folder: Path, rows: Sequence[Row]) -> None:

@@ -1,7 +1,6 @@
 """120 images of mixed modes and sizes that are the same on every machine, and the reference's pixels for them."""
 
 import hashlib
-import io
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -10,6 +9,7 @@ from PIL import Image
 
 from dataset_builders.contracts.tokenized import PatchFormat
 from dataset_builders.pictures.pixels import PixelConfig
+from tests.helpers.drawn_pictures import encoded
 
 MODES = ("RGB", "L", "RGBA", "LA", "P", "1", "CMYK", "I;16")
 FORMATS = {"CMYK": "TIFF", "I;16": "PNG"}
@@ -86,6 +86,4 @@ def _encode(picture: np.ndarray, mode: str) -> bytes:
     else:
         bands = {"RGB": 3, "RGBA": 4, "CMYK": 4, "L": 1, "LA": 2}[mode]
         image = Image.merge(mode, [Image.fromarray(np.ascontiguousarray(picture[..., b])) for b in range(bands)])
-    out = io.BytesIO()
-    image.save(out, FORMATS.get(mode, "PNG"))
-    return out.getvalue()
+    return encoded(image, FORMATS.get(mode, "PNG"))

@@ -27,7 +27,6 @@ def unopened(config: PipelineConfig, **artifacts: Artifact) -> Plan:
 
 
 def steps_of(config: PipelineConfig) -> dict[str, Step]:
-    """Return name -> step."""
     return {step.name: step for step in unopened(config).steps}
 
 

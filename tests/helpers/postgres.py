@@ -36,7 +36,6 @@ class PostgresServer:
         return f"postgresql://{USER}@127.0.0.1:{self.port}/"
 
     def query(self, sql: str, database: str = "postgres") -> list[tuple]:
-        """Return the rows of one statement."""
         with contextlib.closing(self._connection(database)) as connection, connection.cursor() as cursor:
             cursor.execute(sql)
             return cursor.fetchall()
@@ -48,7 +47,6 @@ class PostgresServer:
         subprocess.run(["bash", str(INFRA / "postgres" / "databases.sh")], env=env, check=True)
 
     def create_database(self, name: str) -> None:
-        """Create a new database."""
         with contextlib.closing(self._connection("postgres")) as connection, connection.cursor() as cursor:
             cursor.execute(f"CREATE DATABASE {name}")
 

@@ -1,6 +1,5 @@
 """Raw rows in the_cauldron's schema with intact, unusual and broken images, and parquet files of them."""
 
-import io
 import json
 import struct
 import zlib
@@ -13,6 +12,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from stages.embedded_data.digits import ROW_SCHEMA
+from tests.helpers.drawn_pictures import encoded as encode
 
 Row = dict[str, list[dict[str, object]]]
 
@@ -23,12 +23,6 @@ def picture(seed: int, width: int = 40, height: int = 32, mode: str = "RGB") -> 
     blocks = rng.integers(0, 256, (-(-height // 8), -(-width // 8), 3), np.uint8)
     pixels = blocks.repeat(8, 0).repeat(8, 1)[:height, :width]
     return Image.fromarray(pixels).convert(mode)
-
-
-def encode(image: Image.Image, image_format: str = "PNG", **options: object) -> bytes:
-    out = io.BytesIO()
-    image.save(out, image_format, **options)
-    return out.getvalue()
 
 
 def png(seed: int, width: int = 40, height: int = 32) -> bytes:
@@ -106,7 +100,6 @@ def row(images: Sequence[bytes], pairs: Sequence[tuple[str | None, str | None]])
 
 
 def plain_rows(count: int, first_seed: int = 0) -> list[Row]:
-    """Return rows with one image and one question each, all different."""
     return [row([png(first_seed + i)], [(f"What is in picture {i}?", f"noise {i}")]) for i in range(count)]
 
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from dataset_builders.contracts.tokenized import PatchFormat, TokenizedSample
 from tests.helpers.process_dir import process_dir
 from tests.helpers.tiny_model import tiny_hf_dir
+from tests.helpers.tiny_text_model import randomize
 from trainer.model.registry import read_model
 
 PIXELS = PatchFormat(
@@ -24,11 +25,7 @@ def random_hf_dir(shape: str) -> Path:
     directory = process_dir("random") / shape
     shutil.copytree(tiny_hf_dir(shape), directory)
     model = load_reference(directory)
-    generator = torch.Generator().manual_seed(11)
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            noise = torch.randn(param.shape, generator=generator)
-            param.copy_(1 + 0.2 * noise if "norm" in name and name.endswith("weight") else 0.08 * noise)
+    randomize(model)
     model.save_pretrained(directory)
     return directory
 

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -40,19 +41,22 @@ CHUNK_KINDS: list[list[Kind]] = [
 OPTIM = OptimConfig(lr=3e-3, min_lr_fraction=0.1, warmup_steps=2, weight_decay=0.1)
 
 
+# Beginning of a shape's name -> function that returns the directory of the rest of the name: a tiny Qwen3, Qwen3.5 or
+# model with experts, the last two also with multi-token prediction. Without one it is a shape of the tiny Qwen3-VL.
+MODEL_DIRS: dict[str, Callable[[str], Path]] = {
+    "text-": text_hf_dir,
+    "hybrid-": hybrid_hf_dir,
+    "experts-": experts_hf_dir,
+    "mtp-experts-": mtp_experts_hf_dir,
+    "mtp-": mtp_hf_dir,
+    "": random_hf_dir,
+}
+
+
 def model_dir(shape: str) -> Path:
-    """Return the model directory of a shape name: a shape of the tiny Qwen3-VL, "text-" and a shape of the tiny Qwen3,
-    "hybrid-" and a shape of the tiny Qwen3.5, or "experts-" and a shape of the tiny models with experts. "mtp-" and
-    "mtp-experts-" are the last two with multi-token prediction."""
-    if shape.startswith("experts-"):
-        return experts_hf_dir(shape.removeprefix("experts-"))
-    if shape.startswith("mtp-experts-"):
-        return mtp_experts_hf_dir(shape.removeprefix("mtp-experts-"))
-    if shape.startswith("mtp-"):
-        return mtp_hf_dir(shape.removeprefix("mtp-"))
-    if shape.startswith("hybrid-"):
-        return hybrid_hf_dir(shape.removeprefix("hybrid-"))
-    return text_hf_dir(shape.removeprefix("text-")) if shape.startswith("text-") else random_hf_dir(shape)
+    """Return the model directory of a shape's name."""
+    start = next(start for start in MODEL_DIRS if shape.startswith(start))
+    return MODEL_DIRS[start](shape.removeprefix(start))
 
 
 def check_job(run: RunConfig, world_size: int) -> None:
@@ -183,20 +187,16 @@ def start_trainer(run: RunConfig, processes: int = 1) -> subprocess.Popen | Star
 
 
 def run_trainer(run: RunConfig, processes: int = 1, timeout: float = 240) -> int:
-    """Return the exit status of a complete run."""
     return start_trainer(run, processes).wait(timeout)
 
 
 def metrics_of(run: RunConfig) -> list[MetricsRow]:
-    """Return all rows of metrics written so far."""
     return read_metrics(run.output_dir)
 
 
 def result_of(run: RunConfig) -> TrainResult:
-    """Return the result of the run."""
     return TrainResult.model_validate(json.loads((run.output_dir / "result.json").read_text()))
 
 
 def log_of(run: RunConfig) -> str:
-    """Return the output of the trainer."""
     return (run.output_dir / "log.txt").read_text()

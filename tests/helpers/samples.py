@@ -1,6 +1,5 @@
 """Seeded samples of every kind, and a samples artifact made from them without running convert."""
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from dataset_builders.contracts.manifest import Manifest
 from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Sample, to_fields
 from dataset_builders.contracts.shard_io import ShardWriter, remove_entries
 from stages.shared.artifacts.artifact import Artifact
+from tests.helpers.drawn_pictures import encoded
 
 
 def make_image(width: int, height: int, seed: int = 0, mode: str = "RGB", image_format: str = "PNG") -> bytes:
@@ -23,10 +23,7 @@ def make_image(width: int, height: int, seed: int = 0, mode: str = "RGB", image_
     if mode in ("RGBA", "LA"):
         alpha = Image.fromarray(rng.integers(0, 256, (height, width), np.uint8))
         image.putalpha(alpha)
-    image = image.convert(mode)
-    out = io.BytesIO()
-    image.save(out, image_format, **({"quality": 90} if image_format == "JPEG" else {}))
-    return out.getvalue()
+    return encoded(image.convert(mode), image_format, **({"quality": 90} if image_format == "JPEG" else {}))
 
 
 def turns(*texts: str) -> tuple[Message, ...]:
@@ -50,11 +47,14 @@ def make_sample(number: int) -> Sample:
     return Sample(key=f"{subset}/{number:08d}", messages=messages, images=images)
 
 
-def make_samples_artifact(directory: Path, shards: dict[str, Sequence[Sample]]) -> Artifact:
+def make_samples_artifact(
+    directory: Path, shards: dict[str, Sequence[Sample]], fingerprint: str | None = None
+) -> Artifact:
     """Return a finished artifact of the convert stage.
 
     Args:
         shards: name, for example `train/shard-00000.tar` -> its samples; train before heldout.
+        fingerprint: None takes one of the samples.
     """
     entries = []
     for name, samples in shards.items():
@@ -62,9 +62,8 @@ def make_samples_artifact(directory: Path, shards: dict[str, Sequence[Sample]]) 
             for sample in samples:
                 writer.write(sample.key, to_fields(sample))
             entries.append(writer.commit("train" if name.startswith("train/") else "heldout"))
-    fingerprint = "".join(entry.sha256[:4] for entry in entries)[:16].ljust(16, "0")
-    Manifest(stage="convert", version=1, fingerprint=fingerprint, config={}, parents={}, shards=entries).write(
-        directory
-    )
+    fingerprint = fingerprint or "".join(entry.sha256[:4] for entry in entries)[:16].ljust(16, "0")
+    manifest = Manifest(stage="convert", version=1, fingerprint=fingerprint, config={}, parents={}, shards=entries)
+    manifest.write(directory)
     remove_entries(directory, list(shards))
     return Artifact.load(directory)

@@ -71,7 +71,6 @@ class RunningService:
                 raise
 
     def wait_ready(self, seconds: float = READY_SECONDS) -> ServiceRecord:
-        """Wait until all programs answer."""
         deadline = time.monotonic() + at_most(seconds)
         while (record := read_service(self.root)) is None or record.pid != self.process.pid:
             assert self.process.poll() is None, f"athanor up ended by itself:\n{self.tell()}"
@@ -123,7 +122,6 @@ class RunningService:
         return wait_for(answer, 120, f"answer for {path}", self.tell)[0]
 
     def deployment(self, name: str) -> dict[str, Any]:
-        """Return a deployment of Prefect's server."""
         (found,) = self.prefect("/deployments/filter", {"deployments": {"name": {"any_": [name]}}})
         return found
 
@@ -184,7 +182,6 @@ class RunningService:
         return processes_with(SERVICE_VARIABLE, str(self.root))
 
     def log(self, part: str) -> str:
-        """Return the log of prefect, mlflow or worker."""
         path = self.root / "service" / f"{part}.log"
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
@@ -194,7 +191,6 @@ class RunningService:
         return "\n".join([self.output.read_text(errors="replace")[-3000:], *(f"== {k}\n{v}" for k, v in logs.items())])
 
     def printed(self) -> list[str]:
-        """Return the lines that were printed so far."""
         return self.output.read_text(encoding="utf-8").splitlines()
 
 
@@ -231,7 +227,6 @@ def _open(url: str, body: object, login: str | None, method: str | None, headers
 
 
 def answers(url: str) -> bool:
-    """Return whether a server answers with success."""
     try:
         return request(url)[0] == 200
     except OSError:

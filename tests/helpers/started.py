@@ -46,11 +46,9 @@ class Started:
         return code
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to the process."""
         os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """End the process at once."""
         self.send_signal(signal.SIGKILL)
 
 

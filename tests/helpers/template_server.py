@@ -48,12 +48,10 @@ class Forked:
         return self.wait() if has_ended else None
 
     def wait(self) -> int:
-        """Wait for the end and return the exit status."""
         self._status = self._told() if self._status is None else self._status
         return self._status
 
     def kill(self) -> None:
-        """End the process at once."""
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
 

@@ -62,7 +62,6 @@ _TEMPLATE = """\
 
 
 def think_template(generation: str) -> str:
-    """Return the template of one of GENERATIONS."""
     text = _TEMPLATE.replace("KEPT", _KEPT.get(generation, "false"))
     effort = _EFFORT if generation == "qwen3_8" else "{%- set effort = '' -%}\n"
     return effort + text.replace("PROMPT", _PROMPTS.get(generation, _LARGE_PROMPT))

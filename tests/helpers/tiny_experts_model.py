@@ -10,27 +10,19 @@ import torch
 import transformers
 
 from tests.helpers.process_dir import process_dir
-from tests.helpers.tiny_hybrid_model import hybrid_config, randomize_hybrid, with_mtp
+from tests.helpers.tiny_hybrid_model import MANY_HEADS, hybrid_config, randomize_hybrid, with_mtp
 from tests.helpers.tiny_model import tiny_hf_dir
 from tests.helpers.tiny_text_model import randomize
 
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
-_HEADS = {"num_key_value_heads": 4, "linear_num_key_heads": 4, "linear_num_value_heads": 8}  # enough for tp2 cp2
+_MANY_EXPERTS = {"num_experts": 24, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 # Of Qwen3-VL: the second layer has an MLP; every second layer has experts, whose matrices are square, so that a
 # transposition does not show in a shape. Of Qwen3.5: a shared expert; three of many experts.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "listed": ("qwen3_vl_moe", {**_EXPERTS, "mlp_only_layers": [1]}),
     "sparse": ("qwen3_vl_moe", {**_EXPERTS, "moe_intermediate_size": 64, "decoder_sparse_step": 2}),
-    "shared": ("qwen3_5_moe", {**_EXPERTS, **_HEADS, "shared_expert_intermediate_size": 80}),
-    "many": (
-        "qwen3_5_moe",
-        {
-            "num_experts": 24,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 40,
-            "shared_expert_intermediate_size": 48,
-        },
-    ),
+    "shared": ("qwen3_5_moe", {**_EXPERTS, **MANY_HEADS, "shared_expert_intermediate_size": 80}),
+    "many": ("qwen3_5_moe", {**_MANY_EXPERTS, "shared_expert_intermediate_size": 48}),
 }
 # Routers of zeros with one expert per token: torch.topk takes the first of equal ones, and the weight is 1 whatever the
 # logits are, so that all tokens of every layer stay with the first expert while the model trains.
@@ -42,7 +34,6 @@ _EVERY = SHAPES | {
 
 
 def experts_config(shape: str) -> dict[str, Any]:
-    """Return config.json of a shape."""
     model_type, experts = _EVERY[shape]
     if model_type == "qwen3_vl_moe":
         config = json.loads((tiny_hf_dir() / "config.json").read_text())

@@ -48,6 +48,9 @@ _VISION: dict[str, Any] = {
     "deepstack_visual_indexes": [],
 }
 _ODD_VISION = {"hidden_size": 144, "num_heads": 2, "intermediate_size": 96}  # a head size of 72, as in the large models
+_HEADS_OF_128 = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "rms_norm_eps": 1e-6}
+# Enough for four tensor-parallel ranks, or for two with two context-parallel ranks each.
+MANY_HEADS = {"num_key_value_heads": 4, "linear_num_key_heads": 4, "linear_num_value_heads": 8}
 # As many value heads as key heads, tied. Three times as many, untied, delta layers first and last. Heads of 128, tied,
 # and the published eps; "wide" has 16 value heads, so that CUDA graphs get the gradients of a delta layer's inputs as
 # slices of one tensor.
@@ -64,37 +67,10 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
         _ODD_VISION,
         False,
     ),
-    "third": (
-        {
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-            "linear_num_value_heads": 4,
-            "rms_norm_eps": 1e-6,
-        },
-        {},
-        True,
-    ),
-    "wide": (
-        {
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-            "linear_num_value_heads": 16,
-            "rms_norm_eps": 1e-6,
-        },
-        {},
-        True,
-    ),
-    # Layers enough for two virtual stages on each of two pipeline ranks; heads enough for four tensor-parallel ranks.
-    "deep": (
-        {
-            "num_hidden_layers": 8,
-            "num_key_value_heads": 4,
-            "linear_num_key_heads": 4,
-            "linear_num_value_heads": 8,
-        },
-        {},
-        True,
-    ),
+    "third": ({**_HEADS_OF_128, "linear_num_value_heads": 4}, {}, True),
+    "wide": ({**_HEADS_OF_128, "linear_num_value_heads": 16}, {}, True),
+    # Layers enough for two virtual stages on each of two pipeline ranks.
+    "deep": ({**MANY_HEADS, "num_hidden_layers": 8}, {}, True),
     # Layers that pipeline ranks cannot share evenly, of two kinds that cost differently.
     "odd": ({"num_hidden_layers": 7, "linear_num_value_heads": 6}, {}, True),
     "linear": ({"layer_types": [DELTA] * 4}, {}, True),
@@ -102,7 +78,6 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
 
 
 def hybrid_config(shape: str = "first") -> dict[str, Any]:
-    """Return config.json of a shape."""
     text, vision, tied = SHAPES[shape]
     text = {**_TEXT, **text}
     base = json.loads((tiny_hf_dir() / "config.json").read_text())

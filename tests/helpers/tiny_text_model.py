@@ -34,7 +34,6 @@ TEMPLATE = (
 
 
 def text_config(shape: str = "first", **changes: object) -> dict[str, Any]:
-    """Return config.json of a shape."""
     return {**_COMMON, **SHAPES[shape], **changes}
 
 

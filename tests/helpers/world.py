@@ -12,7 +12,6 @@ import gc
 import json
 import multiprocessing
 import os
-import socket
 import subprocess
 import sys
 import traceback
@@ -28,6 +27,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from safetensors.torch import load_file
 
+from tests.helpers.object_store import free_port
 from tests.helpers.patience import at_most
 from tests.helpers.started import Started, start_module
 from trainer.checkpoint import saver
@@ -114,13 +114,14 @@ def start(
 
 def start_ranks(module: str, processes: int, *arguments: object, log: Path) -> list[Started]:
     """Run a module in a world of several ranks, which find each other by torchrun's variables."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    world = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    places = [{**world, "RANK": rank, "LOCAL_RANK": rank} for rank in range(processes)]
-    texts = [{name: str(value) for name, value in place.items()} for place in places]
-    return [start(module, *arguments, log=log, environment=text) for text in texts]
+    port = free_port()
+    return [start(module, *arguments, log=log, environment=_place(rank, processes, port)) for rank in range(processes)]
+
+
+def _place(rank: int, world: int, port: int) -> dict[str, str]:
+    """Return torchrun's variables of a rank."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    return {name: str(value) for name, value in {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items()}
 
 
 def _ask(job: str, *arguments: object) -> Any:
@@ -185,9 +186,7 @@ def _rank(directory: Path, rank: int, world: int, port: int, save: bool, all_the
     log = os.open(directory / f"rank-{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(log, stream)
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    os.environ.update({name: str(value) for name, value in place.items()})
+    os.environ.update({**_place(rank, world, port), "TORCHELASTIC_USE_AGENT_STORE": "True"})
     faulthandler.dump_traceback_later(at_most(STUCK_SECONDS), exit=True)
     try:
         torch.set_num_threads(1)

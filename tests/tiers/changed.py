@@ -109,7 +109,6 @@ def _modules_in(text: str, known: set[str]) -> Iterator[str]:
 
 @functools.cache
 def imports() -> dict[str, set[str]]:
-    """Return module -> the modules that it imports."""
     known = modules()
     return {name: imported_by((ROOT / path).read_text(), known) - {name} for name, path in known.items()}
 

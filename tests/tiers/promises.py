@@ -128,7 +128,6 @@ def _is_full(mark: ast.expr) -> bool:
 
 
 def _section(shown: Iterable[Shown]) -> str:
-    """Return the section of the tests of one promise."""
     found: Counter[str] = Counter()
     for one in shown:
         path = one.path.removeprefix("tests/")
@@ -155,7 +154,6 @@ def _results() -> Iterator[str]:
 
 
 def render(shown: list[Shown]) -> str:
-    """Return the page."""
     by_promise: dict[str, list[Shown]] = {}
     for one in shown:
         by_promise.setdefault(one.promise, []).append(one)
@@ -171,7 +169,6 @@ def render(shown: list[Shown]) -> str:
 
 
 def main() -> None:
-    """Write the page."""
     shown = read_promises()
     PAGE.write_text(render(shown))
     print(f"{PAGE}: {len({one.promise for one in shown})} promises, shown by {len(shown)} marks of tests")

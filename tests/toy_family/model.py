@@ -87,11 +87,9 @@ class Blended(MegatronModule):
 
 
 def blended_spec(part: BlendedMLPs, modules: BackendSpecProvider) -> ModuleSpec:
-    """The feed-forward part of an even layer."""
     return ModuleSpec(module=Blended, params={"part": part})
 
 
 def gated_spec(part: GateAfterAttention, modules: BackendSpecProvider) -> ModuleSpec:
-    """The mixer of a layer with a gate."""
     plain = spec(part, modules)
     return ModuleSpec(module=GatedAfterAttention, params=plain.params, submodules=plain.submodules)

@@ -8,7 +8,6 @@ The wording is that of the_cauldron: a short question ends with a line that asks
 with a capital and ends with a full stop, also a number: "14.". So a metric has to cope with it.
 """
 
-import io
 import itertools
 import json
 from collections import Counter
@@ -19,6 +18,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from dataset_builders.sources.cord_target import Tree, to_json
 from dataset_builders.sources.cord_v2 import PROMPTS, SPLITS, SourceSplit
+from tests.helpers.drawn_pictures import encoded
 
 Row = dict[str, list[dict[str, object]]]
 CordRow = dict[str, object]
@@ -45,9 +45,7 @@ def draw(lines: Sequence[str], rng: np.random.Generator) -> bytes:
         pen.text((20, 15 + 30 * place), line, fill="#202020", font=font)
     for left, (height, *colour) in zip(range(20, 420, 50), rng.integers(20, 100, (8, 4)).tolist()):
         pen.rectangle((left, image.height - 10 - height, left + 40, image.height - 10), tuple(2 * c for c in colour))
-    out = io.BytesIO()
-    image.save(out, "PNG")
-    return out.getvalue()
+    return encoded(image)
 
 
 def sentence(text: str) -> str:
@@ -166,7 +164,6 @@ def slip(rng: np.random.Generator) -> tuple[list[str], dict[str, Tree]]:
 
 
 def receipt(rng: np.random.Generator) -> Drawn:
-    """Return a receipt, and the question for its parse."""
     lines, parse = slip(rng)
     return lines, [(PROMPTS["json"], to_json(parse), ())], "CORD-v2"
 
@@ -176,7 +173,6 @@ def shortly(question: str, rng: np.random.Generator) -> str:
 
 
 def some(asked: Sequence[Asked], rng: np.random.Generator) -> list[Asked]:
-    """Return one or two of the questions."""
     return [asked[i] for i in rng.permutation(len(asked))[: rng.integers(1, 3)]]
 
 

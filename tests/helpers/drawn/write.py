@@ -1,9 +1,8 @@
 """Drawn rows as parquet files, for a recipe's `data` or a builder. Needs no input and no network.
 
-write_suite     chartqa/train-00000-of-00001.parquet  docvqa/  ai2d/  textcaps/  textvqa/  cord_v2/
-                the_cauldron's schema, and in each pair of texts a list `references`, null where there are none
-write_receipts  data/train-00000-of-00001.parquet  data/validation-...  data/test-...
-                only receipts, in CORD-V2's schema, for the builder cord_v2
+    chartqa/train-00000-of-00001.parquet  docvqa/  ai2d/  textcaps/  textvqa/  cord_v2/
+
+The schema is the_cauldron's, and each pair of texts has a list `references`, null where there are none.
 """
 
 from collections.abc import Mapping
@@ -11,8 +10,8 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from tests.helpers.drawn.suite import iter_cord_splits, iter_suite_rows
-from tests.helpers.raw_rows import CORD_SCHEMA, write_parquet
+from tests.helpers.drawn.suite import iter_suite_rows
+from tests.helpers.raw_rows import write_parquet
 
 _GROUP_ROWS = 100
 SUITE_YAML = Path(__file__).with_name("suite.yaml")
@@ -33,14 +32,4 @@ def write_suite(directory: Path, counts: Mapping[str, int], seed: int = 0) -> Pa
         subsets.setdefault(subset, []).append(row)
     for subset, rows in subsets.items():
         write_parquet(directory / subset / "train-00000-of-00001.parquet", rows, _GROUP_ROWS, ROW_SCHEMA)
-    return directory
-
-
-def write_receipts(directory: Path, count: int, seed: int = 0) -> Path:
-    """Write `count` receipts in three splits. Return the directory, for `data`."""
-    splits: dict[str, list] = {}
-    for split, row in iter_cord_splits(seed, count):
-        splits.setdefault(split, []).append(row)
-    for split, rows in splits.items():
-        write_parquet(directory / "data" / f"{split}-00000-of-00001.parquet", rows, _GROUP_ROWS, CORD_SCHEMA)
     return directory

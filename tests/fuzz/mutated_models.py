@@ -1,28 +1,20 @@
-"""Mutated model directories, with their config.json, index and safetensors headers; see watch.py."""
+"""Mutated model directories, with their config.json, index and safetensors headers; run_inputs.py runs them."""
 
 import json
 import random
 import shutil
 import struct
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from safetensors import safe_open
 
 from dataset_builders.errors import InputError
-from stages.shared.inputs.model_directory import (
-    WEIGHTS,
-    WEIGHTS_INDEX,
-    ModelDirectory,
-    model_input,
-)
+from stages.shared.inputs.model_directory import WEIGHTS, WEIGHTS_INDEX, ModelDirectory, model_input
 from tests.fuzz.hostile import changed, spoilt, value
-from tests.fuzz.watch import run
 from tests.helpers.tiny_model import tiny_hf_dir
 
 SHARD = "model-00001-of-00001.safetensors"
-OUTCOMES = {f"{kind}: {end}" for kind in ("config", "index", "header") for end in ("taken", "refused")}
 
 
 def spoilt_json(rng: random.Random, data: bytes) -> bytes:
@@ -77,12 +69,26 @@ def _spoil_entry(rng: random.Random, entries: dict, name: str) -> None:
     )()
 
 
-def shard(hf_dir: Path) -> None:
-    """Write one weight file with an index."""
+def spoil_file(rng: random.Random, file: Path) -> None:
+    file.write_bytes(spoilt_json(rng, file.read_bytes()))
+
+
+def spoil_index(rng: random.Random, hf_dir: Path) -> None:
+    """Write one weight file with a damaged index."""
     with safe_open(hf_dir / WEIGHTS, "np") as file:
         weight_map = dict.fromkeys(file.keys(), SHARD)
     (hf_dir / WEIGHTS).rename(hf_dir / SHARD)
     (hf_dir / WEIGHTS_INDEX).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
+    spoil_file(rng, hf_dir / WEIGHTS_INDEX)
+
+
+# What is damaged -> the function that damages it in a directory.
+SPOIL: dict[str, Callable[[random.Random, Path], None]] = {
+    "config": lambda rng, hf_dir: spoil_file(rng, hf_dir / "config.json"),
+    "index": spoil_index,
+    "header": lambda rng, hf_dir: spoil_header(rng, hf_dir / WEIGHTS),
+}
+OUTCOMES = {f"{kind}: {end}" for kind in SPOIL for end in ("taken", "refused")}
 
 
 def outcome(hf_dir: Path) -> str:
@@ -103,25 +109,14 @@ def outcome(hf_dir: Path) -> str:
     return "taken"
 
 
-def model_inputs(kind: str, rng: random.Random, count: int, directory: Path) -> Iterator[str]:
-    whole, hf_dir = tiny_hf_dir(), directory / "model"
-    spoil: dict[str, Callable[[Path], None]] = {
-        "config": lambda path: _spoil_file(rng, path / "config.json"),
-        "index": lambda path: (shard(path), _spoil_file(rng, path / WEIGHTS_INDEX)),
-        "header": lambda path: spoil_header(rng, path / WEIGHTS),
-    }
-    for number in range(count):
-        shutil.rmtree(hf_dir, ignore_errors=True)
-        shutil.copytree(whole, hf_dir)
-        name = list(spoil)[number % len(spoil)]
-        spoil[name](hf_dir)
-        yield f"{name}: {outcome(hf_dir)}"
+def model_inputs(rng: random.Random, count: int, directory: Path) -> Iterator[str]:
+    whole = tiny_hf_dir()  # made here, before the watch measures time
+    return (model_outcome(rng, whole, directory / "model", number) for number in range(count))
 
 
-def _spoil_file(rng: random.Random, file: Path) -> None:
-    file.write_bytes(spoilt_json(rng, file.read_bytes()))
-
-
-if __name__ == "__main__":
-    tiny_hf_dir()  # made once, and not in the measured time of the first input
-    run(model_inputs, *sys.argv[1:])
+def model_outcome(rng: random.Random, whole: Path, hf_dir: Path, number: int) -> str:
+    shutil.rmtree(hf_dir, ignore_errors=True)
+    shutil.copytree(whole, hf_dir)
+    name = list(SPOIL)[number % len(SPOIL)]
+    SPOIL[name](rng, hf_dir)
+    return f"{name}: {outcome(hf_dir)}"
