@@ -1,4 +1,4 @@
-"""What is Qwen3.5's own: a model may have layers of the delta rule alone, and their decays are float32."""
+"""Qwen3.5 alone: a model may have layers of the delta rule alone, and their decays are float32."""
 
 import dataclasses
 

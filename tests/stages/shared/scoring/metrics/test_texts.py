@@ -1,4 +1,4 @@
-"""What the golden tables of the metrics of texts do not hold: white space, EvalAI's normal form, and error rates."""
+"""Metrics of texts beyond their golden tables: white space, EvalAI's normal form, and error rates."""
 
 import numpy as np
 import pytest
