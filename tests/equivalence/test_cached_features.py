@@ -11,15 +11,13 @@ import functools
 import pytest
 import torch
 
-from tests.equivalence.test_layouts import CUT_VISION, KINDS, SEQ_LEN, SMOOTH, SP, STEPS, Outcome, compare
+from tests.equivalence import test_layouts
+from tests.equivalence.test_layouts import KINDS, SEQ_LEN, STEPS, Outcome, compare, layout_of, outcome_of
 from tests.helpers.features import FLOAT32, encoded, images_of, share_images
-from tests.helpers.run_dir import make_bins, model_dir, write_job
+from tests.helpers.run_dir import make_bins, model_dir
 from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiers import full
-from tests.helpers.world import exported, run_world
-from trainer.contract.names import HELDOUT_BASE_JSONL, HELDOUT_JSONL
-from trainer.contract.parallel import ParallelConfig
-from trainer.contract.result import read_heldout
+from tests.helpers.world import run_world
 from trainer.contract.run import PartConfig, RunConfig
 from trainer.data.micro_batch import geometry_of, make_micro_batch
 from trainer.data.reader import BinReader, FeatureReader
@@ -32,43 +30,22 @@ pytestmark = pytest.mark.promise(
 )
 
 FROZEN = {"vision": PartConfig(frozen=True), "merger": PartConfig(frozen=True)}
-# name -> (layout, processes, shape)
-LAYOUTS = {
-    "dp2": ({}, 2, "first"),
-    "pp2": ({"pp": 2}, 2, "first"),
-    "pp2-vpp2": ({"pp": 2, "vpp": 2}, 2, "deep"),
-    "tp2": ({"tp": 2}, 2, "first"),
-    "tp2-sp": ({"tp": 2, **SP}, 2, "first"),
-    "tp2-vision": ({"tp": 2, **CUT_VISION}, 2, "first"),
-    "tp2-sp-cp2-vision": ({"tp": 2, "cp": 2, **SP, **CUT_VISION}, 4, "first"),
-    "cp2": ({"cp": 2}, 2, "first"),
-    "hybrid-tp2-sp": ({"tp": 2, **SP}, 2, "hybrid-first"),
-    "hybrid-pp2": ({"pp": 2}, 2, "hybrid-first"),
-    "hybrid-cp2": ({"cp": 2}, 2, "hybrid-first"),
-}
+LAYOUTS = (
+    *("dp2", "pp2", "pp2-vpp2", "tp2", "tp2-sp", "tp2-vision", "tp2-sp-cp2-vision", "cp2"),
+    *("hybrid-tp2-sp", "hybrid-pp2", "hybrid-cp2"),
+)
+ALONE = [("alone", shape) for shape in ("first", "second", "hybrid-first")]
 
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     """Writes a job of a shape and a layout whose vision encoder is frozen; the data of a shape are written once."""
-
-    @functools.cache
-    def root(shape: str):
-        return tmp_path_factory.mktemp(shape), share_images(make_bins(shape, KINDS))
+    root = functools.cache(tmp_path_factory.mktemp)
 
     def write(name: str, shape: str, layout: dict) -> RunConfig:
-        directory, bins = root(shape)
-        run = write_job(
-            directory,
-            num_steps=STEPS,
-            shape=shape,
-            bins=bins,
-            global_batch_size=4,
-            parallel=ParallelConfig(**layout),
-            optim=SMOOTH,
-            name=name,
-        )
-        return run.model_copy(update={"seq_len": SEQ_LEN, "train": run.train.model_copy(update=FROZEN)})
+        bins = share_images(make_bins(shape, KINDS))
+        run = test_layouts.job(root(shape), name, shape, layout, num_steps=STEPS, bins=bins)
+        return run.model_copy(update={"train": run.train.model_copy(update=FROZEN)})
 
     return write
 
@@ -91,27 +68,18 @@ def outcome(job, features):
 
     @functools.cache
     def run_layout(name: str, shape: str, *, is_cached: bool) -> Outcome:
-        layout, processes, _ = LAYOUTS.get(name, ({}, 1, shape))
+        layout, processes = layout_of(name)
         run = job(f"{name}-{is_cached}", shape, layout)
         if is_cached:
             run = run.model_copy(update={"features_dir": features(shape).dir})
-        world = run_world(run, processes)
-        heldout, before = (read_heldout(run.output_dir / name) for name in (HELDOUT_JSONL, HELDOUT_BASE_JSONL))
-        return Outcome(world, exported(run), heldout, before)
+        return outcome_of(run, processes)
 
     return run_layout
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("shape", ["first", "second", "hybrid-first"])
-def test_one_process_trains_as_with_computed_features(shape, outcome):
-    compare(outcome("alone", shape, is_cached=True), outcome("alone", shape, is_cached=False))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_a_layout_trains_as_one_process_with_computed_features(name, outcome):
-    shape = LAYOUTS[name][2]
+@pytest.mark.parametrize(("name", "shape"), [*ALONE, *((name, test_layouts.LAYOUTS[name][2]) for name in LAYOUTS)])
+def test_a_layout_trains_as_one_process_with_computed_features(name, shape, outcome):
     cached = outcome(name, shape, is_cached=True)
     compare(cached, outcome("alone", shape, is_cached=False))
     assert all(rank["drift"] == 0.0 for rank in cached.world.ranks)

@@ -1,23 +1,21 @@
-"""Ranks that divide the experts: checkpoints and exports of other layouts, stacked matrices on disk.
+"""Ranks that divide the experts: stacked matrices on disk, other trainings, checkpoints of adapters.
 
-The layouts themselves are among those of `test_layouts.py`.
+The layouts themselves are among those of `test_layouts.py`, and their checkpoints among those of `test_resharding.py`.
 """
 
-import functools
-import shutil
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from tests.equivalence.test_layouts import SP
+from tests.equivalence.test_layouts import layout_of
 from tests.equivalence.test_resharding import job
+from tests.helpers.adapters import job_with
 from tests.helpers.resuming import assert_resumes, exported_file
 from tests.helpers.run_dir import changed
-from tests.helpers.tiers import tiered
 from tests.helpers.tiny_experts_model import experts_hf_dir
 from tests.helpers.world import World, run_world
+from tests.parity.test_experts import stored_as
 from trainer.contract.adapter import AdapterConfig
 from trainer.contract.names import HF_EXPORT
 from trainer.contract.run import ExpertsConfig, PartConfig, RunConfig
@@ -29,73 +27,16 @@ pytestmark = pytest.mark.promise(
 
 SHAPE = "experts-shared"
 EP2 = {"ep": 2}
-LAYOUTS = {
-    "alone": ({}, 1),
-    "ep2": (EP2, 2),
-    "dp2": ({}, 2),
-    "tp2-sp": ({"tp": 2, **SP}, 2),
-    "ep4-tp2-sp": ({"ep": 4, "tp": 2, **SP}, 4),
-    "ep2-pp2": ({**EP2, "pp": 2}, 4),
-}
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> tuple[RunConfig, World]:
-    """Six steps on two ranks that divide the experts, saved after three, uninterrupted."""
-    run = job(tmp_path_factory.mktemp("experts"), "saved", EP2, SHAPE)
-    return run, run_world(run, 2, save=True)
-
-
-@pytest.mark.parametrize("name", tiered(LAYOUTS, ("alone",)))
-def test_saved_on_ep2_and_resumed(name, saved):
-    layout, processes = LAYOUTS[name]
-    resumed = job(saved[0].output_dir.parent, f"resumed-{name}", layout, SHAPE)
-    assert_resumes(saved, resumed, processes, exact=name == "ep2")
-
-
-@pytest.fixture(scope="module")
-def exported(saved):
-    """Returns the exported file of the trained checkpoint, by the layout that exports it."""
-
-    @functools.cache
-    def export(name: str) -> bytes:
-        layout, processes = LAYOUTS[name]
-        run = job(saved[0].output_dir.parent, f"export-{name}", layout, SHAPE)
-        return exported_file(saved[0], run, processes)
-
-    return export
-
-
-@pytest.mark.parametrize("name", tiered([name for name in LAYOUTS if name != "alone"], ("ep2",)))
-def test_export_is_the_same_bytes_from_any_layout(name, exported):
-    assert exported(name) == exported("alone")
-
-
-def write_stacked(directory: Path) -> Path:
-    """Write the model with one tensor for the matrices of all experts of a layer, as the published models have it.
-
-    transformers writes one tensor for each matrix.
-    """
-    shutil.copytree(experts_hf_dir("shared"), directory)
-    tensors = load_file(directory / "model.safetensors")
-    single = [name for name in tensors if ".mlp.experts." in name]
-    for layer in sorted({name.partition("experts.")[0] for name in single}):
-        experts = range(sum(name.startswith(layer) and name.endswith("down_proj.weight") for name in single))
-        for stacked, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
-            matrices = [
-                torch.cat([tensors.pop(f"{layer}experts.{number}.{part}.weight") for part in parts])
-                for number in experts
-            ]
-            tensors[f"{layer}experts.{stacked}"] = torch.stack(matrices)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    return directory
 
 
 @pytest.mark.full
-def test_stacked_matrices_are_read_and_written_by_ranks_that_divide_the_experts(tmp_path, saved):
-    run = changed(job(tmp_path, "stacked", EP2, SHAPE), hf_dir=write_stacked(tmp_path / "hf"))
-    world = run_world(run, 2, save=True)
-    assert [row.loss for row in world.rows] == [row.loss for row in saved[1].rows]
+def test_stacked_matrices_are_read_and_written_by_ranks_that_divide_the_experts(tmp_path):
+    """As the published models have them; transformers writes one tensor for each matrix."""
+    hf_dir = stored_as("stacked", experts_hf_dir("shared"), tmp_path / "hf")
+    run = changed(job(tmp_path, "stacked", EP2, SHAPE), hf_dir=hf_dir)
+    single = job(tmp_path, "single", EP2, SHAPE)
+    losses = [[row.loss for row in run_world(one, 2, save=True).rows] for one in (run, single)]
+    assert losses[0] == losses[1]
     export = changed(job(tmp_path, "export", EP2, SHAPE), hf_dir=run.hf_dir)
     exported_file(run, export, 2)
     before, after = (load_file(path / "model.safetensors") for path in (run.hf_dir, export.output_dir / HF_EXPORT))
@@ -125,27 +66,29 @@ def test_other_trainings_on_ep2_are_those_of_one_process(training, tmp_path):
         assert ours.param_norm == pytest.approx(theirs.param_norm, rel=1e-6)
 
 
+def with_adapters(root: Path, name: str, layout: dict) -> RunConfig:
+    adapter = AdapterConfig(rank=8, alpha=16, targets=("attention", "experts"))
+    return job_with(job(root, name, layout, SHAPE), adapter, base_digest="hf_dir@1234")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> tuple[RunConfig, World, bytes]:
+    """Six steps on two ranks that divide the experts, saved after three, uninterrupted, and exported by them."""
+    root = tmp_path_factory.mktemp("adapters")
+    run = with_adapters(root, "saved", EP2)
+    whole = run_world(run, 2, save=True)
+    return run, whole, exported_file(run, with_adapters(root, "export", EP2), 2)
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["alone", "ep4-tp2-sp", "ep2-pp2"])
+@pytest.mark.parametrize("name", ["alone", "experts-ep2-dp2", "experts-ep4-tp2-sp-dp2", "experts-ep2-pp2"])
 @pytest.mark.promise(
     "PEFT gives our logits from our adapters to 1e-5, those of experts too; merging is `merge_and_unload` to the "
     "bit, training continues from its directory and ours, and an adapter beside its base answers as the merged "
     "model."
 )
-def test_adapters_of_experts_resume_and_are_exported_in_other_layouts(name, tmp_path):
-    adapter = AdapterConfig(rank=8, alpha=16, targets=("attention", "experts"))
-    (layout, processes), given = LAYOUTS[name], {"adapter": adapter}
-
-    def with_adapters(called: str, layout: dict) -> RunConfig:
-        run = job(tmp_path, called, layout, SHAPE)
-        return changed(run, train=run.train.model_copy(update=given), base_digest="hf_dir@1234")
-
-    run = with_adapters("saved", EP2)
-    saved = run, run_world(run, 2, save=True)
-    assert_resumes(saved, with_adapters(f"resumed-{name}", layout), processes)
-    assert_resumes(saved, with_adapters("resumed-ep2", EP2), 2, exact=True)
-    files = {
-        called: exported_file(run, with_adapters(f"export-{called}", layout), processes)
-        for called, (layout, processes) in ((name, LAYOUTS[name]), ("ep2", LAYOUTS["ep2"]))
-    }
-    assert files[name] == files["ep2"]
+def test_adapters_of_experts_resume_and_are_exported_in_other_layouts(name, saved, tmp_path):
+    (run, whole, file), (layout, processes) = saved, layout_of(name)
+    resumed = with_adapters(tmp_path, "resumed", layout)
+    assert_resumes((run, whole), resumed, processes, exact=name == "experts-ep2-dp2")
+    assert exported_file(run, with_adapters(tmp_path, "export", layout), processes) == file

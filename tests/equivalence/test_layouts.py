@@ -7,10 +7,12 @@ all lie on one rank or that have none, images that do not divide among the ranks
 import dataclasses
 import functools
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
 
+from dataset_builders.contracts.tokenized import TokenizedSample
 from tests.helpers.bins import MIXED, ONE_IMAGE, TALL_IMAGE, TEXT_ONLY, TWO_IMAGES, Kind
 from tests.helpers.process_dir import process_dir
 from tests.helpers.reference import load_reference, random_hf_dir, reference_losses
@@ -20,7 +22,7 @@ from tests.helpers.world import World, exported, run_world
 from trainer.contract.names import HELDOUT_BASE_JSONL, HELDOUT_JSONL
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.result import HeldoutRow, read_heldout
-from trainer.contract.run import ExpertsConfig, PartConfig
+from trainer.contract.run import ExpertsConfig, OptimConfig, PartConfig, RunConfig
 from trainer.data.micro_batch import geometry_of, make_micro_batch
 from trainer.model.registry import read_model
 
@@ -225,7 +227,7 @@ HERE = [name for name in LAYOUTS if name not in ELSEWHERE]
 # Every axis and every family once, as pairs; on two ranks, because processor seconds grow with the ranks. Adapters,
 # frozen parts, cached features and images elsewhere have theirs in the files of their names, on other axes. A model
 # with multi-token prediction has the layers of the hybrid family.
-CORE = (*("dp2", "pp2", "text-tp2-sp", "mtp-tp2-sp-full", "experts-ep2-tp2-sp", "mtp-cp2-untied"),)
+CORE = ("dp2", "pp2", "text-tp2-sp", "mtp-tp2-sp-full", "experts-ep2-tp2-sp", "mtp-cp2-untied")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,37 +240,55 @@ class Outcome:
     before: list[HeldoutRow]  # the same before the first step
 
 
+def layout_of(name: str) -> tuple[dict, int]:
+    """A layout and its processes. "alone" is one process."""
+    return LAYOUTS[name][:2] if name != "alone" else ({}, 1)
+
+
+def job(
+    root: Path,
+    name: str,
+    shape: str,
+    layout: dict,
+    *,
+    num_steps: int | None = None,
+    global_batch_size: int = GLOBAL_BATCH,
+    bins: list[list[TokenizedSample]] | None = None,
+    optim: OptimConfig = SMOOTH,
+) -> RunConfig:
+    """A job whose bins hold what breaks layouts. Without another number it has the steps of its shape."""
+    run = write_job(
+        root,
+        num_steps=num_steps or steps_of(shape),
+        shape=shape,
+        bins=bins or make_bins(shape, kinds_of(shape)),
+        global_batch_size=global_batch_size,
+        parallel=ParallelConfig(**layout),
+        optim=optim,
+        name=name,
+    )
+    return run.model_copy(update={"seq_len": SEQ_LEN})
+
+
+def outcome_of(run: RunConfig, processes: int) -> Outcome:
+    world = run_world(run, processes)
+    heldout, before = (read_heldout(run.output_dir / name) for name in (HELDOUT_JSONL, HELDOUT_BASE_JSONL))
+    return Outcome(world, exported(run), heldout, before)
+
+
 @functools.cache
 def layout_runner():
-    """Runs a layout once, for test_vision_elsewhere.py too; the data of a shape are written once."""
+    """Runs a layout once, for test_vision_elsewhere.py too."""
     directory = process_dir("layouts")
 
     @functools.cache
-    def root(shape: str):
-        (directory / shape).mkdir()
-        return directory / shape, make_bins(shape, kinds_of(shape))
-
-    @functools.cache
     def run_layout(name: str, shape: str, frozen: tuple[str, ...] = ()) -> Outcome:
-        layout, processes, _ = LAYOUTS.get(name, ({}, 1, shape))
-        directory, bins = root(shape)
-        run = write_job(
-            directory,
-            num_steps=steps_of(shape),
-            shape=shape,
-            bins=bins,
-            global_batch_size=GLOBAL_BATCH,
-            parallel=ParallelConfig(**layout),
-            optim=SMOOTH,
-            name="-".join((name, "frozen", *frozen)),
-        )
+        layout, processes = layout_of(name)
+        run = job(directory / shape, "-".join((name, "frozen", *frozen)), shape, layout)
         train = run.train.model_copy(update={part: PartConfig(frozen=True) for part in frozen})
         if "experts-" in shape and shape != "experts-lone":  # the loss would move tokens to other experts
             train = train.model_copy(update={"experts": ExpertsConfig(auxiliary_loss="layer", coefficient=0.1)})
-        run = run.model_copy(update={"seq_len": SEQ_LEN, "train": train})
-        world = run_world(run, processes)
-        heldout, before = (read_heldout(run.output_dir / name) for name in (HELDOUT_JSONL, HELDOUT_BASE_JSONL))
-        return Outcome(world, exported(run), heldout, before)
+        return outcome_of(run.model_copy(update={"train": train}), processes)
 
     return run_layout
 
@@ -298,6 +318,7 @@ def test_one_expert_has_all_tokens_in_every_step(name, outcome):
     ("name", "layers"),
     [
         ("pp2", [[0, 1], [2, 3]]),
+        full("pp2-first-3", [[0, 1, 2], [3]]),
         full("pp2-uneven", [[0, 1, 2], [3, 4]]),
         full("pp2-vpp2-uneven", [[0, 1, 4, 5], [2, 3, 6]]),
         full("hybrid-pp2-uneven", [[0, 1, 2], [3, 4]]),
@@ -309,25 +330,20 @@ def test_the_layers_that_pipeline_ranks_hold(name, layers, outcome):
     assert [rank["layers"] for rank in outcome(name, LAYOUTS[name][2]).world.ranks] == layers
 
 
-FROZEN = list(
-    itertools.product(
+FROZEN = [
+    *itertools.product(
         ["tp2", "tp2-sp-vision", "cp2", "pp2", "pp2-full", "dp2"],
         [("vision",), ("vision", "merger"), ("language",), ("vision", "language")],
-    )
-)
+    ),
+    *itertools.product(["hybrid-tp2-sp", "hybrid-cp2", "hybrid-pp2-full"], [("vision", "merger"), ("language",)]),
+]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "frozen"), FROZEN, ids=str)
 def test_with_frozen_parts_too(name, frozen, outcome):
-    compare(outcome(name, "first", frozen), outcome("alone", "first", frozen))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["hybrid-tp2-sp", "hybrid-cp2", "hybrid-pp2-full"])
-@pytest.mark.parametrize("frozen", [("vision", "merger"), ("language",)], ids="-".join)
-def test_layers_of_two_kinds_with_frozen_parts_too(name, frozen, outcome):
-    compare(outcome(name, "hybrid-first", frozen), outcome("alone", "hybrid-first", frozen))
+    shape = LAYOUTS[name][2]
+    compare(outcome(name, shape, frozen), outcome("alone", shape, frozen))
 
 
 def compare(ours: Outcome, alone: Outcome) -> None:
@@ -359,11 +375,13 @@ def compare_steps(ours: Outcome, alone: Outcome) -> None:
     for a, b in zip([*ours.heldout, *ours.before], [*alone.heldout, *alone.before], strict=True):
         assert (a.key, a.loss_tokens) == (b.key, b.loss_tokens)
         assert a.loss == pytest.approx(b.loss, rel=1e-5), a.key
-    assert ours.weights.keys() == alone.weights.keys()
-    for key, weight in ours.weights.items():
-        torch.testing.assert_close(
-            weight, alone.weights[key], rtol=0, atol=2e-6, msg=lambda text, k=key: f"{k}: {text}"
-        )
+    assert_close(ours.weights, alone.weights)
+
+
+def assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for key, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[key], rtol=0, atol=2e-6, msg=lambda text, k=key: f"{k}: {text}")
 
 
 def test_bins_of_delta_layers_hold_what_breaks_chunks():

@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 import torch
 
-from tests.equivalence.test_layouts import CUT_VISION, DEALT, FULL, KINDS, SELECTIVE, SEQ_LEN, SMOOTH, SP, STEPS, own
+from tests.equivalence import test_layouts
+from tests.equivalence.test_layouts import CUT_VISION, DEALT, FULL, KINDS, SELECTIVE, SMOOTH, SP, STEPS, own
 from tests.equivalence.test_unlike_ranks import CASES
 from tests.equivalence.test_unlike_ranks import job as unlike_job
 from tests.helpers.gpu_world import run_worlds
 from tests.helpers.hardware import requires_engine, requires_gpus
 from tests.helpers.reference import load_reference, reference_losses
-from tests.helpers.run_dir import changed, make_bins, model_dir, write_job
+from tests.helpers.run_dir import changed, make_bins, model_dir
 from tests.helpers.world import World
 from tests.parity.test_qwen3_5_vl_gpu import rounded
-from trainer.contract.parallel import ParallelConfig
-from trainer.contract.run import CheckpointConfig
+from trainer.contract.run import CheckpointConfig, RunConfig
 
 pytestmark = pytest.mark.promise(
     "On GPUs each set of modules differs from float32, and each layout from one GPU, at most twice as much as "
@@ -92,20 +92,11 @@ RESUMED = {"tp2": ({"tp": 2}, 2), "pp2": ({"pp": 2}, 2), "dp2": ({}, 2), "cp2": 
 
 
 def job(root, name: str, layout: dict, shape: str = "first", save_interval: int = 1000):
-    run = write_job(
-        root / shape,
-        num_steps=STEPS,
-        shape=shape,
-        bins=make_bins(shape, KINDS),
-        global_batch_size=4,
-        save_interval=save_interval,
-        parallel=ParallelConfig(**layout),
-        optim=SLOW if shape in {case[2] for case in OTHERS.values()} else SMOOTH,
-        name=name,
-    )
+    optim = SLOW if shape in {case[2] for case in OTHERS.values()} else SMOOTH
+    bins = make_bins(shape, KINDS)
+    run = test_layouts.job(root / shape, name, shape, layout, num_steps=STEPS, bins=bins, optim=optim)
     train = run.train.model_copy(update={"precision": "bfloat16"})
-    kept = CheckpointConfig(save_interval=save_interval, keep_last=5)
-    return changed(run, seq_len=SEQ_LEN, train=train, checkpoint=kept)
+    return changed(run, train=train, checkpoint=CheckpointConfig(save_interval=save_interval, keep_last=5))
 
 
 @pytest.fixture(scope="module")
@@ -184,28 +175,39 @@ def test_a_layout_trains_as_one_gpu_does(name, worlds):
         assert value <= YARDSTICKS * yardstick[norm], norm
 
 
+def whole_trainings(root, jobs: dict) -> dict[str, World]:
+    """Train jobs that save."""
+    worlds = run_worlds(root, jobs, save=True)
+    assert all(isinstance(world, World) for world in worlds.values()), worlds
+    return worlds
+
+
+def distances_after_resume(root, saved: RunConfig, whole: World, jobs: dict) -> dict[str, dict[str, float]]:
+    """How far jobs that go on from a checkpoint of `saved` are from the uninterrupted training, in what follows."""
+    checkpoint = f"checkpoints/step-{SAVED_AT:06d}"
+    for run, _ in jobs.values():
+        shutil.copytree(saved.output_dir / checkpoint, run.output_dir / checkpoint)
+    expected, found = [row for row in whole.rows if row.step > SAVED_AT], {}
+    for name, world in run_worlds(root, jobs).items():
+        assert isinstance(world, World), world
+        rows = [row for row in world.rows if row.step > SAVED_AT]
+        assert [row.step for row in rows] == [row.step for row in expected]
+        found[name] = distance(World(rows, []), World(expected, []))
+    return found
+
+
 @requires_gpus(2)
 def test_a_checkpoint_of_one_layout_goes_on_in_another(tmp_path):
     """Losses after the resume against the uninterrupted run; beside it the noise of doing the same twice."""
-    first = job(tmp_path, "saved", {"tp": 2}, save_interval=SAVED_AT)
-    again = job(tmp_path, "saved-again", {"tp": 2}, save_interval=SAVED_AT)
-    whole = run_worlds(tmp_path, {"first": (first, 2), "again": (again, 2)}, save=True)
-    assert all(isinstance(world, World) for world in whole.values()), whole
-    jobs = {name: (job(tmp_path, f"resumed-{name}", layout), n) for name, (layout, n) in RESUMED.items()}
-    for run, _ in jobs.values():
-        name = f"checkpoints/step-{SAVED_AT:06d}"
-        shutil.copytree(first.output_dir / name, run.output_dir / name)
-    resumed = run_worlds(tmp_path, jobs)
+    jobs = {name: (job(tmp_path, name, {"tp": 2}, save_interval=SAVED_AT), 2) for name in ("first", "again")}
+    whole = whole_trainings(tmp_path, jobs)
     noise = distance(whole["again"], whole["first"])["loss"]
     print(f"\nthe same twice: loss {noise:.1e}")
-    for name, world in resumed.items():
-        assert isinstance(world, World), world
-        rows = {row.step: row.loss for row in whole["first"].rows}
-        found = max(abs(row.loss / rows[row.step] - 1) for row in world.rows if row.step > SAVED_AT)
-        print(f"saved on tp2, resumed on {name}: loss {found:.1e}")
-        assert [row.step for row in world.rows if row.step > SAVED_AT] == list(range(SAVED_AT + 1, STEPS + 1))
+    resumed = {name: (job(tmp_path, f"resumed-{name}", layout), n) for name, (layout, n) in RESUMED.items()}
+    for name, found in distances_after_resume(tmp_path, jobs["first"][0], whole["first"], resumed).items():
+        print(f"saved on tp2, resumed on {name}: loss {found['loss']:.1e}")
         limit = noise if name == "tp2" else YARDSTICKS * yardstick_of("first")["loss"]
-        assert found <= max(limit, 1e-6), name
+        assert found["loss"] <= max(limit, 1e-6), name
 
 
 @requires_gpus(2)
@@ -216,24 +218,15 @@ def test_ranks_that_hold_unlike_parts_go_on(name, precision, tmp_path):
     the precision."""
     case = CASES[name]
 
-    def run_of(called: str, layout: dict):
+    def run_of(called: str, layout: dict) -> RunConfig:
         run = unlike_job(tmp_path, called, case, layout)
         return run.model_copy(update={"train": run.train.model_copy(update={"precision": precision})})
 
     jobs = {called: (run_of(called, case.layout), case.processes) for called in ("first", "again")}
-    jobs["whole alone"] = (run_of("whole alone", {}), 1)
-    whole = run_worlds(tmp_path, jobs, save=True)
-    assert all(isinstance(world, World) for world in whole.values()), whole
+    whole = whole_trainings(tmp_path, jobs | {"whole alone": (run_of("whole alone", {}), 1)})
     noise, apart = (distance(whole[called], whole["first"]) for called in ("again", "whole alone"))
     resumed = {"resumed": (run_of("resumed", case.layout), case.processes), "alone": (run_of("alone", {}), 1)}
-    saved = f"checkpoints/step-{SAVED_AT:06d}"
-    for run, _ in resumed.values():
-        shutil.copytree(jobs["first"][0].output_dir / saved, run.output_dir / saved)
-    expected = [row for row in whole["first"].rows if row.step > SAVED_AT]
-    for called, world in run_worlds(tmp_path, resumed).items():
-        assert isinstance(world, World), world
-        rows = [row for row in world.rows if row.step > SAVED_AT]
-        found = distance(World(rows, []), World(expected, []))
+    for called, found in distances_after_resume(tmp_path, jobs["first"][0], whole["first"], resumed).items():
         print(f"\n{name}, {precision}, {called}: {found}; the same twice: {noise}; one GPU: {apart}")
         for key in ("loss", "grad_norm"):
             rounding = YARDSTICKS * (apart[key] if precision == "float32" else yardstick_of(case.shape)[key])
@@ -247,22 +240,14 @@ def test_one_gpu_goes_on_from_its_own_checkpoint(tmp_path, precision):
     if precision == "float8" and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("float8 needs a GPU of the Hopper generation or newer")
 
-    def one(name: str, save_interval: int = 1000):
+    def one(name: str, save_interval: int = 1000) -> tuple[RunConfig, int]:
         run = job(tmp_path, name, {}, save_interval=save_interval)
-        return run.model_copy(update={"train": run.train.model_copy(update={"precision": precision})})
+        return run.model_copy(update={"train": run.train.model_copy(update={"precision": precision})}), 1
 
-    first, again, resumed = one("whole", SAVED_AT), one("again"), one("resumed")
-    whole = run_worlds(tmp_path, {"first": (first, 1), "again": (again, 1)}, save=True)
-    assert all(isinstance(world, World) for world in whole.values()), whole
-    saved = f"checkpoints/step-{SAVED_AT:06d}"
-    shutil.copytree(first.output_dir / saved, resumed.output_dir / saved)
-    world = run_worlds(tmp_path, {"resumed": (resumed, 1)})["resumed"]
-    assert isinstance(world, World), world
-    rows = {row.step: row.loss for row in whole["first"].rows}
-    later = [row for row in world.rows if row.step > SAVED_AT]
-    assert [row.step for row in later] == list(range(SAVED_AT + 1, STEPS + 1))
+    first = one("first", SAVED_AT)
+    whole = whole_trainings(tmp_path, {"first": first, "again": one("again")})
+    found = distances_after_resume(tmp_path, first[0], whole["first"], {"resumed": one("resumed")})["resumed"]["loss"]
     noise = distance(whole["again"], whole["first"])["loss"]
-    found = max(abs(row.loss / rows[row.step] - 1) for row in later)
     print(f"\n{precision}: the same twice: loss {noise:.1e}; resumed: {found:.1e}")
     assert found <= max(noise, 1e-6)
 

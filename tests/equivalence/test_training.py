@@ -1,10 +1,8 @@
 """Whole training runs, started as users start them: against transformers, interrupted, on two ranks."""
 
-import functools
 import math
 import os
 import signal
-import time
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +10,7 @@ import pytest
 import torch
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
 
-from tests.helpers.patience import at_most
+from tests.equivalence.test_checkpoints import wait_for
 from tests.helpers.reference import load_reference, reference_losses
 from tests.helpers.run_dir import (
     OPTIM,
@@ -21,13 +19,11 @@ from tests.helpers.run_dir import (
     make_bins,
     metrics_of,
     model_dir,
-    result_of,
     run_trainer,
     start_trainer,
     write_job,
 )
 from tests.helpers.tiers import full
-from trainer.contract.names import EXIT_STOPPED, RUN_JSON
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import ExpertsConfig, OptimConfig, RunConfig
 from trainer.data.order import bins_at
@@ -35,64 +31,34 @@ from trainer.data.order import bins_at
 SEED, GLOBAL_BATCH = 5, 2
 
 
-def run_alone(run: RunConfig) -> None:
-    """Train in one process, without torchrun."""
-    assert run_trainer(run, processes=0) == 0, log_of(run)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """Six steps of a shape in one go, on one rank or on ranks that divide the experts."""
-
-    @functools.cache
-    def train_whole(shape: str, ep: int = 1) -> RunConfig:
-        layout = ParallelConfig(ep=ep)
-        run = write_job(tmp_path_factory.mktemp("undisturbed"), num_steps=6, shape=shape, parallel=layout)
-        assert run_trainer(run, processes=ep if ep > 1 else 0) == 0, log_of(run)
-        return run
-
-    return train_whole
-
-
-@pytest.mark.parametrize("shape", ["first", full("hybrid-first"), full("hybrid-second")])
-@pytest.mark.promise(
-    "Thirty steps equal transformers with torch's AdamW: losses to 1e-4, gradient norms to 1e-3, with experts too."
-)
-def test_thirty_steps_equal_transformers_with_torch_adamw(shape, tmp_path):
-    run = write_job(tmp_path, num_steps=30, shape=shape)
-    run_alone(run)
-    expected = reference_training(load_reference(model_dir(shape)), shape, num_steps=30)
-    rows = metrics_of(run)
-    assert [row.step for row in rows] == list(range(1, 31))
-    for row, (loss, grad_norm, lr) in zip(rows, expected):
-        assert row.lr == pytest.approx(lr, rel=1e-12)
-        assert row.loss == pytest.approx(loss, rel=1e-4), row.step
-        assert row.grad_norm == pytest.approx(grad_norm, rel=1e-3), row.step
-    assert rows[-1].loss < 0.5 * rows[0].loss
-
-
-@pytest.mark.promise(
-    "Thirty steps equal transformers with torch's AdamW: losses to 1e-4, gradient norms to 1e-3, with experts too."
-)
 @pytest.mark.parametrize(
     ("shape", "coefficient"),
     [
+        ("first", 0.0),
+        full("hybrid-first", 0.0),
+        full("hybrid-second", 0.0),
         full("experts-shared", 0.0),
         full("experts-many", 1e-3),
         full("experts-sparse", 1e-3),
         full("experts-listed", 0.1),
     ],
 )
-def test_thirty_steps_of_experts_equal_transformers(shape, coefficient, tmp_path):
-    """With transformers' own auxiliary loss, which pools the tokens of all layers, of each bin."""
+@pytest.mark.promise(
+    "Thirty steps equal transformers with torch's AdamW: losses to 1e-4, gradient norms to 1e-3, with experts too."
+)
+def test_thirty_steps_equal_transformers_with_torch_adamw(shape, coefficient, tmp_path):
+    """Those of experts with transformers' own auxiliary loss, which pools the tokens of all layers, of each bin."""
     run = write_job(tmp_path, num_steps=30, shape=shape)
     run = changed(run, train=run.train.model_copy(update={"experts": ExpertsConfig(coefficient=coefficient)}))
-    (run.output_dir / RUN_JSON).write_text(run.model_dump_json())
-    run_alone(run)
+    assert run_trainer(run, processes=0) == 0, log_of(run)
     expected = reference_training(load_reference(model_dir(shape)), shape, num_steps=30, coefficient=coefficient)
-    for row, (loss, grad_norm, _) in zip(metrics_of(run), expected, strict=True):
+    rows = metrics_of(run)
+    assert [row.step for row in rows] == list(range(1, 31))
+    for row, (loss, grad_norm, lr) in zip(rows, expected, strict=True):
+        assert row.lr == pytest.approx(lr, rel=1e-12)
         assert row.loss == pytest.approx(loss, rel=1e-4), row.step
         assert row.grad_norm == pytest.approx(grad_norm, rel=1e-3), row.step
+    assert rows[-1].loss < 0.5 * rows[0].loss
 
 
 def reference_training(
@@ -147,13 +113,30 @@ def reference_training(
     "Saves change no bit of a training; a kill at any point of a save, or a full disk, costs that save alone; "
     "SIGTERM ends with one, and what was killed with -9 goes on to the bit."
 )
-@pytest.mark.parametrize(("shape", "ep"), [("first", 1), ("hybrid-second", 1), ("experts-shared", 2)])
 @pytest.mark.full
-def test_killed_and_resumed_is_bit_equal(shape, ep, undisturbed, tmp_path):
-    run = write_job(tmp_path, num_steps=6, save_interval=3, shape=shape, parallel=ParallelConfig(ep=ep))
-    whole = undisturbed(shape, ep)
+@pytest.mark.parametrize(
+    ("shape", "ep", "precision", "moments"),
+    [
+        ("first", 1, "float32", "float32"),
+        ("hybrid-second", 1, "float32", "float32"),
+        ("hybrid-first", 1, "bfloat16", "float32"),
+        ("hybrid-first", 1, "bfloat16", "bfloat16"),
+        ("experts-shared", 2, "float32", "float32"),
+    ],
+)
+def test_killed_and_resumed_is_bit_equal(shape, ep, precision, moments, tmp_path):
+    def six_steps(name: str, save_interval: int) -> RunConfig:
+        optim = OPTIM.model_copy(update={"moments": moments})
+        layout = ParallelConfig(ep=ep)
+        run = write_job(
+            tmp_path, num_steps=6, shape=shape, save_interval=save_interval, parallel=layout, optim=optim, name=name
+        )
+        return changed(run, train=run.train.model_copy(update={"precision": precision}))
+
+    whole, run = six_steps("whole", 1000), six_steps("killed", 3)
+    assert run_trainer(whole, processes=ep if ep > 1 else 0) == 0, log_of(whole)
     process = start_trainer(run, ep)
-    wait_for(lambda: (run.output_dir / "checkpoints/step-000003/athanor.json").is_file(), run)
+    wait_for(lambda: (run.output_dir / "checkpoints/step-000003/athanor.json").is_file(), run, process)
     os.killpg(process.pid, signal.SIGKILL)
     kill_children_of(run)
     process.wait()
@@ -167,31 +150,6 @@ def test_killed_and_resumed_is_bit_equal(shape, ep, undisturbed, tmp_path):
     for ours, theirs in zip(metrics_of(run), metrics_of(whole), strict=True):
         for name in ("step", "loss", "grad_norm", "param_norm", "heldout_loss", "tokens", "loss_tokens"):
             assert getattr(ours, name) == getattr(theirs, name), (ours.step, name)
-
-
-@pytest.mark.full
-@pytest.mark.promise(
-    "Saves change no bit of a training; a kill at any point of a save, or a full disk, costs that save alone; "
-    "SIGTERM ends with one, and what was killed with -9 goes on to the bit."
-)
-def test_sigterm_finishes_the_step_saves_and_says_so(tmp_path):
-    run = write_job(tmp_path, num_steps=2000)
-    process = start_trainer(run, processes=0)
-    wait_for(lambda: (run.output_dir / "metrics.jsonl").is_file() and len(metrics_of(run)) >= 2, run)
-    os.killpg(process.pid, signal.SIGTERM)
-    assert process.wait(120) == EXIT_STOPPED
-    result = result_of(run)
-    assert result.status == "stopped"
-    assert (run.output_dir / result.checkpoint / "athanor.json").is_file()
-    assert result.step == metrics_of(run)[-1].step
-    assert f"step-{result.step:06d}" in result.checkpoint
-
-
-def wait_for(condition, run, seconds: float = 120) -> None:
-    stop = time.monotonic() + at_most(seconds)
-    while not condition():
-        assert time.monotonic() < stop, log_of(run)
-        time.sleep(0.005)
 
 
 def kill_children_of(run) -> None:

@@ -9,18 +9,16 @@ from tests.equivalence.test_layouts import (
     DEALT,
     ELSEWHERE,
     LAYOUTS,
-    SEQ_LEN,
-    SMOOTH,
     compare,
+    job,
     outcome,  # noqa: F401  a fixture
     own,
 )
 from tests.helpers.bins import MIXED, TEXT_ONLY
 from tests.helpers.patience import at_most
-from tests.helpers.run_dir import make_bins, write_job
-from tests.helpers.tiers import full, tiered
+from tests.helpers.run_dir import make_bins
+from tests.helpers.tiers import tiered
 from tests.helpers.world import run_world, start_ranks
-from trainer.contract.parallel import ParallelConfig
 
 CORE = ("pp2-dealt", "own-1+1")
 
@@ -33,22 +31,15 @@ pytestmark = pytest.mark.promise(
 @pytest.mark.parametrize("name", tiered(ELSEWHERE, CORE))
 def test_a_layout_trains_as_one_process_does(name, outcome):  # noqa: F811
     shape = LAYOUTS[name][2]
-    compare(outcome(name, shape), outcome("alone", shape))
+    ours, alone = outcome(name, shape), outcome("alone", shape)
+    compare(ours, alone)
+    assert all(rank["drift"] == 0.0 for rank in ours.world.ranks), "copies of a parameter differ"
+    works = [[row.vision_tflops > 0 for row in one.world.rows] for one in (ours, alone)]
+    assert works[0] == works[1] and any(works[1]), "the work of vision is counted wherever it is done"
 
 
-@pytest.mark.parametrize("name", tiered(ELSEWHERE, CORE))
-def test_copies_of_a_parameter_stay_identical(name, outcome):  # noqa: F811
-    assert all(rank["drift"] == 0.0 for rank in outcome(name, LAYOUTS[name][2]).world.ranks)
-
-
-FROZEN = [
-    ("vision",),
-    ("merger",),
-    ("language",),
-    ("vision", "merger"),
-    ("vision", "language"),
-    ("merger", "language"),
-]
+PARTS = ("vision", "merger", "language")
+FROZEN = [frozen for count in (1, 2) for frozen in itertools.combinations(PARTS, count)]
 
 
 @pytest.mark.full
@@ -65,17 +56,9 @@ def test_with_frozen_parts_too(name, frozen, outcome):  # noqa: F811
 @pytest.mark.parametrize("layout", [{"pp": 2, **DEALT}, {"pp": 2, **own(1)}], ids=str)
 def test_a_training_without_an_image_ends(layout, tmp_path):
     """Vision elsewhere has nothing to do, and nobody waits for it; its gradient is zero."""
+    bins = make_bins("first", [[TEXT_ONLY] * 5] * 6)
     runs = {
-        name: write_job(
-            tmp_path,
-            num_steps=3,
-            shape="first",
-            bins=make_bins("first", [[TEXT_ONLY] * 5] * 6),
-            global_batch_size=2,
-            parallel=ParallelConfig(**parallel),
-            optim=SMOOTH,
-            name=name,
-        ).model_copy(update={"seq_len": SEQ_LEN})
+        name: job(tmp_path, name, "first", parallel, num_steps=3, global_batch_size=2, bins=bins)
         for name, parallel in (("alone", {}), ("elsewhere", layout))
     }
     ours = run_world(runs["elsewhere"], 2 + ("ranks" in str(layout))).rows
@@ -84,40 +67,21 @@ def test_a_training_without_an_image_ends(layout, tmp_path):
         assert a.vision_grad_norm == b.vision_grad_norm == 0
 
 
-@pytest.mark.parametrize("name", CORE)
-def test_the_work_of_vision_is_counted_wherever_it_is_done(name, outcome):  # noqa: F811
-    assert all(row.vision_tflops > 0 for row in outcome(name, "first").world.rows)
-
-
 @pytest.mark.full
 def test_dealt_images_wait_for_few_micro_batches(tmp_path):
     """16 micro batches a step; two pipeline ranks hold images of at most four, besides the one that they encode."""
-    run = write_job(
-        tmp_path,
-        num_steps=3,
-        shape="first",
-        bins=make_bins("first", [MIXED] * 16),
-        global_batch_size=16,
-        parallel=ParallelConfig(pp=2, **DEALT),
-        name="long",
-    )
-    first, second = run_world(run.model_copy(update={"seq_len": SEQ_LEN}), 2).ranks
+    bins = make_bins("first", [MIXED] * 16)
+    run = job(tmp_path, "long", "first", {"pp": 2, **DEALT}, num_steps=3, global_batch_size=16, bins=bins)
+    first, second = run_world(run, 2).ranks
     assert (first["open"], second["open"]) == (0, 4)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("pp", [2, full(4)])
+@pytest.mark.parametrize("pp", [2, 4])
 def test_no_message_of_a_dealt_image_waits_for_its_own_rank(pp, tmp_path):
     """Two ranks that wait for their devices would wait for each other for ever."""
-    run = write_job(
-        tmp_path,
-        num_steps=3,
-        shape="wide",
-        bins=make_bins("wide", [MIXED] * 8),
-        global_batch_size=8,
-        parallel=ParallelConfig(pp=pp, **DEALT),
-        optim=SMOOTH,
-    ).model_copy(update={"seq_len": SEQ_LEN})
+    bins = make_bins("wide", [MIXED] * 8)
+    run = job(tmp_path, "run", "wide", {"pp": pp, **DEALT}, num_steps=3, global_batch_size=8, bins=bins)
     path, log = run.output_dir / "run.json", tmp_path / "log.txt"
     path.write_text(run.model_dump_json())
     ranks = start_ranks("tests.helpers.waiting_devices", pp, path, log=log)

@@ -18,6 +18,7 @@ import traceback
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -61,6 +62,7 @@ class World:
     ranks: list[dict[str, object]]
 
 
+MODELS = ("trainer.families.qwen3_vl.model", "trainer.parts.delta.module", "trainer.parts.experts.module")
 STUCK_SECONDS = 200  # a rank that is still running then writes its stack, and ends
 
 _SERVER: list[subprocess.Popen] = []
@@ -140,6 +142,8 @@ def _ask(job: str, *arguments: object) -> Any:
 
 def serve() -> None:
     """Read jobs from standard input, and answer each in one line."""
+    for model in MODELS:  # a rank would import them itself, by their names
+        import_module(model)
     # Nearly all that ranks which stay alive between jobs would gain is gained here too.
     gc.freeze()  # otherwise each collection of each rank visits all imported objects, and so copies their pages
     gc.enable()

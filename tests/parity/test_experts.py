@@ -10,38 +10,26 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
 
-from tests.helpers.bins import MIXED, Kind, make_samples
-from tests.helpers.parity import assert_logits_equal, assert_losses_and_gradients_equal
+from tests.helpers.parity import (
+    SEQ_LEN,
+    Pair,
+    assert_logits_equal,
+    assert_losses_and_gradients_equal,
+    assert_nothing_to_learn_gives_gradients_of_zero,
+    assert_weights_leave_as_they_came,
+)
 from tests.helpers.reference import load_reference, reference_inputs, reference_losses
 from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiers import full, tiered
 from tests.helpers.tiny_experts_model import SHAPES, experts_hf_dir, zero_routers
-from trainer.checkpoint.hf_weights import save_hf_weights
 from trainer.contract.result import LAYERS
 from trainer.contract.run import ExpertsConfig
-from trainer.data.micro_batch import geometry_of, make_micro_batch
-from trainer.families.qwen3_vl.family import rules
+from trainer.data.micro_batch import make_micro_batch
 
 pytestmark = pytest.mark.promise(
     "Qwen3-VL, Qwen3.5, Qwen3 without images and models with experts give transformers' logits, and multi-token "
     "prediction its formula's, to 1e-4 and every gradient to 1e-4 relative, in float32."
 )
-
-SEQ_LEN = 349  # the last 11 places are padding
-KINDS = [*MIXED, Kind(63), Kind(1), Kind(64), Kind(65), Kind(90, ((1, 4, 6),)), Kind(2)]
-
-
-class Pair:
-    """Ours and the reference with the same weights, and one bin of mixed samples."""
-
-    def __init__(self, hf_dir: Path, mesh) -> None:
-        self.mesh, self.hf_dir = mesh, hf_dir
-        self.reference = load_reference(self.hf_dir)
-        self.ours = build_tiny(self.hf_dir, mesh, SEQ_LEN)
-        self.geometry = geometry_of(self.ours.shape)
-        self.samples = make_samples(KINDS, self.geometry, range(20, 300))
-        self.batch = make_micro_batch(self.samples, self.geometry, SEQ_LEN)
-        assert not self.batch.is_token.all()
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +66,7 @@ def test_logits_of_a_packed_bin(pair):
 
 def test_loss_and_the_gradient_of_every_parameter(pair):
     prepare(pair.ours)
-    assert_losses_and_gradients_equal(pair, list(rules(pair.ours.shape)))
+    assert_losses_and_gradients_equal(pair)
 
 
 @pytest.mark.parametrize("shape", tiered(SHAPES, ("listed", "shared")))
@@ -91,7 +79,7 @@ def test_equal_logits_choose_the_experts_that_transformers_chooses(shape, mesh, 
     tied = Pair(tmp_path / "hf", mesh)
     assert_logits_equal(tied)
     prepare(tied.ours)
-    assert_losses_and_gradients_equal(tied, list(rules(tied.ours.shape)))
+    assert_losses_and_gradients_equal(tied)
 
 
 def stored_as(form: str, hf_dir: Path, directory: Path) -> Path:
@@ -130,10 +118,7 @@ def test_weights_in_and_out_are_bit_equal_in_every_form_on_disk(shape, form, mes
     wanted, ours = build_tiny(experts_hf_dir(shape), mesh, SEQ_LEN), build_tiny(hf_dir, mesh, SEQ_LEN)
     for (name, param), other in zip(ours.named_parameters(), wanted.parameters(), strict=True):
         assert torch.equal(param, other), name
-    save_hf_weights([ours], mesh, list(rules(ours.shape)), hf_dir, tmp_path / "out")
-    before, after = (load_file(path / "model.safetensors") for path in (hf_dir, tmp_path / "out"))
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert_weights_leave_as_they_came(ours, mesh, hf_dir, tmp_path / "out")
 
 
 def reference_routers(pair) -> list[torch.Tensor]:
@@ -198,10 +183,7 @@ def test_the_auxiliary_loss_and_its_gradient(pair, kind, recompute):
 def test_a_bin_with_nothing_to_learn_gives_gradients_of_zero(pair):
     prepare(pair.ours, coefficient=0.3)
     pair.ours.train()
-    pair.ours.zero_grad()
-    pair.ours(make_micro_batch([], pair.geometry, SEQ_LEN)).sum().backward()
-    for name, param in pair.ours.named_parameters():
-        assert param.grad is not None and not param.grad.any(), name
+    assert_nothing_to_learn_gives_gradients_of_zero(pair)
 
 
 def test_padding_changes_no_bit_of_the_tokens(pair):

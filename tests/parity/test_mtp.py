@@ -5,6 +5,7 @@ input of the first layer, and its decoder layer for the layer; the rest is writt
 """
 
 import copy
+import dataclasses
 import shutil
 
 import pytest
@@ -17,26 +18,24 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeDecod
 
 from dataset_builders.contracts.tokenized import TokenizedSample
 from stages.shared.inputs.model_directory import ModelDirectory
-from tests.helpers.bins import MIXED, Kind, make_samples
+from tests.helpers.bins import make_samples
+from tests.helpers.parity import KINDS, SEQ_LEN, assert_gradients_equal, assert_weights_leave_as_they_came, rules_of
 from tests.helpers.reference import load_reference, reference_inputs
 from tests.helpers.run_dir import OPTIM, model_dir
 from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiers import full
 from tests.helpers.tiny_hybrid_model import ATTENTION
-from trainer.checkpoint.hf_weights import HFTensors, save_hf_weights
 from trainer.contract.run import TrainConfig
 from trainer.data.micro_batch import geometry_of, make_micro_batch
 from trainer.loop.loss import loss_of
-from trainer.model.registry import read_model
 
 pytestmark = pytest.mark.promise(
     "Qwen3-VL, Qwen3.5, Qwen3 without images and models with experts give transformers' logits, and multi-token "
     "prediction its formula's, to 1e-4 and every gradient to 1e-4 relative, in float32."
 )
 
-SEQ_LEN, FACTOR = 349, 0.3
-# Samples of one and two tokens have no token after the next; the last sample begins right after an image's sample.
-KINDS = [*MIXED, Kind(63), Kind(1), Kind(64), Kind(65), Kind(90, ((1, 4, 6),)), Kind(2)]
+# Of KINDS, samples of one and two tokens have no token after the next; the last begins right after an image's sample.
+FACTOR = 0.3
 TRAIN = TrainConfig(
     seed=0,
     num_steps=9,
@@ -132,7 +131,8 @@ class Pair:
     def ours_of(self, samples) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Both kinds of our losses by sample, of one bin."""
         batch = make_micro_batch(samples, geometry_of(self.ours.shape), SEQ_LEN)
-        first, second = self.ours(batch).tensor_split((len(batch.labels),))
+        with torch.no_grad():
+            first, second = self.ours(batch).tensor_split((len(batch.labels),))
         lengths = [int(sample.loss_mask[2:].sum()) for sample in samples]
         return dict(zip(batch.keys, first.split(batch.loss_lengths))), dict(zip(batch.keys, second.split(lengths)))
 
@@ -151,14 +151,16 @@ def pair(request, mesh):
     return Pair(request.param, mesh)
 
 
+@pytest.fixture(scope="module")
+def losses(pair):
+    return pair.ours_of(pair.samples)
+
+
 def test_logits_of_the_token_after_the_next_in_a_packed_bin(pair):
     seen = {}
     hook = pair.ours.language.mtp.register_forward_hook(lambda module, args, out: seen.update(out=out))
     every = torch.arange(SEQ_LEN)
-    batch = pair.batch.__class__(
-        **{name: getattr(pair.batch, name) for name in pair.batch.__dataclass_fields__}
-        | {"second_index": every, "second_labels": torch.zeros_like(every)}
-    )
+    batch = dataclasses.replace(pair.batch, second_index=every, second_labels=torch.zeros_like(every))
     pair.ours(batch)
     hook.remove()
     ours, start = seen["out"][:, 0] @ pair.ours.language.output_weight.t(), 0
@@ -168,11 +170,10 @@ def test_logits_of_the_token_after_the_next_in_a_packed_bin(pair):
         start += len(sample.input_ids)
 
 
-def test_losses_of_each_sample_packed_and_alone(pair):
-    packed = pair.ours_of(pair.samples)
+def test_losses_of_each_sample_packed_and_alone(pair, losses):
     for sample in pair.samples:
         alone = pair.ours_of([sample])
-        for ours, own, theirs in zip(packed, alone, pair.plain.losses(sample)):
+        for ours, own, theirs in zip(losses, alone, pair.plain.losses(sample)):
             assert_close(ours[sample.key], theirs, atol=1e-4, rtol=0)
             assert_close(own[sample.key], theirs, atol=1e-4, rtol=0)
 
@@ -190,29 +191,18 @@ def test_the_loss_and_the_gradient_of_every_parameter(pair):
     assert float(total / count) == pytest.approx(float(loss), abs=1e-4)
     expected = [float(theirs[0].sum()), len(theirs[0]), float(theirs[1].sum()), len(theirs[1])]
     assert report["loss_and_tokens"].tolist() == pytest.approx(expected, rel=1e-5)
-    grads, params, compared = pair.plain.gradients(), dict(pair.ours.named_parameters()), set()
-    for rule in read_model(pair.hf_dir, TRAIN)[0].weight_rules(pair.ours.shape):
-        for name, grad in zip(rule.hf, rule.packing.split(params[rule.ours].grad, len(rule.hf), 1)):
-            assert grads[name].norm() > 1e-6, f"{name} shows nothing"
-            assert float((grad - grads[name]).norm() / grads[name].norm()) <= 1e-4, name
-            compared.add(name)
-    assert compared == set(grads)
+    assert_gradients_equal(pair.ours, rules_of(pair.ours, pair.hf_dir), pair.plain.gradients())
 
 
 @pytest.mark.parametrize("number", [0, 4, 8])
-def test_another_sample_changes_no_bit_of_the_others(pair, number):
-    losses = pair.ours_of(pair.samples)
+def test_another_sample_changes_no_bit_of_the_others(pair, losses, number):
     other = make_samples(KINDS, geometry_of(pair.ours.shape), range(20, 300), seed=7)[number]
     own = pair.samples[number]
-    other = other.__class__(**{**vars_of(other), "key": own.key, "loss_mask": own.loss_mask})
+    other = dataclasses.replace(other, key=own.key, loss_mask=own.loss_mask)
     again = pair.ours_of([*pair.samples[:number], other, *pair.samples[number + 1 :]])
     for before, after in zip(losses, again):
         for key in before:
             assert torch.equal(after[key], before[key]) is (key != own.key or len(before[key]) == 0), key
-
-
-def vars_of(sample: TokenizedSample) -> dict[str, object]:
-    return {name: getattr(sample, name) for name in sample.__dataclass_fields__}
 
 
 def test_an_evaluation_has_the_losses_of_the_next_token_alone(pair):
@@ -240,10 +230,7 @@ def test_experts_may_be_stored_in_one_tensor(mesh, tmp_path):
     models = [build_tiny(path, mesh, SEQ_LEN, train=TRAIN) for path in (source, stacked_dir)]
     for one, other in zip(*(model.parameters() for model in models)):
         assert torch.equal(one, other)
-    rules = read_model(stacked_dir)[0].weight_rules(models[1].shape)
-    save_hf_weights(models[1:], mesh, rules, stacked_dir, tmp_path / "out")
-    after = load_file(tmp_path / "out" / "model.safetensors")
-    assert after.keys() == tensors.keys() and all(torch.equal(after[name], tensors[name]) for name in after)
+    assert_weights_leave_as_they_came(models[1], mesh, stacked_dir, tmp_path / "out")
     model = ModelDirectory(stacked_dir)
     assert model.count_copied(TRAIN) == {} != model.count_copied()
 
@@ -252,14 +239,7 @@ def test_experts_may_be_stored_in_one_tensor(mesh, tmp_path):
     "Weights that were not trained leave in the Hugging Face format with the bits and in the form in which they came."
 )
 def test_weights_in_and_out_are_bit_equal_trained_or_not(pair, tmp_path):
-    family = read_model(pair.hf_dir)[0]
     for model in (pair.ours, build_tiny(pair.hf_dir, pair.mesh, SEQ_LEN)):
-        rules = family.weight_rules(model.shape)
-        is_computed = any(name.startswith("mtp.") for rule in rules for name in rule.hf)
+        is_computed = any(name.startswith("mtp.") for rule in rules_of(model, pair.hf_dir) for name in rule.hf)
         assert is_computed is (model is pair.ours)
-        out = tmp_path / str(is_computed)
-        save_hf_weights([model], pair.mesh, rules, pair.hf_dir, out)
-        before, after = HFTensors(pair.hf_dir), HFTensors(out)
-        assert before.names() == after.names()
-        for name in before.names():
-            assert before.header(name) == after.header(name) and torch.equal(before.get(name), after.get(name)), name
+        assert_weights_leave_as_they_came(model, pair.mesh, pair.hf_dir, tmp_path / str(is_computed))

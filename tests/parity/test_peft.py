@@ -10,6 +10,7 @@ from tests.helpers.adapters import job_with
 from tests.helpers.reference import load_reference
 from tests.helpers.run_dir import OPTIM, model_dir, write_job
 from tests.helpers.single_rank import build_tiny, single_rank
+from tests.helpers.tiers import tiered
 from tests.helpers.world import run_world
 from trainer.checkpoint.adapter_files import write_peft_directory
 from trainer.checkpoint.hf_weights import hf_tensors
@@ -37,19 +38,11 @@ EVERYWHERE = {
 }
 RANKS = {"experts-listed": 8, "experts-shared": 8}  # of the others 4
 
+# PEFT has no DoRA of stacked matrices.
+CASES = [(shape, kind) for shape in EVERYWHERE for kind in ("lora", "dora") if kind == "lora" or "experts" not in shape]
 
-CORE = (("first", "lora"),)
 
-
-@pytest.mark.parametrize(
-    ("shape", "kind"),
-    [
-        pytest.param(shape, kind, marks=[] if (shape, kind) in CORE else pytest.mark.full)
-        for shape in EVERYWHERE
-        for kind in ("lora", "dora")
-        if kind == "lora" or "experts" not in shape  # PEFT has no DoRA of stacked matrices
-    ],
-)
+@pytest.mark.parametrize(("shape", "kind"), tiered(CASES, [("first", "lora")]))
 def test_twenty_steps_equal_peft_with_torch_adamw(shape, kind, tmp_path):
     rank = RANKS.get(shape, 4)
     adapter = AdapterConfig(kind=kind, rank=rank, alpha=2 * rank, rslora=shape == "second", targets=EVERYWHERE[shape])

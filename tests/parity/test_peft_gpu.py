@@ -10,7 +10,7 @@ from tests.helpers.hardware import ON_CUDA, requires_gpus
 from tests.helpers.reference import load_reference, reference_losses
 from tests.helpers.run_dir import model_dir
 from tests.helpers.single_rank import build_tiny, single_rank
-from tests.parity.test_peft import EVERYWHERE
+from tests.parity.test_peft import CASES, EVERYWHERE
 from tests.parity.test_qwen3_vl_gpu import YARDSTICKS, relative
 from trainer.checkpoint.adapter_files import write_peft_directory
 from trainer.checkpoint.hf_weights import hf_tensors
@@ -26,12 +26,6 @@ pytestmark = pytest.mark.promise(
 )
 
 SEQ_LEN = 128
-CASES = [
-    (shape, kind)
-    for shape in EVERYWHERE
-    for kind in ("lora", "dora")
-    if kind == "lora" or "experts" not in shape  # PEFT has no DoRA of stacked matrices
-]
 
 
 def of_ours(model, mesh, rules, samples) -> torch.Tensor:

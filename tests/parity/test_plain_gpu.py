@@ -2,58 +2,38 @@
 and that a model of each computes with our kernels or without."""
 
 import itertools
-from pkgutil import resolve_name
 
 import pytest
 import torch
 from torch.testing import assert_close
 
-from tests.helpers.bins import MIXED, TEXT_ONLY, Kind, make_samples
+from tests.helpers.bins import MIXED
 from tests.helpers.hardware import requires_gpus
-from tests.helpers.parity import assert_logits_equal, assert_losses_and_gradients_equal
+from tests.helpers.parity import KINDS, SEQ_LEN, Pair, assert_logits_equal, assert_losses_and_gradients_equal
 from tests.helpers.reference import random_hf_dir
-from tests.helpers.single_rank import build_tiny, single_rank
+from tests.helpers.single_rank import single_rank
 from tests.helpers.tiny_experts_model import experts_hf_dir
 from tests.helpers.tiny_hybrid_model import hybrid_hf_dir
 from tests.helpers.tiny_text_model import text_hf_dir
-from tests.parity.test_experts import KINDS as EXPERT_KINDS
-from tests.parity.test_experts import SEQ_LEN as EXPERT_SEQ_LEN
-from tests.parity.test_qwen3_5_vl import KINDS
-from tests.parity.test_qwen3_5_vl import SEQ_LEN as HYBRID_SEQ_LEN
+from tests.parity.test_qwen3 import KINDS as TEXT_KINDS
+from tests.parity.test_qwen3 import SEQ_LEN as TEXT_SEQ_LEN
 from tests.trainer.layers.test_attention_gpu import in_float32
-from trainer.data.micro_batch import geometry_of, make_micro_batch
 from trainer.layers.attention_cores import FlashAttention
 from trainer.layers.segments import PackedSegments
-from trainer.model.registry import read_model
 
 pytestmark = pytest.mark.promise(
     "On GPUs each set of modules differs from float32, and each layout from one GPU, at most twice as much as "
     "transformers' bfloat16 from its float32."
 )
 
-TEXT = [TEXT_ONLY, Kind(60), TEXT_ONLY, Kind(21)]
 MODELS = {
     "qwen3_vl": (random_hf_dir, ("first", "second"), MIXED, 128),
-    "qwen3_5": (hybrid_hf_dir, ("first", "second", "third"), KINDS, HYBRID_SEQ_LEN),
-    "qwen3_vl_moe": (experts_hf_dir, ("listed", "sparse"), EXPERT_KINDS, EXPERT_SEQ_LEN),
-    "qwen3_5_moe": (experts_hf_dir, ("shared", "many"), EXPERT_KINDS, EXPERT_SEQ_LEN),
-    "qwen3": (text_hf_dir, ("first", "second"), TEXT, 128),
+    "qwen3_5": (hybrid_hf_dir, ("first", "second", "third"), KINDS, SEQ_LEN),
+    "qwen3_vl_moe": (experts_hf_dir, ("listed", "sparse"), KINDS, SEQ_LEN),
+    "qwen3_5_moe": (experts_hf_dir, ("shared", "many"), KINDS, SEQ_LEN),
+    "qwen3": (text_hf_dir, ("first", "second"), TEXT_KINDS, TEXT_SEQ_LEN),
 }
 CASES = [(name, shape) for name, (_, shapes, *_) in MODELS.items() for shape in shapes]
-
-
-class Pair:
-    """Ours on the GPU and the reference on the CPU with the same weights, and one bin."""
-
-    def __init__(self, name: str, shape: str, modules: str, mesh) -> None:
-        directory, _, kinds, seq_len = MODELS[name]
-        hf_dir = directory(shape)
-        self.family, self.shape = read_model(hf_dir)
-        kind = resolve_name(self.family.reference)
-        self.reference = kind.from_pretrained(hf_dir, dtype=torch.float32, attn_implementation="sdpa")
-        self.ours = build_tiny(hf_dir, mesh, seq_len, modules=modules)
-        self.samples = make_samples(kinds, geometry_of(self.shape), range(20, 300))
-        self.batch = make_micro_batch(self.samples, geometry_of(self.shape), seq_len).to(mesh.device)
 
 
 @requires_gpus(1)
@@ -62,9 +42,10 @@ class Pair:
 def test_logits_and_the_gradient_of_every_parameter(name, shape, modules):
     with single_rank() as mesh:
         torch.backends.cuda.matmul.allow_tf32 = False
-        pair = Pair(name, shape, modules, mesh)
+        directory, _, kinds, seq_len = MODELS[name]
+        pair = Pair(directory(shape), mesh, kinds, seq_len, modules)
         assert_logits_equal(pair)
-        assert_losses_and_gradients_equal(pair, list(pair.family.weight_rules(pair.shape)))
+        assert_losses_and_gradients_equal(pair)
 
 
 @requires_gpus(1)

@@ -14,11 +14,11 @@ import torch
 
 from tests.helpers.bins import make_samples
 from tests.helpers.hardware import ON_CUDA, requires_engine, requires_gpus
+from tests.helpers.parity import KINDS, SEQ_LEN
 from tests.helpers.reference import load_reference, reference_logits, reference_losses
 from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiers import full
 from tests.helpers.tiny_hybrid_model import hybrid_hf_dir
-from tests.parity.test_qwen3_5_vl import KINDS, SEQ_LEN
 from tests.parity.test_qwen3_vl_gpu import YARDSTICKS, relative
 from trainer.data.micro_batch import geometry_of, make_micro_batch
 from trainer.families.qwen3_vl.family import part_of, rules

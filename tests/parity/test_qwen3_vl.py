@@ -8,18 +8,18 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from dataset_builders.contracts.manifest import file_entry
+from tests.helpers import parity
 from tests.helpers.bins import MIXED, make_samples
-from tests.helpers.parity import assert_logits_equal, assert_losses_and_gradients_equal
-from tests.helpers.reference import (
-    load_reference,
-    random_hf_dir,
-    reference_inputs,
+from tests.helpers.parity import (
+    assert_logits_equal,
+    assert_losses_and_gradients_equal,
+    assert_nothing_to_learn_gives_gradients_of_zero,
+    assert_positions_and_angles_equal,
+    assert_weights_leave_as_they_came,
 )
-from tests.helpers.single_rank import build_tiny, single_rank
-from trainer.checkpoint.hf_weights import HFTensors, save_hf_weights
-from trainer.data.micro_batch import geometry_of, make_micro_batch
-from trainer.families.qwen3_vl.family import rules
-from trainer.layers.segments import mrope_angles
+from tests.helpers.reference import random_hf_dir
+from tests.helpers.single_rank import single_rank
+from trainer.data.micro_batch import make_micro_batch
 
 pytestmark = pytest.mark.promise(
     "Qwen3-VL, Qwen3.5, Qwen3 without images and models with experts give transformers' logits, and multi-token "
@@ -29,22 +29,9 @@ pytestmark = pytest.mark.promise(
 SEQ_LEN = 128
 
 
-class Pair:
-    """Ours and the reference with the same weights, and one bin of mixed samples."""
-
+class Pair(parity.Pair):
     def __init__(self, shape: str, mesh) -> None:
-        self.mesh = mesh
-        self.hf_dir = random_hf_dir(shape)
-        self.reference = load_reference(self.hf_dir)
-        self.ours = build_tiny(self.hf_dir, mesh, SEQ_LEN)
-        geometry = geometry_of(self.ours.shape)
-        self.samples = make_samples(MIXED, geometry, range(20, 300))
-        self.batch = make_micro_batch(self.samples, geometry, SEQ_LEN)
-
-    def pixels(self) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs = [reference_inputs(s, self.reference.config.image_token_id) for s in self.samples]
-        inputs = [i for i in inputs if "pixel_values" in i]
-        return torch.cat([i["pixel_values"] for i in inputs]), torch.cat([i["image_grid_thw"] for i in inputs])
+        super().__init__(random_hf_dir(shape), mesh, MIXED, SEQ_LEN)
 
 
 @pytest.fixture(scope="module", params=["first", "second"])
@@ -64,19 +51,7 @@ def test_vision_encoder_and_every_deepstack_level(pair):
 
 
 def test_mrope_positions_and_angles(pair):
-    text = pair.reference.model.language_model
-    start = 0
-    for sample in pair.samples:
-        inputs = reference_inputs(sample, pair.reference.config.image_token_id)
-        inputs.pop("pixel_values", None)
-        positions, _ = pair.reference.model.get_rope_index(**inputs)
-        ours = pair.batch.position_ids[:, start : start + len(sample.input_ids)]
-        assert torch.equal(ours, positions[:, 0])
-        cos, sin = text.rotary_emb(torch.zeros(1), positions)
-        angles = mrope_angles(ours, pair.ours.shape.language)
-        assert_close(angles.cos().tile(2), cos[0], atol=1e-6, rtol=0)
-        assert_close(angles.sin().tile(2), sin[0], atol=1e-6, rtol=0)
-        start += len(sample.input_ids)
+    assert_positions_and_angles_equal(pair)
 
 
 def test_logits_of_a_packed_bin(pair):
@@ -84,7 +59,7 @@ def test_logits_of_a_packed_bin(pair):
 
 
 def test_loss_and_the_gradient_of_every_parameter(pair):
-    assert_losses_and_gradients_equal(pair, list(rules(pair.ours.shape)))
+    assert_losses_and_gradients_equal(pair)
 
 
 def test_the_last_layer_goes_on_with_the_loss_tokens_alone(pair):
@@ -100,42 +75,20 @@ def test_the_last_layer_goes_on_with_the_loss_tokens_alone(pair):
 
 
 def test_a_bin_with_nothing_to_learn_gives_no_losses_and_gradients_of_zero(pair):
-    batch = make_micro_batch([], geometry_of(pair.ours.shape), SEQ_LEN)
-    pair.ours.zero_grad()
-    losses = pair.ours(batch)
-    assert losses.shape == (0,)
-    losses.sum().backward()
-    for name, param in pair.ours.named_parameters():
-        assert param.grad is not None and not param.grad.any(), name
+    assert_nothing_to_learn_gives_gradients_of_zero(pair)
 
 
 @pytest.mark.promise(
     "Weights that were not trained leave in the Hugging Face format with the bits and in the form in which they came."
 )
-def test_weights_in_and_out_are_bit_equal(pair, tmp_path):
-    save_hf_weights([pair.ours], pair.mesh, list(rules(pair.ours.shape)), pair.hf_dir, tmp_path)
-    before, after = HFTensors(pair.hf_dir), HFTensors(tmp_path)
-    assert before.names() == after.names()
-    for name in before.names():
-        assert before.get(name).dtype == after.get(name).dtype
-        assert torch.equal(before.get(name), after.get(name)), name
-
-
-@pytest.mark.promise(
-    "Weights that were not trained leave in the Hugging Face format with the bits and in the form in which they came."
-)
-def test_weights_in_several_files_are_the_same(pair, tmp_path):
-    table = list(rules(pair.ours.shape))
-    entries = save_hf_weights([pair.ours], pair.mesh, table, pair.hf_dir, tmp_path, file_bytes=60_000)
+def test_weights_in_and_out_are_bit_equal_in_several_files(pair, tmp_path):
+    entries = assert_weights_leave_as_they_came(pair.ours, pair.mesh, pair.hf_dir, tmp_path, file_bytes=60_000)
     files = sorted(tmp_path.glob("*.safetensors"))
     assert entries == [file_entry(tmp_path, file.name) for file in files]
     assert len(files) > 3 and (tmp_path / "model.safetensors.index.json").is_file()
     for file in files:
         sizes = [tensor.nbytes for tensor in load_file(file).values()]
         assert sum(sizes) <= 60_000 or len(sizes) == 1, file
-    before, after = HFTensors(pair.hf_dir), HFTensors(tmp_path)
-    assert before.names() == after.names()
-    assert all(torch.equal(before.get(name), after.get(name)) for name in before.names())
 
 
 @pytest.mark.promise(
@@ -143,7 +96,7 @@ def test_weights_in_several_files_are_the_same(pair, tmp_path):
     "other changes a bit of them."
 )
 def test_packed_samples_are_as_each_alone_and_do_not_see_each_other(pair):
-    geometry = geometry_of(pair.ours.shape)
+    geometry = pair.geometry
     packed = pair.ours(pair.batch)
     alone = torch.cat([pair.ours(make_micro_batch([s], geometry, SEQ_LEN)) for s in pair.samples])
     assert_close(packed, alone, atol=1e-5, rtol=1e-5)
@@ -156,21 +109,14 @@ def test_packed_samples_are_as_each_alone_and_do_not_see_each_other(pair):
     assert torch.equal(again[own:], packed[first:])
 
 
-def losses_by_sample(model, samples) -> dict[str, torch.Tensor]:
-    """Losses of each sample's loss tokens, of one bin."""
-    batch = make_micro_batch(samples, geometry_of(model.shape), SEQ_LEN)
-    with torch.no_grad():
-        return dict(zip(batch.keys, model(batch).split(batch.loss_lengths), strict=True))
-
-
 @pytest.mark.promise(
     "Another order in a bin moves losses by at most 2e-6, another image changes only its sample's, and "
     "reporting losses changes no bit."
 )
 @pytest.mark.parametrize("order", [(3, 2, 1, 0), (1, 0, 3, 2), (2, 3, 0, 1)])
 def test_the_order_of_samples_in_a_bin_does_not_change_their_losses(pair, order):
-    losses = losses_by_sample(pair.ours, pair.samples)
-    again = losses_by_sample(pair.ours, [pair.samples[number] for number in order])
+    losses = pair.losses_by_sample(pair.samples)
+    again = pair.losses_by_sample([pair.samples[number] for number in order])
     assert [len(part) for part in losses.values()] == [int(s.loss_mask[1:].sum()) for s in pair.samples]
     for key, part in losses.items():
         # A sample's sums are over the same numbers; where rows of a matrix product begin may change how it rounds:
@@ -184,8 +130,8 @@ def test_the_order_of_samples_in_a_bin_does_not_change_their_losses(pair, order)
 )
 def test_the_order_of_bins_does_not_change_their_losses(pair):
     bins = [pair.samples[:2], pair.samples[2:], pair.samples[1:2]]
-    forward = [losses_by_sample(pair.ours, samples) for samples in bins]
-    backward = [losses_by_sample(pair.ours, samples) for samples in reversed(bins)][::-1]
+    forward = [pair.losses_by_sample(samples) for samples in bins]
+    backward = [pair.losses_by_sample(samples) for samples in reversed(bins)][::-1]
     for one, other in zip(forward, backward):
         assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
@@ -195,10 +141,10 @@ def test_the_order_of_bins_does_not_change_their_losses(pair):
     "reporting losses changes no bit."
 )
 def test_other_pictures_give_other_losses_to_their_sample_alone(pair):
-    losses = losses_by_sample(pair.ours, pair.samples)
+    losses = pair.losses_by_sample(pair.samples)
     for number, sample in enumerate(pair.samples):
         inverted = dataclasses.replace(sample, patches=255 - sample.patches)
-        again = losses_by_sample(pair.ours, [*pair.samples[:number], inverted, *pair.samples[number + 1 :]])
+        again = pair.losses_by_sample([*pair.samples[:number], inverted, *pair.samples[number + 1 :]])
         for other in pair.samples:
             change = (again[other.key] - losses[other.key]).abs()
             if other is sample and len(sample.image_grid_thw):
