@@ -29,7 +29,7 @@ SECTIONS = {
         "stages/test_estimate",
     ),
     "Adapters": (
-        *("equivalence/test_adapter", "equivalence/test_float8_base", "parity/test_peft", "e2e/test_second_task"),
+        *("equivalence/test_adapter", "parity/test_peft", "e2e/test_second_task"),
         *("trainer/checkpoint/test_adapter", "trainer/checkpoint/test_expert", "trainer/layers/test_float8_base"),
         *("trainer/model/test_targets", "stages/answer/test_adapter"),
     ),

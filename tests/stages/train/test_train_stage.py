@@ -51,7 +51,9 @@ def fake_trainer(monkeypatch):
 
 
 def training_inputs(directory: Path, hf_dir: Path) -> dict:
-    planned = {"config": {"seq_len": 512, "pad_multiple": 4}, "stats": {"num_bins": {"train": 6, "heldout": 1}}}
+    sums = {"num_samples": 12, "num_tokens": 3000, "num_loss_tokens": 500, "num_patches": 4000, "num_images": 10}
+    stats = {"num_bins": {"train": 6, "heldout": 1}, "epochs": [{"num_bins": 6, "subsets": {"all": sums}}]}
+    planned = {"config": {"seq_len": 512, "pad_multiple": 4}, "stats": stats}
     pixels = {"min_pixels": 2048, "max_pixels": 9216}
     return {
         "model": model_input(ModelDirectory(hf_dir)),
