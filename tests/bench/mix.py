@@ -5,6 +5,7 @@ samples is text only, one tenth has several images; a few dozen to a few hundred
 carry loss. Tiny models, which are for a CPU, get images of some 24 tokens.
 """
 
+import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from tests.bench.host import Host
 from tests.helpers.bins import Kind, make_sample
 from tests.helpers.index import write_index
 from tests.helpers.large_model import write_large_model
+from tests.helpers.tiny_model import tiny_hf_dir
 from trainer.contract.parallel import ParallelConfig
 from trainer.data.micro_batch import Geometry
 from trainer.model.registry import FAMILIES, get_family
@@ -91,8 +93,11 @@ def write_model(directory: Path, name: str) -> None:
 
 
 def write_model_and_look(directory: Path, model: str) -> Host:
-    """Call `write_model` and describe the machine, in one process."""
+    """Call `write_model`, add the tokenizer's files that a stage wants, and describe the machine, in one process."""
     write_model(directory, model)
+    for file in tiny_hf_dir().iterdir():
+        if file.name != "config.json" and file.suffix != ".safetensors":
+            shutil.copy(file, directory)
     return Host.here()
 
 
