@@ -31,7 +31,7 @@ EP2 = {"ep": 2}
 
 @pytest.mark.full
 def test_stacked_matrices_are_read_and_written_by_ranks_that_divide_the_experts(tmp_path):
-    """As the published models have them; transformers writes one tensor for each matrix."""
+    """The published models have them stacked; transformers writes one tensor for each matrix."""
     hf_dir = stored_as("stacked", experts_hf_dir("shared"), tmp_path / "hf")
     run = changed(job(tmp_path, "stacked", EP2, SHAPE), hf_dir=hf_dir)
     single = job(tmp_path, "single", EP2, SHAPE)
