@@ -28,7 +28,8 @@ def download(distribution: str, python: str, directory: Path) -> Path:
     """Return the newest wheel of a distribution for Linux and a version of Python."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     command += [f"--python-version={python}", *(f"--platform={name}" for name in PLATFORMS), "--dest", str(directory)]
-    subprocess.run([*command, distribution], check=True)
+    if subprocess.run([*command, distribution]).returncode:
+        sys.exit(f"pip found no wheel of {distribution} for Python {python}; give another --python, or a wheel's file")
     return next(directory.glob(f"{distribution.replace('-', '_')}-*.whl"))
 
 
@@ -117,8 +118,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--python", default="3.12", help="version of Python that the wheel is for")
     args, has_lost = parser.parse_args(argv), False
     for distribution in args.distributions:
+        given = Path(distribution)
+        if given.name.split("-")[0].replace("_", "-") not in LIBRARIES and distribution not in LIBRARIES:
+            parser.error(f"{distribution} is none of {', '.join(LIBRARIES)}, nor a wheel of one")
+        if given.suffix == ".whl" and not given.is_file():
+            parser.error(f"{distribution} does not exist")
         with tempfile.TemporaryDirectory() as folder:
-            given = Path(distribution)
             wheel = given if given.suffix == ".whl" else download(distribution, args.python, Path(folder))
             library, version = wheel.name.split("-")[:2]
             places = imported(LIBRARIES[library.replace("_", "-")])

@@ -58,6 +58,20 @@ def test_the_names_that_a_release_lacks_are_listed_with_their_files(wheel, capsy
     ]
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("numpy", "numpy is none of megatron-core"),
+        ("numpy-1.0-py3-none-any.whl", "numpy-1.0-py3-none-any.whl is none of"),
+        ("torch-9.0-cp312.whl", "torch-9.0-cp312.whl does not exist"),
+    ],
+)
+def test_what_is_no_release_of_a_library_is_refused_before_anything_is_fetched(name, words, capsys):
+    with pytest.raises(SystemExit):
+        main([name])
+    assert words in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_every_import_of_the_trainer_is_counted():
     assert len(imported("megatron")) > 50 and all(
         module.startswith("megatron.core") for module, _ in imported("megatron")

@@ -49,13 +49,13 @@ def mean_work(seq_len: int, bins: Manifest, directory: StorePath) -> Work:
         DamagedFile: the manifest does not say it. A guess would divide the layers for other bins than these.
     """
     epochs = bins.stats.get("epochs", [])
-    subsets = [sums for epoch in epochs for sums in epoch["subsets"].values()]
-    missing = {name for sums in subsets for name in _SUMS - sums.keys()} if subsets else {"epochs"}
+    num_bins = sum(epoch.get("num_bins", 0) for epoch in epochs)
+    subsets = [sums for epoch in epochs for sums in epoch.get("subsets", {}).values()]
+    missing = {name for sums in subsets for name in _SUMS - sums.keys()} if num_bins and subsets else {"epochs"}
     if missing:
         raise damaged(
             directory / MANIFEST, f"does not say what the bins hold: stats has no {', '.join(sorted(missing))}"
         )
-    num_bins = sum(epoch["num_bins"] for epoch in epochs)
 
     def mean(name: str) -> int:
         return sum(sums[name] for sums in subsets) // num_bins

@@ -28,8 +28,6 @@ TRAIN = TrainConfig(
 )
 PEAKS = {"vision": 1e-2, "merger": 7e-2, "language": 3e-2}
 DECAYS = {"vision": 0.3, "merger": 0.05, "language": 0.0}
-# Same rates, same decays: the groups of two parts then agree in all numbers.
-ALIKE = TRAIN.model_copy(update={"vision": PartConfig(), "merger": PartConfig(), "language": PartConfig()})
 
 
 def test_warmup_peak_middle_and_end():

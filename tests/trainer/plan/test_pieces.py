@@ -170,9 +170,11 @@ def plan_of(stats: dict[str, object]) -> Manifest:
     [
         ({}, "epochs"),
         ({"epochs": []}, "epochs"),
+        ({"epochs": [{"num_bins": 2}]}, "epochs"),
+        ({"epochs": [{"num_bins": 0, "subsets": {"a": {}}}]}, "epochs"),
         ({"epochs": [{"num_bins": 1, "subsets": {"a": {"num_samples": 1, "num_tokens": 9}}}]}, "num_images, num_loss_"),
     ],
-    ids=["nothing", "no epoch", "a sum is missing"],
+    ids=["nothing", "no epoch", "no subset", "no bin", "a sum is missing"],
 )
 def test_the_work_of_bins_is_never_guessed(stats, missing, tmp_path):
     with pytest.raises(DamagedFile, match=f"manifest.json does not say what the bins hold: stats has no {missing}"):
