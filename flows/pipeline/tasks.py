@@ -220,8 +220,8 @@ def _resources(
         if Needs.WORKERS in step.needs:
             resources = stack.enter_context(with_cluster(resources, execution))
         if Needs.METRICS in step.needs:
-            stack.enter_context(tracker.follow(work_dir / METRICS_JSONL))
             num_steps = config.train.for_bins(inputs["bins"].manifest.stats["num_bins"]["train"]).num_steps
+            stack.enter_context(tracker.follow(work_dir / METRICS_JSONL, num_steps))
             rows_are_due = _every(_LOG_SECONDS)
 
             def on_rows(rows: list[MetricsRow]) -> None:

@@ -47,6 +47,7 @@ from flows.tracking.run_writer import (
     metric_name,
     references,
     sizes_of,
+    thinned,
 )
 from flows.tracking.store import tracking_uri
 from flows.tracking.system import CPU_METRIC
@@ -54,7 +55,6 @@ from stages.evaluate.predictions import COMPARISON, PREDICTIONS
 from stages.release.flavor import FLAVOR_FILES
 from stages.shared.artifacts.artifact import Artifact
 from stages.shared.scoring.names import OVERALL, flat_scores
-from trainer.contract.names import METRICS_JSONL
 from trainer.contract.result import MetricsRow, read_metrics
 
 _LOSS = "loss"  # a metric of every row of a training
@@ -66,6 +66,14 @@ _TEXT_ONLY_PNG = bytes.fromhex(
     "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de0000000c49444154789c63f8ffff3f0005fe02fe"
     "0def46b80000000049454e44ae426082"
 )  # a white pixel for answers without an image, because a table's image column needs an image in every row
+
+
+@dataclass(slots=True)
+class FollowedRows:
+    """A file whose lines are rows of metrics, as far as MLflow has them, and the step of the last row that was read."""
+
+    file: GrowingFile
+    step: int = 0
 
 
 @dataclass(slots=True)
@@ -85,7 +93,7 @@ class OpenRun:
     writer: RunWriter
     announce: Callable[[float], None]
     sent: Counter[str]
-    followed: dict[Path, GrowingFile] = field(default_factory=dict)
+    followed: dict[Path, FollowedRows] = field(default_factory=dict)
     held_files: dict[str, list[str]] = field(default_factory=dict)
 
     def count(self, what: str, number: int = 1) -> None:
@@ -125,12 +133,11 @@ def _stage(run: OpenRun, name: str, entry: StageEntry) -> None:
     """Add a stage: its curves or differences, a dataset of the run if the stage makes data, its files."""
     writer, artifact = run.writer, Artifact.load(find_place(run.root, entry.dir))
     made_ms = _made_ms(artifact)
-    if (artifact.dir / METRICS_JSONL).is_file():
+    if rows := read_metrics(artifact.dir):
         # The rows that the live metrics have missed, and the headline figures of the complete training.
-        rows = read_metrics(artifact.dir)
-        run.count("step", writer.log_rows([row.model_dump() for row in rows], made_ms, _LOSS))
-        if rows:
-            writer.log_metrics(training_figures(rows), rows[-1].time_ms or made_ms, rows[-1].step)
+        chosen = thinned([row.model_dump() for row in rows], rows[-1].step)
+        run.count("step", writer.log_rows(chosen, made_ms, _LOSS))
+        writer.log_metrics(training_figures(rows), rows[-1].time_ms or made_ms, rows[-1].step)
     if (artifact.dir / COMPARISON).is_file():
         writer.log_metrics(gain_metrics(artifact.manifest.stats["subsets"]), made_ms)
         differing = pq.read_table(local_copy(artifact.dir / COMPARISON))  # the most different answers come first
@@ -161,20 +168,26 @@ def add_live_rows(run: OpenRun) -> None:
     path = live_path(run.root, run.record)
     if path is None:
         return
-    run.count("step", _follow(run, path, _LOSS))
+    run.count("step", _follow(run, path, _LOSS, run.record.live.num_steps))
     if run.writer.steps.get(_LOSS) or run.record.status is not None:
         # Not earlier, since MLflow's compare page begins with the first metric that a run got.
         run.count("machine sample", _follow(run, samples_path(run.root, run.key), CPU_METRIC))
 
 
-def _follow(run: OpenRun, path: Path, metric: str) -> int:
-    """Add the new lines of a file whose lines are rows of metrics, and return their number."""
-    file, rows = run.followed.setdefault(path, GrowingFile(path)), []
-    for line in file.new_lines().splitlines():
+def _follow(run: OpenRun, path: Path, metric: str, num_steps: int | None = None) -> int:
+    """Add the new lines of a file whose lines are rows of metrics, and return the number of rows that were added.
+
+    Args:
+        num_steps: number of steps of the training whose rows these are; None: every row is added.
+    """
+    followed, rows = run.followed.setdefault(path, FollowedRows(GrowingFile(path))), []
+    for line in followed.file.new_lines().splitlines():
         with contextlib.suppress(ValueError):  # a crash has cut the line short
             rows.append(json.loads(line))
-    number = run.writer.log_rows(rows, run.record.changed_ms, metric)
-    file.take()  # only now, so that lines that MLflow did not take are read again
+    chosen = rows if num_steps is None else thinned(rows, num_steps, followed.step)
+    number = run.writer.log_rows(chosen, run.record.changed_ms, metric)
+    followed.file.take()  # only now, so that lines that MLflow did not take are read again
+    followed.step = rows[-1]["step"] if rows else followed.step
     return number
 
 

@@ -73,6 +73,18 @@ class StageEntry(_Part):
     dataset: str | None = None
 
 
+class LiveTraining(_Part):
+    """A running training.
+
+    Attributes:
+        metrics: path of its metrics.jsonl, in the form that `place_in` returns.
+        num_steps: number of steps of the whole training.
+    """
+
+    metrics: str
+    num_steps: int = Field(ge=1)
+
+
 class Registration(_Part):
     """A request to the model registry.
 
@@ -121,7 +133,7 @@ class TrackedRun(_Part):
         owner: the process that runs the pipeline.
         first_ms, opened_ms, changed_ms: times of the first opening, the last opening and the last change, in
             milliseconds since 1970.
-        live: path of the running training's metrics.jsonl, in the form of `place_in`.
+        live: the running training; None if there is none yet. It stays after the training's end.
         stages: name of the stage in the pipeline -> its artifact.
         status, ended_ms: status and time at the end of the last try; None while it is running.
         revision: number of changes.
@@ -133,7 +145,7 @@ class TrackedRun(_Part):
     first_ms: int
     opened_ms: int
     changed_ms: int
-    live: str | None = None
+    live: LiveTraining | None = None
     stages: dict[str, StageEntry] = {}
     registration: Registration | None = None
     status: str | None = None
@@ -188,7 +200,7 @@ def find_place(root: StorePath, place: str) -> StorePath:
 
 def live_path(root: StorePath, record: TrackedRun) -> Path | None:
     """Return the path of the running training's metrics on this machine; None if no training is running."""
-    return None if record.live is None else find_place(side_dir(root), record.live)
+    return None if record.live is None else find_place(side_dir(root), record.live.metrics)
 
 
 def samples_path(root: StorePath, key: str) -> Path:

@@ -27,6 +27,7 @@ from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT, PROFILE
 HIDDEN = "mlflow.athanor."
 FINGERPRINT = f"{HIDDEN}fingerprint."  # and the name of a stage
 TIMING = "timing/"  # like usage/ of system.py, this sorts after losses and scores
+MAX_POINTS = 1000  # about this many points of a metric; MLflow's charts are slow with more
 METRICS_PER_BATCH, ENTITIES_PER_BATCH = 1000, 100  # MLflow's limits
 _MAX_PARAM, _MAX_TAG = 6000, 8000  # characters
 
@@ -110,6 +111,25 @@ class RunWriter:
         for row in missing:
             self.steps[metric].add(row["step"])
         return len(missing)
+
+
+def thinned(rows: Iterable[Mapping[str, Any]], num_steps: int, before: int = 0) -> list[Mapping[str, Any]]:
+    """Return the rows of a training that MLflow gets, about MAX_POINTS of them: the first, the last, those with a
+    held-out loss, and the first at or after each multiple of ceil(num_steps / MAX_POINTS) steps.
+
+    Args:
+        rows: a `step` each, in the order of the file.
+        num_steps: number of steps of the whole training.
+        before: step of the row before these; 0: there is none.
+    """
+    every, chosen = -(-num_steps // MAX_POINTS), []
+    for row in rows:
+        step = row["step"]
+        is_due = before == 0 or step // every > before // every
+        if is_due or step == num_steps or row.get("heldout_loss") is not None:
+            chosen.append(row)
+        before = step
+    return chosen
 
 
 def metric_name(field: str) -> str:

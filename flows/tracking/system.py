@@ -20,7 +20,7 @@ from mlflow.system_metrics.metrics.network_monitor import NetworkMonitor
 from flows.tracking.record import now_ms
 
 CPU_METRIC = "usage/cpu_utilization_percentage"  # in every sample
-INTERVAL_SECONDS = 10.0
+INTERVAL_SECONDS = 10.0  # shortest pause between two samples
 # Not "system/", since MLflow lists metrics of that name before the losses and scores of a run.
 _PREFIX = "usage/"
 log = logging.getLogger("athanor.tracking")
@@ -28,7 +28,7 @@ log = logging.getLogger("athanor.tracking")
 
 @contextlib.contextmanager
 def sampled_host(path: Path, first_ms: int) -> Iterator[None]:
-    """Append a sample to a file once per interval while the block lasts, and one at its end.
+    """Append a sample to a file after each `pause` while the block lasts, and one at its end.
 
     Args:
         first_ms: time of the run's first opening, in milliseconds since 1970.
@@ -42,7 +42,7 @@ def sampled_host(path: Path, first_ms: int) -> Iterator[None]:
     def work() -> None:
         is_last = False
         while not is_last:
-            is_last = ended.wait(INTERVAL_SECONDS)
+            is_last = ended.wait(pause((now_ms() - first_ms) / 1000))
             moment = now_ms()
             sample = {"step": (moment - first_ms) // 1000, "time_ms": moment, **_measure(monitors)}
             try:
@@ -58,6 +58,12 @@ def sampled_host(path: Path, first_ms: int) -> Iterator[None]:
     finally:
         ended.set()
         thread.join(5)
+
+
+def pause(age: float) -> float:
+    """Return the seconds until the next sample of a run of this age, in seconds. The pauses grow, and so a day has some
+    950 samples."""
+    return max(INTERVAL_SECONDS, age / 200)
 
 
 def _measure(monitors: Sequence[BaseMetricsMonitor]) -> dict[str, float]:

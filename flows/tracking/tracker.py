@@ -16,6 +16,7 @@ from pathlib import Path
 from dataset_builders.storage.store import StorePath, absolute, side_dir
 from flows.tracking.publish import Publication, Published
 from flows.tracking.record import (
+    LiveTraining,
     MlflowState,
     Opening,
     Registration,
@@ -91,10 +92,15 @@ class Tracker:
         entry = StageEntry(dir=self._place(artifact.dir), fingerprint=artifact.manifest.fingerprint, dataset=dataset)
         self._change(f"log_stage of {name}", lambda record: record.stages.update({name: entry}))
 
-    def follow(self, metrics: Path) -> contextlib.AbstractContextManager[None]:
+    def follow(self, metrics: Path, num_steps: int) -> contextlib.AbstractContextManager[None]:
         """Have the lines of a training's metrics.jsonl, which may not exist yet, sent while they are written. Return a
-        context that samples this machine, if the trainer runs on it."""
-        record = self._change("follow", lambda record: setattr(record, "live", self._place(metrics)))
+        context that samples this machine, if the trainer runs on it.
+
+        Args:
+            num_steps: number of steps of the whole training, which decides which lines are sent (see `thinned`).
+        """
+        live = LiveTraining(metrics=self._place(metrics), num_steps=num_steps)
+        record = self._change("follow", lambda record: setattr(record, "live", live))
         if record is None or not record.opening.samples_host:
             return contextlib.nullcontext()
         return sampled_host(samples_path(self.root, self.key), record.first_ms)

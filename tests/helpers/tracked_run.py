@@ -48,14 +48,14 @@ def timed_row(step: int):
     return metrics_row(step, time_ms=FIRST_MS + 1000 * step)
 
 
-def write_live(tracker: Tracker, rows, mode: str = "a") -> None:
+def write_live(tracker: Tracker, rows, mode: str = "a", num_steps: int = 100) -> None:
     """Write rows of a running training as its trainer does, and name the file as its flow does. Mode "w" replaces the
     file."""
     path = tracker.root / "scratch" / METRICS_JSONL
     path.parent.mkdir(exist_ok=True)
     with path.open(mode) as file:
         file.writelines(row.model_dump_json() + "\n" for row in rows)
-    tracker.follow(path)
+    tracker.follow(path, num_steps)
 
 
 def make_trained(root: Path, fingerprint: str, num_steps: int) -> Artifact:

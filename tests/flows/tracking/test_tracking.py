@@ -145,7 +145,7 @@ def test_every_field_of_a_metrics_row_becomes_a_metric(root):
     tracker = open_tracker(root, "fields", samples_host=True)
     optional = {name: 0.5 for name, field in MetricsRow.model_fields.items() if not field.is_required()}
     row = metrics_row(1, **optional | {"time_ms": 1700000000123, "layers_experts_idle": 0.25})
-    with tracker.follow(root / "fields.jsonl"):
+    with tracker.follow(root / "fields.jsonl", 1):
         (root / "fields.jsonl").write_text(row.model_dump_json() + "\n")
     tracker.finish("FINISHED")
     run_id = _delivered(tracker)
@@ -268,7 +268,7 @@ def test_without_a_key_nothing_is_said(tmp_path):
     tracker.log_stage(make_artifact(tmp_path, "convert", "c" * 16))
     exported = make_exported(tmp_path, "e" * 16)
     tracker.register(exported, make_evaluated(tmp_path, "f" * 16), exported.dir / "hf", "m")
-    with tracker.follow(tmp_path / "metrics.jsonl"):
+    with tracker.follow(tmp_path / "metrics.jsonl", 1):
         pass
     tracker.finish("FINISHED")
     assert tracker.url() is None and tracker.compare_with_last() is None

@@ -42,7 +42,7 @@ class Training:
         self.directory = root / "scratch"
         self.directory.mkdir(exist_ok=True)
         self.followed = contextlib.ExitStack()
-        self.followed.enter_context(self.tracker.follow(self.directory / METRICS_JSONL))
+        self.followed.enter_context(self.tracker.follow(self.directory / METRICS_JSONL, 1000))
         self.step = 0
         self._writer = MetricsWriter(self.directory, 0)
         self._stop = threading.Event()

@@ -13,6 +13,7 @@ import pytest
 from mlflow.exceptions import MlflowException
 
 import flows.tracking.publish
+import flows.tracking.run_writer
 import flows.tracking.tracker
 import stages.compare.comparison  # noqa: F401  takes a second, which would count as an answer of a slow MLflow
 from flows.cli.main import main
@@ -27,19 +28,22 @@ from flows.tracking.record import (
     save_learnt,
     waiting_records,
 )
+from flows.tracking.run_writer import thinned
 from flows.tracking.store import connect
-from flows.tracking.system import CPU_METRIC
+from flows.tracking.system import CPU_METRIC, INTERVAL_SECONDS, pause
 from flows.tracking.tracker import Sender, Tracker, publish_waiting
 from tests.helpers.tracked_run import (
     EXPERIMENT,
     FIRST_MS,
     Nobody,
     holdings,
+    make_artifact,
     open_tracker,
     tell_a_run,
     timed_row,
     write_live,
 )
+from trainer.contract.names import METRICS_JSONL
 
 pytestmark = pytest.mark.promise(
     "An MLflow that is away for five seconds, in the full tier for a minute, leaves no gap and no double point."
@@ -152,6 +156,55 @@ def test_a_resumed_training_gives_one_point_a_step(tmp_path, undisturbed):
     tell_a_run(tmp_path, "one")
     publish_patiently(tmp_path, "one")
     assert holdings(connect(tmp_path), "one")["points"] == undisturbed["points"]
+
+
+def steps_held(root: Path, key: str) -> list[int]:
+    """Return the steps at which MLflow holds a loss of the run, in order, doubles included."""
+    points = connect(root).get_metric_history(load_record(root, key).learnt.run_id, "loss")
+    return sorted(point.step for point in points)
+
+
+def test_a_long_training_gives_the_same_few_points_live_resumed_and_at_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(flows.tracking.run_writer, "MAX_POINTS", 10)  # of 25 steps: every third
+    expected = [1, 3, 6, 9, 10, 12, 15, 18, 21, 24, 25]
+    rows = [timed_row(step) for step in range(1, 26)]
+    rows[9] = rows[9].model_copy(update={"heldout_loss": 0.5})
+    tracker = open_tracker(tmp_path, "long")
+    publication = Publication(tmp_path, "long")
+    for count in (2, 5, 8):
+        write_live(tracker, rows[:count], "w", num_steps=25)
+        publication.run()
+    assert steps_held(tmp_path, "long") == [1, 3, 6]
+    for part, mode in ((rows[:4], "w"), (rows[4:14], "a")):  # killed at step 8, and resumed at step 4
+        write_live(tracker, part, mode, num_steps=25)
+        publication.run()
+    write_live(tracker, rows[14:20], num_steps=25)
+    Publication(tmp_path, "long").run()  # of another process, as after an outage
+    assert steps_held(tmp_path, "long") == [step for step in expected if step <= 20]
+    trained = make_artifact(tmp_path, "train", "d" * 16, stats={"steps": 25})
+    (trained.dir / METRICS_JSONL).write_text("".join(row.model_dump_json() + "\n" for row in rows))
+    tracker.log_stage(trained)
+    Publication(tmp_path, "long").run()
+    assert steps_held(tmp_path, "long") == expected
+    save_learnt(tmp_path, "long", MlflowState())
+    Publication(tmp_path, "long").run()
+    assert steps_held(tmp_path, "long") == expected
+
+
+@pytest.mark.parametrize(("num_steps", "interval", "most"), [(1000, 1, 1000), (100_000, 1, 1001), (7000, 100, 70)])
+def test_a_metric_has_about_a_thousand_points(num_steps, interval, most):
+    rows = [{"step": step} for step in range(interval, num_steps + 1, interval)]
+    chosen = [row["step"] for row in thinned(rows, num_steps)]
+    assert len(chosen) == most and chosen[0] == interval and chosen[-1] == num_steps
+    pieces = [thinned(rows[start : start + 7], num_steps, start * interval) for start in range(0, len(rows), 7)]
+    assert [row["step"] for piece in pieces for row in piece] == chosen
+
+
+def test_a_day_of_the_machine_has_a_thousand_samples():
+    age, samples = 0.0, 0
+    while age < 24 * 3600:
+        age, samples = age + pause(age), samples + 1
+    assert pause(0) == INTERVAL_SECONDS and 900 < samples < 1000
 
 
 @pytest.fixture
