@@ -292,15 +292,22 @@ class PipelineConfig(StrictModel):
         return self.plan_bins.model_copy(update={"shares": shares}) if shares else self.plan_bins
 
     @property
+    def data_name(self) -> str:
+        """The name of the data for people: the last part of the address, the names of several sources, or the name of
+        the embedded data."""
+        if isinstance(self.data, tuple):
+            return "+".join(each.name for each in self.data)
+        if isinstance(self.data, str):
+            return os.path.basename(os.path.abspath(self.data.partition("://")[2] or self.data)) or "data"
+        return EASY_VQA if isinstance(self.data, EmbeddedEasyVqaConfig) else "digits"
+
+    @property
     def mlflow_name(self) -> str:
         """The name of the MLflow experiment and of the registered model. It is made from the recipe's name, or from the
-        last part of the data's name if a recipe of EMBEDDED_RECIPES reads other data."""
+        data's name if a recipe of EMBEDDED_RECIPES reads other data."""
         if isinstance(self.data, EmbeddedDataConfig | EmbeddedEasyVqaConfig) or self.name not in EMBEDDED_RECIPES:
             return f"athanor-{self.name}"
-        if isinstance(self.data, tuple):
-            return f"athanor-{'-'.join(each.name.lower() for each in self.data)}"
-        last = os.path.basename(os.path.abspath(self.data.partition("://")[2] or self.data))
-        words = re.sub("[^a-z0-9]+", "-", last.lower()).strip("-") or "data"
+        words = re.sub("[^a-z0-9]+", "-", self.data_name.lower()).strip("-") or "data"
         return f"athanor-{words}" if words not in EMBEDDED_RECIPES else f"athanor-{words}-data"
 
     def identity(self) -> dict[str, object]:

@@ -52,6 +52,8 @@ def open_tracking(plan: Plan) -> str | None:
     source = source_version()
     tags = {
         "athanor.recipe": recipe,
+        "athanor.data": config.data_name,
+        "athanor.base_model": config.model if isinstance(config.model, str) else "random weights",
         "athanor.differs": ", ".join(f"{key}={value}" for key, value in differs.items()) or "nothing",
         "athanor.root": str(absolute(plan.root)),
         "prefect.flow_run_id": str(flow_run.id or ""),

@@ -73,14 +73,34 @@ def run_note(
     return "\n\n".join(paragraph for paragraph in paragraphs if paragraph)[:_MAX_NOTE]
 
 
-def version_note(verdict: str, scores: Mapping[str, Mapping[str, Any]], page: str, directory: str) -> str:
+def model_note(name: str) -> str:
+    """Return the description of the registered model `name` in Markdown: what it is, its aliases, how to load it."""
+    return (
+        "Vision-language models that athanor has fine-tuned: one version for each run whose scores passed the gates. "
+        "The tags of a version say its recipe, data, base model, score and fingerprint. Its description links its run "
+        "and its logged model, which has all scores as metrics.\n\n"
+        "`@candidate` is the newest version. `@champion` is the best one: a version becomes champion if its score "
+        "(`execution.registry.metric` of its recipe) is better than the champion's by `margin` on the same held-out "
+        "samples, from at least `min_answers` answers, and if the interval of its lead is above 0. The description of "
+        "each version says why it became champion, or why not.\n\n"
+        "```python\n"
+        f'mlflow.pyfunc.load_model("models:/{name}@champion")  # questions with images in, answers out\n'
+        f'mlflow.artifacts.download_artifacts("models:/{name}@champion/hf")  # a directory for transformers\n'
+        "```"
+    )
+
+
+def version_note(
+    verdict: str, scores: Mapping[str, Mapping[str, Any]], page: str, model_page: str, directory: str
+) -> str:
     """Return a version's description in Markdown: the decision, the run that made it, its files and its scores.
 
     Args:
-        page: address of the run's page.
+        page, model_page: addresses of the pages of the run and of the logged model.
         directory: directory of the model's files.
     """
-    return f"{verdict}\n\n[Run]({page}), files: `{directory}`\n\n{_score_table(scores)}"[:MAX_VERSION_NOTE]
+    links = f"[Run]({page}), [all scores]({model_page}), files: `{directory}`"
+    return f"{verdict}\n\n{links}\n\n{_score_table(scores)}"[:MAX_VERSION_NOTE]
 
 
 def _link(page: str, stage: str, files: Collection[str], text: str) -> str:

@@ -224,7 +224,7 @@ def _register(run: OpenRun, registration: Registration) -> None:
     source = f"models:/{model_id}"
     if not tracking_uri(run.root).startswith("http"):  # without a server MLflow cannot resolve that
         source = place.address if has_files else hf_dir.parent.as_uri()
-    if register_model(writer, run.root, registration, source, opening.registry):
+    if register_model(writer, run.root, registration, source, opening):
         learnt.decided_ms = now_ms()
         save_learnt(run.root, run.key, learnt)
         run.count("model")

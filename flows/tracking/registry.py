@@ -1,17 +1,20 @@
 """The exported model in MLflow: a logged model, a registered version, and the choice of the champion.
 
-The aliases `candidate` (the newest version) and `champion` move from version to version. The reason for a decision is a
-tag of the version and of its MLflow run. A decision is stored before the alias moves, so that an interrupted decision
-is carried out later and not made again. Scores are compared only if they are from the same held-out samples
-(HELDOUT_TAG).
+A version has the few tags by which a person filters. Its scores are metrics of its logged model, and what decisions
+need are hidden tags of its run.
+
+The aliases `candidate` (the newest version) and `champion` move from version to version. A decision and its reason are
+stored before the alias moves, so that an interrupted decision is carried out later and not made again. Scores are
+compared only if they are from the same held-out samples (HELDOUT_TAG).
 """
 
 import contextlib
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mlflow import MlflowClient
-from mlflow.entities import LoggedModelOutput
+from mlflow.entities import LoggedModelOutput, RunTag
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
@@ -19,8 +22,8 @@ from dataset_builders.contracts.manifest import flatten
 from dataset_builders.errors import InputError
 from dataset_builders.storage.store import StorePath, absolute
 from flows.tracking.config import RegistryConfig
-from flows.tracking.notes import score_text, version_note
-from flows.tracking.record import Registration, find_place
+from flows.tracking.notes import model_note, score_text, version_note
+from flows.tracking.record import Opening, Registration, find_place
 from flows.tracking.run_writer import HIDDEN, RunWriter
 from flows.tracking.store import may_pass, store_lock
 from stages.evaluate.predictions import PREDICTIONS, heldout_fingerprint
@@ -33,11 +36,39 @@ if TYPE_CHECKING:
 CANDIDATE, CHAMPION = "candidate", "champion"
 MODEL_TAG, _VERSION_TAG = f"{HIDDEN}model_id", f"{HIDDEN}model_version"
 REASON_TAG = "athanor.champion"
-HELDOUT_TAG, EVALUATION_TAG, EXPORT_TAG = f"{HIDDEN}heldout", f"{HIDDEN}evaluation", f"{HIDDEN}export"
-SCORE_TAG = f"{HIDDEN}score."  # and the name of a score
+HELDOUT_TAG, EVALUATION_TAG = f"{HIDDEN}heldout", f"{HIDDEN}evaluation"
+EXPORT_TAG = "fingerprint"  # of a version
+ABOUT_TAGS = ("recipe", "data", "base_model")  # of a version; the names of its run's tags have "athanor." before these
+# Each and the number of a version: why it is champion or not, and, if it is to become champion, the version of the
+# previous champion, or "none".
+DECISION_TAG, _BEATEN_TAG = f"{HIDDEN}decision.", f"{HIDDEN}beaten_version."
 _NOT_COMPARED = "so that the two are not compared"
 _WAY_OUT = "the same command with --set execution.registry.other_heldout=champion"
-_BEATEN_TAG = f"{HIDDEN}beaten_version"  # tag of a new champion: the version of the previous champion, or "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A version, with the tags of its run and the metrics of its logged model. A version that a person registered, or
+    whose run or model was deleted, has none of them."""
+
+    number: str
+    run_id: str
+    scores: Mapping[str, float] = field(default_factory=dict)
+    tags: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, client: MlflowClient, name: str, number: str) -> "Contender":
+        """Read a version of the registered model `name`."""
+        run_id = client.get_model_version(name, number).run_id or ""
+        try:  # MLflow's databases do not store the id of a version's logged model
+            tags = client.get_run(run_id).data.tags
+            points = client.get_logged_model(tags.get(MODEL_TAG, "")).metrics or []
+        except MlflowException as error:
+            if may_pass(error):
+                raise
+            return cls(str(number), run_id)
+        newest = sorted(points, key=lambda point: point.timestamp)
+        return cls(str(number), run_id, {point.key: point.value for point in newest}, tags)
 
 
 def log_model(writer: RunWriter, root: StorePath, registration: Registration) -> None:
@@ -64,9 +95,9 @@ def log_model(writer: RunWriter, root: StorePath, registration: Registration) ->
 
 
 def register_model(
-    writer: RunWriter, root: StorePath, registration: Registration, source: str, config: RegistryConfig
+    writer: RunWriter, root: StorePath, registration: Registration, source: str, opening: Opening
 ) -> bool:
-    """Register the run's logged model as a version with its scores, and decide whether it becomes champion.
+    """Register the run's logged model, which has its scores, as a version, and decide whether it becomes champion.
 
     Args:
         source: address of the model's files.
@@ -77,13 +108,17 @@ def register_model(
     exported, evaluated = (
         Artifact.load(find_place(root, place)) for place in (registration.exported, registration.evaluated)
     )
-    tags = {"hf_dir": str(find_place(root, registration.hf_dir)), EXPORT_TAG: exported.manifest.fingerprint}
-    tags |= {HELDOUT_TAG: heldout_fingerprint(evaluated), EVALUATION_TAG: evaluated.manifest.fingerprint}
-    tags |= {f"{SCORE_TAG}{name}": f"{value:.6g}" for name, value in flat_scores(registration.scores).items()}
-    client, name = writer.client, registration.name
-    version = register(client, name, source, writer.run_id, writer.tags[MODEL_TAG], tags).version
-    reason = promote(client, root, name, version, config)
-    note = version_note(reason, registration.scores, writer.page, tags["hf_dir"])
+    client, name, model_id = writer.client, registration.name, writer.tags[MODEL_TAG]
+    metric = opening.registry.metric
+    tags = {EXPORT_TAG: exported.manifest.fingerprint}
+    tags |= {"score": f"{metric} {_text(flat_scores(registration.scores).get(metric))}"}
+    tags |= {tag: opening.tags[f"athanor.{tag}"] for tag in ABOUT_TAGS if f"athanor.{tag}" in opening.tags}
+    writer.set_tags({HELDOUT_TAG: heldout_fingerprint(evaluated), EVALUATION_TAG: evaluated.manifest.fingerprint})
+    version = register(client, name, source, writer.run_id, model_id, tags).version
+    reason = promote(client, root, name, version, opening.registry)
+    model_page = f"#/experiments/{writer.experiment_id}/models/{model_id}"
+    hf_dir = str(find_place(root, registration.hf_dir))
+    note = version_note(reason, registration.scores, writer.page, model_page, hf_dir)
     client.update_model_version(name, version, note)
     is_new = writer.tags.get(REASON_TAG) != reason
     writer.set_tags({_VERSION_TAG: f"{name}/{version}", REASON_TAG: reason})
@@ -115,7 +150,7 @@ def register(
 ) -> ModelVersion:
     """Return the registered version of a run's exported directory. The first call makes the version."""
     with contextlib.suppress(MlflowException):  # it may exist; if it could not be made, the next call raises
-        client.create_registered_model(name)
+        client.create_registered_model(name, description=model_note(name))
     for version in client.search_model_versions(f"name='{name}'", max_results=1000):
         if version.run_id == run_id and version.tags.get(EXPORT_TAG) == tags[EXPORT_TAG]:
             return version
@@ -130,11 +165,11 @@ def promote(client: MlflowClient, root: StorePath, name: str, number: str, confi
     """
     with store_lock(root):  # if two runs end at the same time, the second is compared with the first one's champion
         aliases = client.get_registered_model(name).aliases
-        champion = client.get_model_version(name, aliases[CHAMPION]) if CHAMPION in aliases else None
+        champion = Contender.of(client, name, aliases[CHAMPION]) if CHAMPION in aliases else None
         if int(aliases.get(CANDIDATE, 0)) < int(number):
             client.set_registered_model_alias(name, CANDIDATE, number)
-        version = client.get_model_version(name, number)
-        reason = version.tags.get(REASON_TAG)
+        version = Contender.of(client, name, number)
+        reason, beaten = (version.tags.get(f"{tag}{number}") for tag in (DECISION_TAG, _BEATEN_TAG))
         # An open decision was left to the user, who has decided with `other_heldout` in the meantime.
         is_open = _NOT_COMPARED in (reason or "") and config.other_heldout == CHAMPION
         if reason is None or is_open:
@@ -142,19 +177,18 @@ def promote(client: MlflowClient, root: StorePath, name: str, number: str, confi
             is_comparable = None not in heldouts and len({*heldouts}) == 1
             certainty = _certainty_of(root, version, champion if is_comparable else None, config.metric)
             wins, reason = decide(version, champion, config, certainty, is_comparable)
-            if wins:
-                client.set_model_version_tag(name, number, _BEATEN_TAG, _number(champion))
-            client.set_model_version_tag(name, number, REASON_TAG, reason)
-            version = client.get_model_version(name, number)
-        beaten = version.tags.get(_BEATEN_TAG)
+            beaten = _number(champion) if wins else None
+            decision = [RunTag(f"{DECISION_TAG}{number}", reason)]
+            decision += [RunTag(f"{_BEATEN_TAG}{number}", beaten)] if wins else []
+            client.log_batch(version.run_id, tags=decision)
         if beaten is not None and beaten == _number(champion):
             client.set_registered_model_alias(name, CHAMPION, number)
         return reason
 
 
 def decide(
-    version: ModelVersion,
-    champion: ModelVersion | None,
+    version: Contender,
+    champion: Contender | None,
     config: RegistryConfig,
     certainty: "Certainty | None",
     is_comparable: bool = True,
@@ -176,7 +210,7 @@ def decide(
     Returns:
         whether the version becomes champion, and the reason.
     """
-    ours = _score(version, config.metric)
+    ours = version.scores.get(config.metric)
     about = f"{config.metric} {_text(ours, certainty)}"
     if ours is None:
         return False, f"{about}, which no score can be compared with: {CANDIDATE} only"
@@ -188,12 +222,12 @@ def decide(
             return False, f"{about}, no champion before, and the score is not surely above 0: {CANDIDATE} only"
         return True, f"{about}, no champion before: {CHAMPION}"
     if not is_comparable:
-        other = f"{about} of other held-out samples than those of version {champion.version}"
+        other = f"{about} of other held-out samples than those of version {champion.number}"
         if config.other_heldout == CHAMPION:
             return True, f"{other}, in whose place it is put: {CHAMPION}"
         return False, f"{other}, {_NOT_COMPARED}: {CANDIDATE} only; {_WAY_OUT} makes it {CHAMPION}"
-    theirs = _score(champion, config.metric)
-    against = f"{about} against {_text(theirs)} of version {champion.version}"
+    theirs = champion.scores.get(config.metric)
+    against = f"{about} against {_text(theirs)} of version {champion.number}"
     if theirs is None:
         return True, f"{against}: {CHAMPION}"
     if not (ours > theirs and round(ours - theirs - config.margin, 9) >= 0):
@@ -214,9 +248,7 @@ def _doubt(lead: float, certainty: "Certainty | None") -> str:
     return "" if width <= lead else f"the lead of {lead:.4f} is smaller than the interval of the score, {width:.4f}"
 
 
-def _certainty_of(
-    root: StorePath, version: ModelVersion, champion: ModelVersion | None, metric: str
-) -> "Certainty | None":
+def _certainty_of(root: StorePath, version: Contender, champion: Contender | None, metric: str) -> "Certainty | None":
     """Return the certainty of a version's score; None if its evaluation no longer exists or the score is not computed
     from answers."""
     from stages.compare.comparison import certainty_of  # the libraries of the metrics take a second to import
@@ -225,7 +257,7 @@ def _certainty_of(
     return None if ours is None else certainty_of(ours, theirs, metric)
 
 
-def _evaluation_of(root: StorePath, version: ModelVersion) -> Artifact | None:
+def _evaluation_of(root: StorePath, version: Contender) -> Artifact | None:
     """Return the evaluation that a version's scores are from; None if it no longer exists."""
     directory = absolute(root) / "artifacts" / "evaluate" / version.tags.get(EVALUATION_TAG, "")
     with contextlib.suppress(InputError, FileNotFoundError):
@@ -234,15 +266,8 @@ def _evaluation_of(root: StorePath, version: ModelVersion) -> Artifact | None:
     return None
 
 
-def _number(version: ModelVersion | None) -> str:
-    return "none" if version is None else str(version.version)
-
-
-def _score(version: ModelVersion, metric: str) -> float | None:
-    try:
-        return float(version.tags[f"{SCORE_TAG}{metric}"])
-    except (KeyError, ValueError):
-        return None
+def _number(version: Contender | None) -> str:
+    return "none" if version is None else version.number
 
 
 def _text(score: float | None, certainty: "Certainty | None" = None) -> str:

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 from mlflow import MlflowClient
 
 from dataset_builders.contracts.manifest import Manifest, Parent
+from flows.tracking.registry import DECISION_TAG, Contender
 from flows.tracking.tracker import Opening, Tracker, open_run
 from stages.shared.artifacts.artifact import Artifact
 from tests.helpers.fake_trainer import metrics_row
@@ -98,7 +99,7 @@ def open_tracker(root: Path, identity: str, name: str = "embedded", samples_host
         name=name,
         identity=identity,
         params=CONFIG,
-        tags={"athanor.recipe": "embedded"},
+        tags={"athanor.recipe": "embedded", "athanor.data": "digits", "athanor.base_model": "random weights"},
         note="What it is.",
         recipe_yaml="name: embedded\n",
         samples_host=samples_host,
@@ -131,7 +132,7 @@ def holdings(client: MlflowClient, identity: str) -> dict[str, Any]:
         if name != "timing/flow_seconds"
     }
     own = ("mlflow.athanor.creation", "mlflow.athanor.model_id", "mlflow.note.content", "mlflow.user", "mlflow.source")
-    versions = [v for v in client.search_model_versions(f"name='{MODEL}'") if v.run_id == run_id]
+    numbers = [str(v.version) for v in client.search_model_versions(f"name='{MODEL}'") if v.run_id == run_id]
     return {
         "runs": len(client.search_runs([experiment.experiment_id])),
         "status": run.info.status,
@@ -144,7 +145,7 @@ def holdings(client: MlflowClient, identity: str) -> dict[str, Any]:
             item.path for folder in ("stages/train", None) for item in client.list_artifacts(run_id, folder)
         ),
         "models": len(client.search_logged_models([experiment.experiment_id])),
-        "versions": [(int(v.version), v.tags.get("athanor.champion")) for v in versions],
+        "versions": [(n, Contender.of(client, MODEL, n).tags.get(f"{DECISION_TAG}{n}")) for n in numbers],
         "aliases": {alias: int(v) for alias, v in client.get_registered_model(MODEL).aliases.items()},
         "note": len(run.data.tags["mlflow.note.content"].splitlines()),
     }

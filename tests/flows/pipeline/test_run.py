@@ -97,6 +97,7 @@ def test_a_second_run_makes_nothing_and_stays_in_its_mlflow_run(finished, second
     version = client.get_model_version_by_alias("athanor-embedded", "candidate")
     assert version.run_id == run.info.run_id and "candidate only" in run.data.tags["athanor.champion"]
     assert len(client.search_model_versions("name='athanor-embedded'")) == 1
+    assert version.tags["data"] == "digits" and version.tags["base_model"] == "random weights"
 
 
 def test_prefect_shows_stages_reports_scores_and_the_mlflow_run(second):

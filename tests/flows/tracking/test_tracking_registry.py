@@ -6,9 +6,19 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from mlflow.entities import Metric
 
 from flows.tracking.config import RegistryConfig
-from flows.tracking.registry import EVALUATION_TAG, EXPORT_TAG, HELDOUT_TAG, SCORE_TAG, promote, register
+from flows.tracking.registry import (
+    DECISION_TAG,
+    EVALUATION_TAG,
+    EXPORT_TAG,
+    HELDOUT_TAG,
+    MODEL_TAG,
+    Contender,
+    promote,
+    register,
+)
 from flows.tracking.store import connect
 from stages.compare.comparison import ScoredAnswers
 from stages.evaluate.predictions import PREDICTIONS, PREDICTIONS_SCHEMA
@@ -34,18 +44,22 @@ def make(root, request, monkeypatch):
     returns the reason."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     client, name = connect(root), request.node.name
-    run_id = client.create_run("0").info.run_id
+    models = {}  # fingerprint -> the run and its logged model
 
     def version(
         score: float | None, fingerprint: str = "", heldout: str | None = "h1", config=CONFIG, evaluation: str = ""
     ) -> str:
-        number = len(client.search_model_versions(f"name='{name}'"))
-        tags = {EXPORT_TAG: fingerprint or f"{number:016d}"}
-        tags |= {} if score is None else {f"{SCORE_TAG}exact_match": f"{score:.6g}"}
-        tags |= {} if heldout is None else {HELDOUT_TAG: heldout}
-        tags |= {EVALUATION_TAG: evaluation} if evaluation else {}
-        model = client.create_logged_model("0", source_run_id=run_id)
-        made = register(client, name, f"file://{root}/hf", run_id, model.model_id, tags)
+        fingerprint = fingerprint or f"{len(models):016d}"
+        if fingerprint not in models:
+            tags = {} if heldout is None else {HELDOUT_TAG: heldout}
+            tags |= {EVALUATION_TAG: evaluation} if evaluation else {}
+            run_id = client.create_run("0", tags=tags).info.run_id
+            model_id = client.create_logged_model("0", source_run_id=run_id).model_id
+            client.set_tag(run_id, MODEL_TAG, model_id)
+            if score is not None:
+                client.log_batch(run_id, [Metric("exact_match", score, 0, 0, model_id=model_id)])
+            models[fingerprint] = run_id, model_id
+        made = register(client, name, f"file://{root}/hf", *models[fingerprint], {EXPORT_TAG: fingerprint})
         return promote(client, root, name, str(made.version), config)
 
     version.aliases = lambda: {k: int(v) for k, v in client.get_registered_model(name).aliases.items()}
@@ -60,8 +74,8 @@ def test_the_first_is_champion_and_only_a_margin_changes_that(make):
     assert make.aliases() == {"candidate": 2, "champion": 1}
     assert make(0.975) == "exact_match 0.9750 against 0.9700 of version 1: champion"
     assert make.aliases() == {"candidate": 3, "champion": 3}
-    tags = make.client.get_model_version(make.name, "3").tags
-    assert tags["athanor.champion"].endswith("of version 1: champion")
+    tags = Contender.of(make.client, make.name, "3").tags
+    assert tags[f"{DECISION_TAG}3"].endswith("of version 1: champion")
 
 
 def test_what_was_decided_is_not_decided_again(make):
@@ -83,6 +97,17 @@ def test_a_version_without_the_score(make):
     assert make(None) == "exact_match unknown, which no score can be compared with: candidate only"
     assert make(0.1) == "exact_match 0.1000, no champion before: champion"
     assert "candidate only" in make(None)
+
+
+def test_a_version_that_a_person_registered_stays_champion_and_a_second_version_of_a_model_is_decided_anew(make):
+    make.client.create_registered_model(make.name)
+    make.client.create_model_version(make.name, "file:///elsewhere")
+    make.client.set_registered_model_alias(make.name, "champion", "1")
+    assert make(0.9, "a" * 16).startswith("exact_match 0.9000 of other held-out samples than those of version 1, so")
+    make.client.delete_registered_model_alias(make.name, "champion")
+    make.client.delete_model_version(make.name, "2")
+    assert make(0.9, "a" * 16) == "exact_match 0.9000, no champion before: champion"
+    assert make.aliases()["champion"] == 3
 
 
 REPLACES = RegistryConfig(metric="exact_match", margin=0.005, other_heldout="champion")
