@@ -60,6 +60,7 @@ from trainer.contract.result import MetricsRow, read_metrics
 _LOSS = "loss"  # a metric of every row of a training
 RECIPE_YAML, EXECUTION_YAML = "recipe.yaml", "execution.yaml"
 PREDICTIONS_TABLE, COMPARISON_TABLE = "predictions.json", "comparison.json"
+_FIRST_COLUMNS = ("image", "question", "reference", "answer", "base", "tuned", "score", "gain")  # of both tables
 MAX_ANSWERS = 64
 COMPARED_RUNS = 8
 _TEXT_ONLY_PNG = bytes.fromhex(
@@ -324,7 +325,8 @@ def headline(metrics: Mapping[str, float], scores: Collection[str]) -> list[str]
 
 
 def log_answers(writer: RunWriter, name: str, rows: list[dict[str, Any]]) -> None:
-    """Log answers with their images as a table, unless the table exists: MLflow would append to an existing table."""
+    """Log answers with their images as a table, whose columns begin with those that a person reads, unless the table
+    exists: MLflow would append to an existing table."""
     if not rows or any(item.path == name for item in writer.client.list_artifacts(writer.run_id)):
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -332,7 +334,8 @@ def log_answers(writer: RunWriter, name: str, rows: list[dict[str, Any]]) -> Non
             picture = Path(folder, f"{number}.png")
             picture.write_bytes(row["image"] or _TEXT_ONLY_PNG)
             row["image"] = mlflow.Image(str(picture))
-        writer.client.log_table(writer.run_id, {column: [row[column] for row in rows] for column in rows[0]}, name)
+        columns = dict.fromkeys([*(column for column in _FIRST_COLUMNS if column in rows[0]), *rows[0]])
+        writer.client.log_table(writer.run_id, {column: [row[column] for row in rows] for column in columns}, name)
 
 
 def wrong_first(directory: StorePath, limit: int) -> list[dict[str, Any]]:

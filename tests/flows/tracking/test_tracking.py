@@ -1,5 +1,6 @@
 """Tracking in MLflow: the content of a run, that nothing is logged twice, and that an outage stops nothing."""
 
+import json
 import time
 from pathlib import Path
 from urllib.parse import unquote
@@ -100,6 +101,9 @@ def test_a_run_holds_everything_and_nothing_twice(root):
     assert [m.step for m in client.get_metric_history(run_id, "loss")] == [1, 2, 3]
     pictures = client.list_artifacts(run_id, "table_images/predictions")
     assert len(pictures) == 2 * 64  # an image and its thumbnail for each of 64 rows
+    table = json.loads(Path(client.download_artifacts(run_id, "predictions.json")).read_text())
+    first = ["image", "question", "reference", "answer", "score"]
+    assert table["columns"] == [*first, "key", "subset", "references", "pictures"] and len(table["data"]) == 64
     note = run.data.tags["mlflow.note.content"]
     first, reports, decision = note.split("\n\n")[:3]
     assert first == "**exact_match 0.7500, loss 0.3333, 400 tokens/s over the training**"
