@@ -3,7 +3,6 @@
 - Columns of MLflow's tables hold absolute addresses of files, which follow a root that was copied or moved.
 - The application of `mlflow server` gets its settings from private environment variables.
 - Experiments and browsers hold the state of MLflow's pages: columns, charts, sections.
-- Only the client's own methods turn a dataset into the entity that MlflowClient wants.
 
 The replaced functions of the server itself are in `flows/service/mlflow_app.py`.
 `tests/flows/libraries/test_mlflow_private.py` compares all of them with the installed MLflow.
@@ -95,11 +94,6 @@ def server_variables(store: str, files: str) -> dict[str, str]:
         "_MLFLOW_SERVER_SERVE_ARTIFACTS": "true",
         "_MLFLOW_SGI_NAME": "uvicorn",
     }
-
-
-def entity_of(dataset: Any) -> Any:
-    """Return the entity of an mlflow.data.Dataset."""
-    return dataset._to_mlflow_entity()
 
 
 VIEW_TAG = (

@@ -61,6 +61,7 @@ def open_tracking(plan: Plan) -> str | None:
         "mlflow.source.git.commit": source.get("commit", "unknown"),
         "mlflow.source.name": "athanor run",
     }
+    tags |= {"athanor.sweep": plan.sweep} if plan.sweep else {}
     opening = Opening(
         experiment=config.mlflow_name,
         name=run_name(recipe, differs),

@@ -55,6 +55,7 @@ class Plan(StrictModel):
         recipe: name of the recipe, for people.
         differs: dotted fields that differ from the recipe, with their values.
         root: directory or URL below which all files are stored.
+        sweep: name of the sweep that the run belongs to; empty: none.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -63,18 +64,19 @@ class Plan(StrictModel):
     config: PipelineConfig
     differs: dict[str, Any]
     root: Annotated[StorePath, SkipValidation, PlainSerializer(str)]
+    sweep: str = ""
     _given: dict[str, Input] = PrivateAttr(default_factory=dict)
     _steps: list[Step] = PrivateAttr(default_factory=list)
 
     @classmethod
-    def open(cls, recipe: Recipe, root: StorePath) -> "Plan":
+    def open(cls, recipe: Recipe, root: StorePath, sweep: str = "") -> "Plan":
         """Check the inputs of a recipe and open each once.
 
         Raises:
             InputError: a directory, a hub name or a package is missing, is of an unknown kind, or does not fit the
                 training or its layout.
         """
-        plan = cls(recipe=recipe.name, config=recipe.config, differs=recipe.differs, root=root)
+        plan = cls(recipe=recipe.name, config=recipe.config, differs=recipe.differs, root=root, sweep=sweep)
         plan._given.update(_open_inputs(recipe.config, root))
         return plan
 

@@ -12,7 +12,7 @@ from typing import Any
 from prefect import flow, get_run_logger
 from prefect.states import Completed, Failed, State
 
-from dataset_builders.contracts.manifest import flatten
+from dataset_builders.contracts.manifest import fingerprint, flatten
 from dataset_builders.errors import InputError, first_line
 from dataset_builders.storage.store import StorePath, location
 from flows.pipeline.flow import vlm_sft
@@ -73,15 +73,21 @@ def make_variants(recipes: Sequence[tuple[dict[str, object], Recipe]]) -> list[V
     return variants
 
 
+def sweep_name(variants: Sequence[Variant]) -> str:
+    """Return the name that all runs of a sweep have as a tag in MLflow: recipe, fields, and a digest of all points."""
+    digest = fingerprint([variant.recipe.config.identity() for variant in variants])[:8]
+    return f"{variants[0].recipe.name} by {', '.join(variants[0].point)} {digest}"
+
+
 def run_variants(variants: Sequence[Variant], root: StorePath) -> list[Outcome]:
     """Run the variants one after the other. A failed run does not stop the later ones; SIGTERM and Ctrl-C do."""
-    logger, outcomes = get_run_logger(), []
+    logger, outcomes, name = get_run_logger(), [], sweep_name(variants)
     for number, variant in enumerate(variants, 1):
         label, start = f"run {number} of {len(variants)}: {variant.name}", time.monotonic()
         logger.info("%s starts", label)
         display().started(label)
         try:
-            result = vlm_sft(Plan.open(variant.recipe, root))
+            result = vlm_sft(Plan.open(variant.recipe, root, name))
             outcomes.append(Outcome(variant, result))
         except Exception as error:
             outcomes.append(Outcome(variant, error=first_line(error)))

@@ -20,12 +20,13 @@ import pyarrow.parquet as pq
 from mlflow.data.dataset_source_registry import resolve_dataset_source
 from mlflow.data.meta_dataset import MetaDataset
 from mlflow.data.sources import LocalArtifactDatasetSource
-from mlflow.entities import DatasetInput, InputTag
+from mlflow.entities import Dataset, DatasetInput, InputTag
+from mlflow.types.schema import Array, ColSpec, DataType, Object, Property, Schema
 
 from dataset_builders.contracts.manifest import MANIFEST, fingerprint, flatten
 from dataset_builders.storage.files import GrowingFile
 from dataset_builders.storage.store import StorePath, absolute, is_local, local_copy, modified
-from flows.libraries.mlflow_private import VIEW_TAG, entity_of, first_view
+from flows.libraries.mlflow_private import VIEW_TAG, first_view
 from flows.tracking.notes import NOTE_TAG, experiment_note, run_note, score_text
 from flows.tracking.record import (
     Registration,
@@ -63,6 +64,16 @@ PREDICTIONS_TABLE, COMPARISON_TABLE = "predictions.json", "comparison.json"
 _FIRST_COLUMNS = ("image", "question", "reference", "answer", "base", "tuned", "score", "gain")  # of both tables
 MAX_ANSWERS = 64
 COMPARED_RUNS = 8
+_MAX_DATA_NAME = 500  # characters that MLflow stores
+# The samples of `dataset_builders/contracts/sample.py`.
+_MESSAGE = Object([Property("role", DataType.string), Property("text", DataType.string)])
+_SAMPLES = Schema(
+    [
+        ColSpec(DataType.string, "key"),
+        ColSpec(Array(_MESSAGE), "messages"),
+        ColSpec(Array(DataType.binary), "images"),
+    ]
+)
 _TEXT_ONLY_PNG = bytes.fromhex(
     "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de0000000c49444154789c63f8ffff3f0005fe02fe"
     "0def46b80000000049454e44ae426082"
@@ -144,7 +155,7 @@ def _stage(run: OpenRun, name: str, entry: StageEntry) -> None:
         differing = pq.read_table(local_copy(artifact.dir / COMPARISON))  # the most different answers come first
         log_answers(writer, COMPARISON_TABLE, differing.slice(0, MAX_ANSWERS).to_pylist())
     if entry.dataset is not None:
-        writer.client.log_inputs(writer.run_id, [dataset_input(artifact, entry.dataset)])
+        writer.client.log_inputs(writer.run_id, [dataset_input(artifact, _data_name(run), entry.dataset)])
     writer.set_tags({f"{FINGERPRINT}{name}": entry.fingerprint})
     run.count("stage")
     folder, sizes = f"stages/{name}", sizes_of(artifact.dir)
@@ -198,7 +209,7 @@ def _scores(run: OpenRun, registration: Registration) -> None:
     about = {}
     if model_id := writer.tags.get(MODEL_TAG):
         samples = evaluation.manifest.parents["samples"]
-        about = {"model_id": model_id, "dataset_name": samples.name, "dataset_digest": samples.fingerprint}
+        about = {"model_id": model_id, "dataset_name": _data_name(run), "dataset_digest": samples.fingerprint}
     interval = evaluation.manifest.stats.get("headlines", {}).get(OVERALL, {})
     ends = {f"score_{end}": interval[end] for end in ("low", "high") if interval.get(end) is not None}
     writer.log_metrics(flat_scores(registration.scores) | ends, _made_ms(evaluation), **about)
@@ -272,15 +283,30 @@ def _made_ms(artifact: Artifact) -> int:
     return int(modified(artifact.dir / MANIFEST) * 1000)
 
 
-def dataset_input(artifact: Artifact, context: str) -> DatasetInput:
-    """Return a stage's artifact as an input of the run: its fingerprint, address, counts, and use ("training")."""
-    manifest = artifact.manifest
+def _data_name(run: OpenRun) -> str:
+    return run.record.opening.tags.get("athanor.data", "data")[:_MAX_DATA_NAME]
+
+
+def dataset_input(artifact: Artifact, name: str, context: str) -> DatasetInput:
+    """Return an artifact with samples as an input of the run, with its fingerprint, address, schema and counts.
+
+    Args:
+        name: name of the data.
+        context: the use of the data in the run, for example "samples".
+    """
+    manifest, counts = artifact.manifest, Counter()
+    for shard in manifest.shards:
+        counts[f"{shard.split}_samples"] += shard.num_samples
+    profile = {**counts, "subsets": len(manifest.stats.get("samples", ()))}
+    profile |= {f"{split}_distinct_images": n for split, n in manifest.stats.get("pictures", {}).items()}
+    profile["left_out"] = sum(manifest.skips.values())
     place = str(absolute(artifact.dir))
     source = LocalArtifactDatasetSource(place) if is_local(artifact.dir) else resolve_dataset_source(place)
-    dataset = MetaDataset(source, name=manifest.stage, digest=manifest.fingerprint)  # a digest has at most 36 chars
-    tags = {"mlflow.data.context": context, "num_samples": str(manifest.num_samples)}
+    facts = MetaDataset(source, name, manifest.fingerprint, _SAMPLES).to_dict()  # a digest has at most 36 characters
+    tags = {"mlflow.data.context": context}
     tags |= {"shards_sha256": ",".join(shard.sha256[:12] for shard in manifest.shards)[:500]}
-    return DatasetInput(entity_of(dataset), [InputTag(key, value) for key, value in tags.items() if value])
+    entity = Dataset(**facts, profile=json.dumps(profile))
+    return DatasetInput(entity, [InputTag(key, value) for key, value in tags.items() if value])
 
 
 def gain_metrics(subsets: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:

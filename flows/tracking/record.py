@@ -65,7 +65,7 @@ class StageEntry(_Part):
 
     Attributes:
         dir: directory of the artifact, in the form that `place_in` returns.
-        dataset: the artifact's use as data, for example "training"; None if it is not data.
+        dataset: the artifact's use as data, for example "samples"; None if it is not data.
     """
 
     dir: str

@@ -86,7 +86,7 @@ class Tracker:
 
         Args:
             name: name of the step in the plan, since a stage may run more than once; None for the stage's own name.
-            dataset: the artifact's use as data, for example "training"; None if it is not data.
+            dataset: the artifact's use as data, for example "samples"; None if it is not data.
         """
         name = name or artifact.manifest.stage
         entry = StageEntry(dir=self._place(artifact.dir), fingerprint=artifact.manifest.fingerprint, dataset=dataset)

@@ -60,4 +60,4 @@ def write_rows_report(work: Path, title: str, subsets: Mapping[str, list[Row]]) 
     write_report(work, title=title, summary=summary, sections=[Table("Subsets", columns, counts)])
 
 
-STAGE = Stage("embedded_data", VERSION, _run, on_disk=True, dataset="raw", digested=("*/*.parquet",))
+STAGE = Stage("embedded_data", VERSION, _run, on_disk=True, digested=("*/*.parquet",))

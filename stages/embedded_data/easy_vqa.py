@@ -30,4 +30,4 @@ def _run(config: EmbeddedEasyVqaConfig, inputs: Mapping[str, object], work: Path
     )
 
 
-STAGE = Stage("embedded_easy_vqa", VERSION, _run, on_disk=True, dataset="raw", digested=("*/*.parquet",))
+STAGE = Stage("embedded_easy_vqa", VERSION, _run, on_disk=True, digested=("*/*.parquet",))

@@ -221,7 +221,6 @@ STAGE = Stage(
     "plan_bins",
     VERSION,
     _run,
-    dataset="training",
     digested=(BINS, "bins/*.arrow", QUARANTINE),
     contents="stages.shared.preview.render:stage_contents",
 )

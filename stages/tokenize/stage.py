@@ -198,7 +198,6 @@ STAGE = Stage(
     "tokenize",
     VERSION,
     _run,
-    dataset="training",
     digested=(f"{INDEX}/*.parquet", QUARANTINE, SHORTENED),
     contents="stages.shared.preview.render:stage_contents",
 )

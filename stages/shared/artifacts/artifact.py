@@ -93,7 +93,7 @@ class Stage:
     Attributes:
         on_disk: whether `work_dir` must be a local directory, because other programs write there. If False, `run`
             writes only atomically (`atomic_path`, `ShardWriter`), which also works in an object store.
-        dataset: the artifact's role as a dataset in a run, for example "training"; None: it is not a dataset.
+        dataset: the artifact's use as the data of a run in MLflow, for example "samples"; None: it is not the data.
         digested: globs of the files, other than shards, that other stages read or that list samples: the manifest has
             their SHA-256.
         check: a function that checks files that the manifest does not list, before an artifact on a disk is reused. It

@@ -90,6 +90,8 @@ def test_data_stages_are_made_once_and_every_run_has_its_own_mlflow_run(root, ca
     names = {run.info.run_name.split(" num_scans")[0] for run in runs}
     assert names == {f"embedded lr={lr} seed=0" for lr in (0.001, 0.003)}
     assert sorted(compared(text)) == sorted(run.info.run_id for run in runs)
+    (name,) = {run.data.tags["athanor.sweep"] for run in runs}
+    assert re.fullmatch("embedded by train.optim.lr, train.seed [0-9a-f]{8}", name)
     assert sweep(root, TWO) == 0
     head, *rows = table_of(capsys.readouterr().out)
     assert [row[head.index("stages made")] for row in rows] == ["0 of 15"] * 2 and len(runs_of(root)) == len(runs)
@@ -107,13 +109,15 @@ def test_a_run_that_fails_does_not_stop_the_others(small_run, tmp_path, capsys, 
         return real(plan)
 
     monkeypatch.setattr(module, "vlm_sft", first_fails)
-    assert sweep(small_run.copy(tmp_path), ["train.optim.lr=[3e-3,2e-3]", "train.seed=[0]"]) == 1
+    root = small_run.copy(tmp_path)
+    assert sweep(root, ["train.optim.lr=[3e-3,2e-3]", "train.seed=[0]"]) == 1
     text = capsys.readouterr().out
     assert started == [0.003, 0.002] and "1 of 2 runs failed" in text
     head, *rows = table_of(text)
     assert [row[head.index("state")] for row in rows] == ["failed", "finished"]
     assert "\n  lr=0.003 seed=0: disk full while export wrote; make room and run again\n" in text
     assert "compare-runs" not in text  # of one run
+    assert len(runs_of(root, "tags.`athanor.sweep` LIKE 'embedded by train.optim.lr, train.seed %'")) == 1
 
 
 @pytest.mark.full

@@ -12,7 +12,6 @@ from tests.helpers.private_parts import changed, differing, fail_if_changed, unm
 
 REGISTRY = "mlflow.store.artifact.artifact_repository_registry"
 RECORDED = {
-    "mlflow.data.meta_dataset:MetaDataset._to_mlflow_entity": ["self"],
     f"{REGISTRY}:_artifact_repository_registry.get_artifact_repository": [
         *("artifact_uri", "tracking_uri=None", "registry_uri=None"),
     ],

@@ -80,8 +80,10 @@ def test_a_run_holds_everything_and_nothing_twice(root):
     assert run.data.params["train.optim.lr"] == "0.001" and len(run.data.params["long"]) == 6000
     assert run.data.tags["mlflow.athanor.fingerprint.convert"] == "c" * 16
     (dataset,) = run.inputs.dataset_inputs
-    assert (dataset.dataset.name, dataset.dataset.digest) == ("convert", "c" * 16)
-    assert {tag.key: tag.value for tag in dataset.tags}["num_samples"] == "7"
+    assert (dataset.dataset.name, dataset.dataset.digest) == ("digits", "c" * 16)
+    assert json.loads(dataset.dataset.profile) == {"train_samples": 7, "subsets": 0, "left_out": 0}
+    columns = json.loads(dataset.dataset.schema)["mlflow_colspec"]
+    assert [column["name"] for column in columns] == ["key", "messages", "images"]
     names = {item.path for item in client.list_artifacts(run_id, "stages/convert")}
     pages = ("manifest.json", "references.json", "report.html", "report.json")
     assert names == {f"stages/convert/{name}" for name in pages}
@@ -89,7 +91,7 @@ def test_a_run_holds_everything_and_nothing_twice(root):
     model = client.get_logged_model(run.data.tags["mlflow.athanor.model_id"])
     assert model.status == "READY" and model.params["dtype"] == "float32"
     assert {(m.key, m.value) for m in model.metrics} >= {("exact_match", 0.75), ("exact_match/digits", 0.5)}
-    assert {(m.dataset_name, m.dataset_digest) for m in model.metrics} == {("convert", "c" * 16)}
+    assert {(m.dataset_name, m.dataset_digest) for m in model.metrics} == {("digits", "c" * 16)}
     (version,) = client.search_model_versions("name='athanor-test'")
     of_run = {"recipe": "embedded", "data": "digits", "base_model": "random weights"}
     assert version.tags == of_run | {"fingerprint": "e" * 16, "score": "exact_match 0.7500"}
