@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dataset_builders.errors import InputError, printable, shown
-from dataset_builders.pictures.images import PILLOW_PIXEL_LIMIT, ImageLimits, preview_png
+from dataset_builders.pictures.images import PILLOW_PIXEL_LIMIT, ImageLimits
 from dataset_builders.readers.parts import heldout_globs
 from dataset_builders.recognise.layouts import nearest_layout
 from dataset_builders.recognise.recognise import ROW_SUFFIXES, TAR_SUFFIX, Trial, recognise
@@ -24,8 +24,8 @@ from flows.pipeline.host import gpu_memory_gb
 from flows.pipeline.recipe import load_recipe, read_yaml
 from stages.convert.config import ConvertConfig
 from stages.shared.inputs.raw_source import download_first
-from stages.shared.pages.page import REPORT_HTML, plain_page
-from stages.shared.pages.report import Pictures, Table
+from stages.shared.pages.page import plain_page
+from stages.shared.pages.report import REPORT_HTML, Picture, Pictures, Table
 
 _LIMITS = ImageLimits(max_pixels=PILLOW_PIXEL_LIMIT, min_side=4)  # convert.min_image_side of the recipes
 _PAGE_SAMPLES = 12
@@ -121,7 +121,7 @@ def _write_page(directory: Path, trial: Trial) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     shown = [sample for sample in trial.samples[:_PAGE_SAMPLES] if sample.images]
     captions = ["\n".join(f"{message.role}: {message.text}" for message in sample.messages) for sample in shown]
-    pictures = [(preview_png(list(sample.images), 320), caption) for sample, caption in zip(shown, captions)]
+    pictures = [Picture.of_sample(s.key, list(s.images), 320, caption) for s, caption in zip(shown, captions)]
     rows = [(s.key, len(s.images), m.role, m.text) for s in trial.samples[:_PAGE_SAMPLES] for m in s.messages]
     sections = [
         Pictures("Samples", pictures),

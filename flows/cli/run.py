@@ -31,7 +31,7 @@ from flows.tracking.store import has_own_database
 from stages.evaluate.predictions import PREDICTIONS
 from stages.shared.artifacts.artifact import Artifact
 from stages.shared.artifacts.left_out import QUARANTINE, reason_words
-from stages.shared.pages.page import REPORT_HTML
+from stages.shared.pages.report import REPORT_HTML
 from stages.shared.scoring.names import PERPLEXITY
 from trainer.contract.names import EXIT_FAILED
 

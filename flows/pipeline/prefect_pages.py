@@ -10,8 +10,7 @@ from dataset_builders.storage.store import StorePath, absolute, is_local, locati
 from flows.pipeline.tasks import StageRun
 from flows.tracking.notes import markdown_table, score_text
 from flows.tracking.servers import read_record
-from stages.shared.pages.page import REPORT_HTML
-from stages.shared.pages.report import REPORT_JSON, read_report
+from stages.shared.pages.report import REPORT_HTML, REPORT_JSON, read_report
 from stages.shared.scoring.names import OVERALL
 
 _log = logging.getLogger("athanor.pipeline")

@@ -18,19 +18,20 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from dataset_builders.errors import InputError
-from dataset_builders.pictures.images import preview_png
 from dataset_builders.storage.files import atomic_path
 from stages.answer.heldout import heldout_samples
 from stages.compare.comparison import Comparison, compare_predictions
 from stages.evaluate.config import CompareConfig
 from stages.evaluate.predictions import COMPARISON, counted, read_predictions
 from stages.shared.artifacts.artifact import Artifact, Stage, StageOutput
-from stages.shared.pages.report import Pictures, Section, Table, write_report
+from stages.shared.pages.report import Picture, Pictures, Section, Table, write_report
+from stages.shared.pages.shown_numbers import show_gain, show_value
 from stages.shared.scoring.intervals import Bootstrap
 from stages.shared.scoring.names import OVERALL
 from stages.shared.scoring.summary import upward_rows, upwards
 
-VERSION = 3  # 2: contaminated samples are excluded; 3: all images of a sample on the page
+# 2: contaminated samples are excluded; 3: all images of a sample on the page; 4: what they show
+VERSION = 4
 COMPARISON_SCHEMA = pa.schema(
     [
         ("key", pa.string()),
@@ -126,7 +127,7 @@ def write_comparison_report(
         "score before": before,
         "score after": after,
         "gain": whole.difference,
-        "gain, interval": f"{whole.low:+.4f} to {whole.high:+.4f}",
+        "gain, interval": f"{show_gain(whole.low)} to {show_gain(whole.high)}",
         "answers": {"better": whole.wins, "worse": whole.losses, "alike": whole.ties},
     }
     sections: list[Section] = [_differences(comparison)]
@@ -134,7 +135,7 @@ def write_comparison_report(
     for title, answers in zip(("Worse than before", "Better than before"), _worse_and_better(table)):
         rows = _with_image(answers)
         shown |= {(row["key"], row["turn"]) for row in rows}
-        items = [(preview_png(images_of[row["key"]], _THUMBNAIL_SIDE), _caption(row)) for row in rows]
+        items = [Picture.of_sample(r["key"], images_of[r["key"]], _THUMBNAIL_SIDE, _caption(r)) for r in rows]
         sections.append(Pictures(f"{title} ({answers.num_rows} in all; the first with pictures)", items))
     columns = ["key", "turn", "metric", "question", "references", "base", "tuned", "base_score", "tuned_score"]
     changed = table.filter(pc.not_equal(table["gain"], 0)).select(columns).to_pylist()
@@ -164,10 +165,10 @@ def _differences(comparison: Comparison) -> Table:
         values = ["mean of the headlines", "", ""]
         if name in comparison.tuned:
             sides = comparison.base[name].headline, comparison.tuned[name].headline
-            values = [f"{side.value:.4f} ({side.low:.4f} to {side.high:.4f})" for side in sides]
+            values = [f"{show_value(side.value)} ({show_value(side.low)} to {show_value(side.high)})" for side in sides]
             values = [comparison.tuned[name].metrics.headline, *values]
         sure = "" if change.excludes_zero else ", may be chance"
-        gain = f"{change.difference:+.4f} ({change.low:+.4f} to {change.high:+.4f}{sure})"
+        gain = f"{show_gain(change.difference)} ({show_gain(change.low)} to {show_gain(change.high)}{sure})"
         rows.append([name, *values, gain, change.wins, change.losses, change.ties, round(change.p_value, 4)])
     level = next(iter(comparison.tuned.values())).headline.level
     return Table(f"Scores with {level:.0%} intervals, from resampled samples", columns, rows)
@@ -179,8 +180,8 @@ def _caption(row: dict[str, Any]) -> str:
         [
             row["question"],
             f"reference: {references}",
-            f"before ({row['base_score']:.3g}): {row['base']}",
-            f"after ({row['tuned_score']:.3g}): {row['tuned']}",
+            f"before ({show_value(row['base_score'])}): {row['base']}",
+            f"after ({show_value(row['tuned_score'])}): {row['tuned']}",
             row["key"],
         ]
     )

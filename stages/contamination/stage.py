@@ -33,10 +33,12 @@ from stages.contamination.copies import HOWS, Copy, How, find_copies
 from stages.contamination.scan import PictureTask, read_pictures, scan_pictures
 from stages.shared.artifacts.artifact import Artifact, Stage, StageOutput
 from stages.shared.artifacts.workers import StageResources
-from stages.shared.pages.report import Pictures, Section, Table, write_report
+from stages.shared.pages.report import Picture, Pictures, Section, Table, write_report
+from stages.shared.pages.shown_numbers import show_value
 from stages.shared.scoring.names import OVERALL
 
-VERSION = 3  # 3: a shape in colour is no copy of one in a grey of other lightness
+# 3: a shape in colour is no copy of one in a grey of other lightness; 4: what the images on the page show
+VERSION = 4
 CONTAMINATION = "contamination.parquet"
 CONTAMINATION_SCHEMA = pa.schema(
     [
@@ -138,12 +140,14 @@ def _write_report(
     write_report(directory, title="Held-out pictures in train", summary=summary, sections=sections)
 
 
-def _pair(copy: Copy) -> tuple[bytes, str]:
+def _pair(copy: Copy) -> Picture:
     shape = (THUMBNAIL_SIDE, THUMBNAIL_SIDE)
     pair = np.concatenate([np.frombuffer(data, np.uint8).reshape(shape) for data in copy.thumbnails], axis=1)
     keys = f"{copy.key} picture {copy.place}\n{copy.train_key} picture {copy.train_place}"
-    caption = f"{keys}\n{copy.bits} bits, {copy.difference:.2f} grey levels, {copy.apart:.2f} apart"
-    return grey_png(pair.repeat(_SCALE, 0).repeat(_SCALE, 1)), caption
+    difference, apart = show_value(copy.difference), show_value(copy.apart)
+    caption = f"{keys}\n{copy.bits} bits, {difference} grey levels, {apart} apart"
+    shows = f"left an image of held-out {copy.key}, right one of {copy.train_key} in train"
+    return Picture(grey_png(pair.repeat(_SCALE, 0).repeat(_SCALE, 1)), shows, caption)
 
 
 STAGE = Stage("contamination", VERSION, find_contamination, digested=(CONTAMINATION,))

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from dataset_builders.contracts.sample import IMAGE_SLOT, Sample, image_digests
 from dataset_builders.errors import InputError
-from dataset_builders.pictures.images import preview_png
 from dataset_builders.storage.store import local_copy
 from stages.answer.heldout import ANSWERS_JSONL, GeneratedAnswer, Line, SkippedSample, heldout_samples, read_answers
 from stages.contamination.stage import contaminated_keys
@@ -24,15 +23,17 @@ from stages.evaluate.evaluation import BOOTSTRAP, Evaluation, by_sample
 from stages.evaluate.predictions import PREDICTIONS, Prediction, Scored, predictions_table, writing_predictions
 from stages.shared.artifacts.artifact import Artifact, Stage, StageOutput
 from stages.shared.artifacts.workers import StageResources
-from stages.shared.pages.report import Histogram, Pictures, Section, Table, write_report
+from stages.shared.pages.report import Histogram, Picture, Pictures, Section, Table, write_report
+from stages.shared.pages.shown_numbers import show_value
 from stages.shared.scoring.names import OVERALL, SCORE
 from trainer.contract.names import HELDOUT_BASE_JSONL, HELDOUT_JSONL
 from trainer.contract.result import read_heldout
 
 # 2: num_images in predictions.parquet; 3: the answers come from another stage; 4: each subset's own metrics; 5:
 # contaminated samples not counted, losses of the references; 6: scores by field; 7: multiple
-# choice reads denied, joined and full-width options, and an option's text before a letter that names something else
-VERSION = 7
+# choice reads denied, joined and full-width options, and an option's text before a letter that names something else;
+# 8: what the images on the page show
+VERSION = 8
 # Role of the training -> its file with the losses of the model that answers: the trained model, or the model before.
 _LOSSES = {"made_by": HELDOUT_JSONL, "start_of": HELDOUT_BASE_JSONL}
 WINDOW = 64  # samples in memory at a time, including images
@@ -117,20 +118,22 @@ class Gallery:
     """The first images with answers that are not fully right, and a few images with right answers.
 
     Attributes:
-        shown: whether the answer is right -> key and turn -> image and caption.
+        shown: whether the answer is right -> key and turn -> picture.
     """
 
     def __init__(self) -> None:
-        self.shown: dict[bool, dict[tuple[str, int], tuple[bytes, str]]] = {False: {}, True: {}}
+        self.shown: dict[bool, dict[tuple[str, int], Picture]] = {False: {}, True: {}}
 
     def add(self, window: Sequence[Sample], rows: Sequence[tuple[Prediction, Scored]]) -> None:
         """Keep the images of these samples that the page will show."""
-        images = {sample.key: sample.images for sample in window}
+        images_of = {sample.key: sample.images for sample in window}
         for prediction, scored in rows:
             pictures = self.shown[is_right := _is_right(scored)]
-            if images[prediction.key] and len(pictures) < (_RIGHT_PICTURES if is_right else _WRONG_PICTURES):
-                picture = preview_png(images[prediction.key], _THUMBNAIL_SIDE)
-                pictures[prediction.key, prediction.turn] = (picture, _caption(prediction, scored))
+            images = images_of[prediction.key]
+            if images and len(pictures) < (_RIGHT_PICTURES if is_right else _WRONG_PICTURES):
+                caption = _caption(prediction, scored)
+                picture = Picture.of_sample(prediction.key, images, _THUMBNAIL_SIDE, caption)
+                pictures[prediction.key, prediction.turn] = picture
 
 
 def _write_report(directory: Path, evaluation: Evaluation, gallery: Gallery, skips: Mapping[str, int]) -> None:
@@ -167,7 +170,7 @@ def _headlines(evaluation: Evaluation, counts: Mapping[str, Mapping[str, int]]) 
     about = [(name, s.metrics.headline, s.headline, s.metrics.reason) for name, s in evaluation.subsets.items()]
     about.append((OVERALL, SCORE, evaluation.overall, "the mean of the subsets' headlines, each counting the same"))
     rows = [
-        [name, metric, value.value, f"{value.low:.4f} to {value.high:.4f}", *counts[name].values(), why]
+        [name, metric, value.value, f"{show_value(value.low)} to {show_value(value.high)}", *counts[name].values(), why]
         for name, metric, value, why in about
     ]
     level = f"{BOOTSTRAP.level:.0%} interval"
@@ -198,7 +201,7 @@ def _fields(evaluation: Evaluation) -> list[Table]:
 
 def _caption(prediction: Prediction, scored: Scored) -> str:
     answer = prediction.answer if prediction.stopped else f"{prediction.answer} ... (cut)"
-    notes = "" if scored.score is None else f"\n{scored.metric} {scored.score:.3g}"
+    notes = "" if scored.score is None else f"\n{scored.metric} {show_value(scored.score)}"
     if prediction.contaminated is not None:
         is_near = prediction.contaminated == "near"
         notes += "\nlooks like a picture in train" if is_near else f"\noccurs in train ({prediction.contaminated})"

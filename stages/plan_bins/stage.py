@@ -37,8 +37,9 @@ from stages.shared.artifacts.artifact import Artifact, Stage, StageOutput
 from stages.shared.artifacts.left_out import QUARANTINE, LeftOut, count_reasons, left_out_table, write_left_out
 from stages.shared.artifacts.workers import StageResources, run_tasks
 from stages.shared.pages.report import Histogram, Table, write_report
+from stages.shared.pages.shown_numbers import show_share
 
-VERSION = 2
+VERSION = 3  # 3: shares with the digits of all pages
 _SHOWN_BINS = 100_000  # bins in the histograms, evenly chosen
 _SHOWN_EPOCHS = 10
 
@@ -170,7 +171,9 @@ def write_plan_report(
         "bins, " + each: stats["num_bins"],
         "samples, " + each: stats["num_samples"],
         "tokens, " + each: stats["num_tokens"],
-        "fill": {split: f"{1 - stats['padding_fraction'][split]:.2%}" for split in SPLITS if stats["num_bins"][split]},
+        "fill": {
+            split: show_share(1 - stats["padding_fraction"][split]) for split in SPLITS if stats["num_bins"][split]
+        },
         "samples of a bin": stats["samples_per_bin"],
         "images of a bin": stats["images_per_bin"],
         "epochs_planned": stats["num_epochs"]["train"],
@@ -204,7 +207,7 @@ def _subset_table(number: int, stats: Mapping[str, Any]) -> Table:
             subset["num_samples"],
             subset["num_samples"] / subset["num_used"],
             subset["num_tokens"],
-            f"{subset['token_fraction']:.2%}",
+            show_share(subset["token_fraction"]),
             subset["num_loss_tokens"],
             subset["num_patches"],
             subset["num_images"],

@@ -19,6 +19,7 @@ from dataset_builders.sources.registry import CAULDRON_PROMPTS, licence_of
 from dataset_builders.storage.files import write_text
 from stages.shared.artifacts.artifact import Artifact
 from stages.shared.pages.page import render
+from stages.shared.pages.shown_numbers import show_value
 
 MODEL_CARD = "README.md"
 _CAULDRON = "HuggingFaceM4/the_cauldron"
@@ -64,12 +65,11 @@ def training_facts(trained: Artifact, exported: Artifact) -> dict[str, int | flo
     names |= {"loss": "last training loss", "heldout_loss": "held-out loss"}
     stats = trained.manifest.stats
     values = {title: stats[name] for name, title in names.items() if stats.get(name) is not None}
-    figures = {title: value if isinstance(value, int) else round(value, 4) for title, value in values.items()}
     counts, active = exported.manifest.stats["parameters"], exported.manifest.stats["active_parameters"]
     parts = {f"parameters, {part}": count for part, count in counts.items()}
     if active < sum(counts.values()):
         parts["parameters, for a token"] = active
-    return {**figures, **parts, "weights": exported.manifest.stats["dtype"]}
+    return {**values, **parts, "weights": exported.manifest.stats["dtype"]}
 
 
 def write_model_card(hf_dir: Path, facts: CardFacts) -> Path:
@@ -83,9 +83,10 @@ def model_card(facts: CardFacts) -> str:
     """Return the whole card, Markdown with the hub's YAML head."""
     scores: list[list[object]] = []
     for subset, score in ((subset, score) for subset, of_subset in facts.scores.items() for score in of_subset):
-        interval = "" if score.low is None or score.high is None else f"{score.low:.4f} to {score.high:.4f}"
-        base = "" if score.base is None else f"{score.base:.4f}"
-        scores.append([subset, score.metric, round(score.value, 4), interval, base, score.answers])
+        ends = [] if score.low is None or score.high is None else [score.low, score.high]
+        base = "" if score.base is None else show_value(score.base)
+        interval = " to ".join(map(show_value, ends))
+        scores.append([subset, score.metric, score.value, interval, base, score.answers])
     kinds = ("samples", "bytes", "pixels", "near")
     return render(
         "model_card.md.j2",

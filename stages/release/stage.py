@@ -20,8 +20,9 @@ from stages.shared.pages.report import write_report
 from stages.shared.scoring.names import OVERALL, SCORE
 from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT
 
-# 2: MLflow's flavor, and the answers of other programs; 3: what rows may not hold, pictures that look alike
-VERSION = 3
+# 2: MLflow's flavor, and the answers of other programs; 3: what rows may not hold, pictures that look alike; 4: numbers
+# of the card as on the pages
+VERSION = 4
 _MAX_NEW_TOKENS = 64
 
 
@@ -51,7 +52,7 @@ def release(config: ReleaseConfig, inputs: Mapping[str, Artifact], work: Path, r
     score = facts.scores[OVERALL][0]
     summary = {"model": facts.name, "base model": facts.base_model or "random weights", "card": f"hf/{MODEL_CARD}"}
     summary |= {"score": score.value, "score before training": score.base, "answers": score.answers}
-    write_report(work, title="Release", summary=summary, sections=[])
+    write_report(work, title=f"Release of {facts.name}", summary=summary, sections=[])
     return StageOutput(files=known, stats={"model": exported.fingerprint, "card": MODEL_CARD})
 
 

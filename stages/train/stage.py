@@ -12,6 +12,7 @@ training whose newest checkpoint is damaged is rerun in the same way.
 import io
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from stages.shared.artifacts.artifact import Artifact, Input, Stage, StageOutput
 from stages.shared.artifacts.workers import StageResources
 from stages.shared.inputs.model_directory import hf_dir_of, opened_model
 from stages.shared.pages.report import Drawing, Section, Table, write_report
+from stages.shared.pages.shown_numbers import show_share, show_value
 from stages.train.run_trainer import run_trainer
 from trainer.contract.checkpoint import check_checkpoint
 from trainer.contract.names import HELDOUT_BASE_JSONL, HELDOUT_JSONL
@@ -37,14 +39,25 @@ from trainer.plan.checks import check_run
 from trainer.plan.pieces import mean_work
 from trainer.plan.placement import Placement, PlacementJob, current_placement
 
-VERSION = 2  # 2: heldout-base.jsonl
+VERSION = 3  # 2: heldout-base.jsonl; 3: the axes of the curves have names
 
-# title on the page -> (fields of MetricsRow in one plot, whether the axis is logarithmic)
-_CURVES: dict[str, tuple[tuple[str, ...], bool]] = {
-    "Loss": (("loss", "heldout_loss", "mtp_loss"), True),
-    "Learning rate": (("lr",), False),
-    "Gradient norm before clipping": (("grad_norm",), True),
-    "Tokens per second": (("tokens_per_second",), False),
+
+@dataclass(frozen=True, slots=True)
+class _Curve:
+    """One plot of fields of MetricsRow over the steps: field -> name of its line, name of the y axis."""
+
+    lines: Mapping[str, str]
+    y_label: str
+    is_log: bool = False
+
+
+_LOSSES = {"loss": "training", "heldout_loss": "held-out", "mtp_loss": "multi-token prediction"}
+# Title on the page -> its plot.
+_CURVES = {
+    "Loss": _Curve(_LOSSES, "nats, mean of the loss tokens", is_log=True),
+    "Learning rate": _Curve({"lr": "optim.lr"}, "learning rate"),
+    "Gradient norm before clipping": _Curve({"grad_norm": "all ranks"}, "norm", is_log=True),
+    "Tokens per second": _Curve({"tokens_per_second": "all ranks"}, "tokens a second"),
 }
 # Grey on a transparent background is readable on a light and on a dark page.
 _GREYS = dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "text.color", "xtick.color", "ytick.color"), "#7d8798")
@@ -145,28 +158,38 @@ def write_train_report(
     if rows:
         summary["tokens_per_second"] = round(statistics.median(row.tokens_per_second for row in rows), 1)
         reported = tuple(name for name in rows[-1].model_extra if name.startswith(LAYERS))
-        shown = _CURVES | ({"Figures of the layers": (reported, False)} if reported else {})
-        sections += [Drawing(title, _curve_svg(rows, fields, is_log)) for title, (fields, is_log) in shown.items()]
+        of_layers = {"Figures of the layers": _Curve({name: name for name in reported}, "value")}
+        shown = _CURVES | (of_layers if reported else {})
+        sections += [_drawing(title, rows, curve) for title, curve in shown.items()]
         sections += [_time_table(rows), *([_prediction_table(rows, prediction)] if prediction else [])]
     write_report(directory, title="Training", summary=summary, sections=sections)
 
 
-def _curve_svg(rows: Sequence[MetricsRow], fields: Sequence[str], is_log: bool) -> str:
-    """Return an SVG file with one line per field over the steps; the same rows give the same bytes."""
+def _drawing(title: str, rows: Sequence[MetricsRow], curve: _Curve) -> Drawing:
+    """Return the lines of a curve that the rows have, as a drawing, and in words where each begins and ends."""
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for field, name in curve.lines.items():
+        points = [(row.step, value) for row in rows if (value := getattr(row, field, None)) is not None]
+        lines |= {name: points} if points else {}
+    ends = [f"{name} from {show_value(points[0][1])} to {show_value(points[-1][1])}" for name, points in lines.items()]
+    shows = f"{title} over the steps {rows[0].step:,} to {rows[-1].step:,}: {', '.join(ends)}"
+    return Drawing(title, _curve_svg(lines, curve), shows)
+
+
+def _curve_svg(lines: Mapping[str, Sequence[tuple[int, float]]], curve: _Curve) -> str:
+    """Return an SVG file of lines, name -> (step, value); the same lines give the same bytes."""
     with matplotlib.rc_context({"svg.hashsalt": "athanor", "font.size": 9, **_GREYS}):
         figure = Figure(figsize=(7, 2.6), layout="constrained")
         axes = figure.add_subplot()
-        for name in fields:
-            points = [(row.step, value) for row in rows if (value := getattr(row, name, None)) is not None]
-            if points:
-                marker = "o" if len(points) < 30 else None
-                axes.plot(*zip(*points), label=name, marker=marker, markersize=3, linewidth=1.2)
-        if is_log and all(value > 0 for line in axes.get_lines() for value in line.get_ydata()):
+        for name, points in lines.items():
+            marker = "o" if len(points) < 30 else None
+            axes.plot(*zip(*points), label=name, marker=marker, markersize=3, linewidth=1.2)
+        if curve.is_log and all(value > 0 for line in axes.get_lines() for value in line.get_ydata()):
             axes.set_yscale("log")
         axes.set_xlabel("step")
+        axes.set_ylabel(curve.y_label)
         axes.grid(alpha=0.25)
-        if len(fields) > 1:
-            axes.legend(frameon=False)
+        axes.legend(frameon=False)
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None}, transparent=True)
     return text.getvalue()
@@ -196,7 +219,7 @@ def _prediction_table(rows: Sequence[MetricsRow], prediction: Placement) -> Tabl
     ]
     memory = sum(prediction.memory.values()) / 1e9
     lines.append(("memory_gb", float(f"{memory:.3g}"), float(f"{max(row.memory_gb for row in rows):.3g}")))
-    title = f"What the plan predicted for an H200: rank 0, {waiting / prediction.step:.0%} of the step waiting"
+    title = f"What the plan predicted for an H200: rank 0, {show_share(waiting / prediction.step)} of the step waiting"
     return Table(title, ("", "predicted", "measured (medians, memory the most)"), lines)
 
 

@@ -74,6 +74,13 @@ def image_bytes(image: Element) -> bytes:
     return base64.b64decode(image.attributes["src"].partition(";base64,")[2])
 
 
+def assert_images_told(page: str) -> None:
+    """Assert that the page has images, and that each of them says in words what it shows."""
+    images = parse_page(page).find("img")
+    silent = [image.attributes.get("alt") for image in images if not (image.attributes.get("alt") or "").strip()]
+    assert images and not silent, f"{len(silent)} of {len(images)} images have no text"
+
+
 def assert_self_contained(page: str) -> None:
     """Assert that the page loads nothing, and that no script can run except its own, on a page of samples."""
     root = parse_page(page)

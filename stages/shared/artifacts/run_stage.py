@@ -42,7 +42,8 @@ from stages.shared.artifacts.artifact import (
 )
 from stages.shared.artifacts.verify import DigestCache, check_inputs, check_reused, file_entries
 from stages.shared.artifacts.workers import StageResources
-from stages.shared.pages.page import REPORT_HTML, artifact_page
+from stages.shared.pages.page import artifact_page
+from stages.shared.pages.report import REPORT_HTML
 
 LOCK_POLL_SECONDS = 0.5
 
@@ -104,7 +105,7 @@ def run_stage(
                     os.rename(final, work)
                     (work / MANIFEST).unlink()
                 make_dir(work)
-                _make(stage, config, inputs, work, resources or StageResources(), identity)
+                _make(stage, config, inputs, work, resources or StageResources(), identity, final)
                 _publish(work, final)
     return StageResult(found or Artifact.load(final), found is not None, time.perf_counter() - started)
 
@@ -150,6 +151,7 @@ def _make(
     work: StorePath,
     resources: StageResources,
     identity: Mapping[str, Any],
+    final: StorePath,
 ) -> None:
     """Run the stage in its work directory, and write the page and the manifest there."""
     if (work / MANIFEST).is_file():  # an earlier run ended just before the rename
@@ -170,7 +172,7 @@ def _make(
             skips=output.skips,
             stats=output.stats,
         )
-        _write_page(stage, Artifact(work, manifest), inputs)
+        _write_page(stage, Artifact(work, manifest), inputs, final)
         if not is_local(work):  # the manifest publishes the artifact, so commit records are removed before
             remove_entries(work, [shard.name for shard in output.shards])
         manifest.write(work)
@@ -185,8 +187,9 @@ def _make(
         ) from error
 
 
-def _write_page(stage: Stage, artifact: Artifact, inputs: Mapping[str, Input]) -> None:
-    """Write the artifact's page. An error in the drawing of its contents is only logged: the page does without them."""
+def _write_page(stage: Stage, artifact: Artifact, inputs: Mapping[str, Input], final: StorePath) -> None:
+    """Write the artifact's page, with links from its final directory. An error in the drawing of its contents is only
+    logged: the page does without them."""
     # A page made later shows the manifest as it is read from its file. This page must have the same bytes.
     as_read = json.dumps(artifact.manifest.model_dump(mode="json"), sort_keys=True)
     artifact = Artifact(artifact.dir, Manifest.model_validate_json(as_read))
@@ -197,7 +200,7 @@ def _write_page(stage: Stage, artifact: Artifact, inputs: Mapping[str, Input]) -
         except Exception as error:
             name = type(error).__name__
             log.warning("%s: the page of %s has no samples (%s: %s)", stage.name, artifact.dir, name, error)
-    write_text(artifact.dir / REPORT_HTML, artifact_page(artifact.dir, artifact.manifest, contents))
+    write_text(artifact.dir / REPORT_HTML, artifact_page(artifact.dir, artifact.manifest, contents, home=final))
 
 
 def _publish(work: StorePath, final: StorePath) -> None:

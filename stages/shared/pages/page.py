@@ -1,7 +1,8 @@
 """report.html, the page of an artifact, and the model card: their Jinja environment, over the files of templates/.
 
-A page is one file that loads nothing. It shows the figures of report.json, the contents of the artifact (samples,
-tokens or bins, from `stages/shared/preview/`), the sections of report.json, the settings and the files.
+A page is one file that loads nothing. Its head says what it is of and links the pages before it (see `lineage.py`). It
+shows the figures of report.json, the contents of the artifact (samples, tokens or bins, from `stages/shared/preview/`),
+the sections of report.json, the settings and the files.
 
 `.html.j2` templates escape every value except `Markup`, which only another template makes. A page runs its own script,
 named by its digest, if it has contents to walk through; it runs no other.
@@ -9,34 +10,38 @@ named by its digest, if it has contents to walk through; it runs no other.
 
 import base64
 import hashlib
-import math
-import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jinja2
 from markupsafe import Markup
 
 from dataset_builders.contracts.manifest import Manifest, flatten
-from dataset_builders.storage.store import StorePath, is_local
+from dataset_builders.storage.store import StorePath
+from stages.shared.pages.lineage import Lineage, side_of
 from stages.shared.pages.report import Section, Table, read_report, section_data
+from stages.shared.pages.shown_numbers import counted, show_share, show_value
 
-REPORT_HTML = "report.html"
 TEMPLATES = Path(__file__).parent / "templates"
 _SHOWN_FILES = 200
 
 
 def artifact_page(
-    directory: StorePath, manifest: Manifest, contents: str = "", shard: str = "", link_from: Path | None = None
+    directory: StorePath,
+    manifest: Manifest,
+    contents: str = "",
+    shard: str = "",
+    home: StorePath | None = None,
+    link_from: Path | None = None,
 ) -> str:
     """Return the page of an artifact.
 
     Args:
         contents: its samples, tokens or bins: `Markup` from templates.
         shard: the only shard that the contents show; "" for all.
-        link_from: the folder of the page, for links to the pages of parents; None: no links, since the page is sent
-            elsewhere. Its bytes then depend on the artifact alone.
+        home: the artifact's directory in its root, if the files are still elsewhere; None: `directory`.
+        link_from: the folder of the page, if it is not the artifact's, see `Lineage`.
     """
     report = read_report(directory) or {"title": "Artifact", "summary": {}, "sections": []}
     fields = ((k, ", ".join(map(str, v)) if isinstance(v, list) else v) for k, v in flatten(manifest.config).items())
@@ -44,9 +49,10 @@ def artifact_page(
     name = f"{manifest.stage} {manifest.fingerprint}"
     return render(
         "page.html.j2",
-        title=report["title"],
+        title=" ".join(filter(None, (report["title"], side_of(manifest)))),
         name=f"{name}, {shard}" if shard else name,
-        made_from={"version": manifest.version, "parents": list(_parents(directory, manifest, link_from))},
+        version=manifest.version,
+        head=list(Lineage(home or directory, manifest, link_from).facts()),
         summary=report["summary"],
         contents=contents,
         sections=report["sections"],
@@ -62,21 +68,13 @@ def plain_page(
         "page.html.j2",
         title=title,
         name="",
-        made_from=None,
+        version=None,
+        head=[],
         summary=summary or {},
         contents=contents,
         sections=[section_data(section) for section in sections],
         ends=[],
     )
-
-
-def _parents(directory: StorePath, manifest: Manifest, link_from: Path | None) -> Iterator[dict[str, str | None]]:
-    """Yield role and name of each parent, with a link to its page if there is one on this machine."""
-    for role, parent in sorted(manifest.parents.items()):
-        page, link = directory.parent.parent / parent.name / parent.fingerprint / REPORT_HTML, None
-        if link_from is not None and is_local(page) and page.is_file():
-            link = os.path.relpath(page.resolve(), link_from.resolve())
-        yield {"role": "" if role == parent.name else role, "name": f"{parent.name} {parent.fingerprint}", "link": link}
 
 
 def _files(manifest: Manifest) -> Table:
@@ -103,28 +101,6 @@ def render_part(template: str, **values: object) -> Markup:
     return Markup(render(template, **values))
 
 
-def show_value(value: object) -> str:
-    """Return a value as text for people: 12,345; 0.1235; yes."""
-    if value is None:
-        return "-"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            return str(value)
-        if float(value).is_integer() and abs(value) < 1e15:
-            return f"{int(value):,}"
-        return f"{value:,.1f}" if abs(value) >= 1000 else f"{value:.4g}"
-    return str(value)
-
-
-def counted(number: int, noun: str) -> str:
-    """Return a number with its noun: 1 image, 2 images."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
@@ -145,7 +121,7 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> 
 
 def _markdown_cell(value: object) -> str:
     if _is_number(value):
-        return f"{value:,}"
+        return show_value(value)
     return re.sub(r"([\\|`*_\[\]<>#~])", r"\\\1", " ".join(str(value).split())) or " "
 
 
@@ -157,7 +133,12 @@ _ENVIRONMENT = jinja2.Environment(
     lstrip_blocks=True,
     keep_trailing_newline=True,
 )
-_ENVIRONMENT.filters |= {"counted": counted, "numeric_columns": _numeric_columns, "shown": show_value}
+_ENVIRONMENT.filters |= {
+    "counted": counted,
+    "numeric_columns": _numeric_columns,
+    "share": show_share,
+    "shown": show_value,
+}
 _SCRIPT = (TEMPLATES / "page.js").read_text(encoding="utf-8")
 _ENVIRONMENT.globals |= {
     "table": markdown_table,

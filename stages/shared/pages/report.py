@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 
 from dataset_builders.errors import InputError
+from dataset_builders.pictures.images import preview_png
 from dataset_builders.storage.files import read_object, write_text
 from dataset_builders.storage.store import StorePath
+from stages.shared.pages.shown_numbers import counted
 
-REPORT_JSON = "report.json"
+REPORT_JSON, REPORT_HTML = "report.json", "report.html"
 _MAX_BARS = 30
 _FORMATS = {b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp"}
 
@@ -28,11 +30,30 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
+class Picture:
+    """An encoded image (PNG, JPEG, WebP, GIF), which is embedded unchanged, so it must be small.
+
+    Attributes:
+        shows: what the image shows, for a reader who does not see it.
+        caption: plain text below the image.
+    """
+
+    image: bytes
+    shows: str
+    caption: str
+
+    @classmethod
+    def of_sample(cls, key: str, images: Sequence[bytes], side: int, caption: str) -> "Picture":
+        """Return all images of a sample beside each other, each at most side x side pixels."""
+        return cls(preview_png(images, side), f"{counted(len(images), 'image')} of {key}", caption)
+
+
+@dataclass(frozen=True, slots=True)
 class Pictures:
-    """Encoded images (PNG, JPEG, WebP, GIF) with plain captions. They are embedded unchanged, so they must be small."""
+    """Images with captions."""
 
     title: str
-    items: Sequence[tuple[bytes, str]]
+    items: Sequence[Picture]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +67,12 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """An SVG file of a drawing library. The page shows it as an image, so that nothing in it can run."""
+    """An SVG file of a drawing library. The page shows it as an image, so that nothing in it can run. `shows` says what
+    it shows, for a reader who does not see it."""
 
     title: str
     svg: str
+    shows: str
 
 
 Section = Table | Pictures | Histogram | Drawing
@@ -88,12 +111,13 @@ def section_data(section: Section) -> dict[str, Any]:
             rows = [[_plain(cell) for cell in row] for row in section.rows]
             data = {"kind": "table", "columns": list(section.columns), "rows": rows}
         case Pictures():
-            images = [{"source": data_uri(image), "caption": caption} for image, caption in section.items]
+            images = [{"source": data_uri(p.image), "shows": p.shows, "caption": p.caption} for p in section.items]
             data = {"kind": "pictures", "images": images}
         case Histogram():
             data = {"kind": "histogram", **_histogram_data(section)}
         case Drawing():
-            data = {"kind": "drawing", "source": f"data:image/svg+xml;base64,{_base64(section.svg.encode())}"}
+            source = f"data:image/svg+xml;base64,{_base64(section.svg.encode())}"
+            data = {"kind": "drawing", "source": source, "shows": section.shows}
     return {"title": section.title, **data}
 
 

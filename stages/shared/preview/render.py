@@ -21,7 +21,8 @@ from dataset_builders.errors import InputError
 from dataset_builders.storage.store import StorePath, check_reachable, is_local, location, modified
 from stages.shared.artifacts.artifact import Artifact, Input
 from stages.shared.inputs.model_directory import ModelDirectory, opened_model
-from stages.shared.pages.page import artifact_page, counted, plain_page, render_part
+from stages.shared.pages.page import artifact_page, plain_page, render_part
+from stages.shared.pages.shown_numbers import counted
 from stages.shared.preview.samples import choose_samples, evenly, find_sample, samples_html, samples_of_shard
 from stages.shared.preview.tokens import tokens_html
 
@@ -64,7 +65,7 @@ class PreviewOptions:
     num_shards: int | None = None  # shards to search for samples, at most; None: a number that opens quickly
     key: str | None = None  # of the only sample to show; None: some samples of every subset
     model: ModelDirectory | None = None  # its tokenizer decodes the tokens; None: search the artifact's root for one
-    link_from: Path | None = None  # folder of the page, for links to parents; None: no links
+    link_from: Path | None = None  # folder of the page, if it is not the artifact's, see `Lineage`
 
 
 def render_preview(target: Target, options: PreviewOptions) -> str:
@@ -78,7 +79,8 @@ def render_preview(target: Target, options: PreviewOptions) -> str:
         samples = samples_of_shard(target.shard, options.key, options.num_samples)
         return plain_page(target.shard.name, contents=samples_html(samples))
     contents, shard = _contents(target, options), str(target.shard or "")
-    return artifact_page(target.artifact.dir, target.artifact.manifest, contents, shard, options.link_from)
+    artifact = target.artifact
+    return artifact_page(artifact.dir, artifact.manifest, contents, shard, link_from=options.link_from)
 
 
 def stage_contents(artifact: Artifact, inputs: Mapping[str, Input]) -> Markup:

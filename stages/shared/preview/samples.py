@@ -14,8 +14,9 @@ from dataset_builders.contracts.shard_io import iter_records
 from dataset_builders.errors import InputError
 from dataset_builders.pictures.images import PILLOW_PIXEL_LIMIT, ImageLimits, check_image, preview_png
 from dataset_builders.storage.store import StorePath
-from stages.shared.pages.page import counted, render_part
+from stages.shared.pages.page import render_part
 from stages.shared.pages.report import data_uri
+from stages.shared.pages.shown_numbers import counted, show_value
 
 _READ_RECORDS = 400  # number of first records to read from a shard
 _SHOWN_IMAGES = 16  # per sample
@@ -115,12 +116,12 @@ def _card(item: ShardSample) -> dict[str, Any]:
     """Return the values of samples.html.j2 for one sample."""
     sample = item.sample
     size = sum(map(len, sample.images)) / 1000
-    images = f"{counted(len(sample.images), 'image')}, {size:,.1f} kB" if sample.images else "no image"
+    images = f"{counted(len(sample.images), 'image')}, {show_value(size)} kB" if sample.images else "no image"
     split = [item.shard.split] if item.shard else []
     pictures = []
     for place, (data, digest) in enumerate(zip(sample.images[:_SHOWN_IMAGES], image_digests(sample))):
         picture = _describe_picture(data)
-        caption = f"image {place + 1}: {picture['words']}, {len(data) / 1000:,.1f} kB\nsha256 {digest[:16]}"
+        caption = f"image {place + 1}: {picture['words']}, {show_value(len(data) / 1000)} kB\nsha256 {digest[:16]}"
         pictures.append({**picture, "caption": caption})
     messages, num_images = [], 0
     for message in sample.messages:

@@ -30,7 +30,8 @@ from stages.shared.artifacts.artifact import Artifact
 from stages.shared.chat_format.chat import ChatEncoder
 from stages.shared.chat_format.images import patches_png
 from stages.shared.inputs.model_directory import ModelDirectory, processor_input
-from stages.shared.pages.page import counted, render_part
+from stages.shared.pages.page import render_part
+from stages.shared.pages.shown_numbers import counted, show_value
 from stages.shared.preview.samples import TINY_SIDE, evenly, in_turn, small_picture
 from trainer.contract.names import HF_EXPORT, RUN_JSON
 
@@ -165,7 +166,7 @@ def _card(
             f"{row['num_patches']:,} patches",
             counted(row["num_images"], "image"),
         ]
-    figures += [f"{row['size'] / 1000:,.1f} kB as {pixels.codec}"]
+    figures += [f"{show_value(row['size'] / 1000)} kB as {pixels.codec}"]
     runs = token_runs(sample, image_token_id, pixels.config.patch_format.merge_size)
     return {
         "key": row["key"],

@@ -17,6 +17,7 @@ from stages.compare.comparison import compare_predictions
 from stages.compare.stage import _stats, _table, shown_keys, write_comparison_report
 from stages.shared.pages.page import artifact_page
 from stages.shared.scoring.intervals import Bootstrap
+from tests.helpers.pages import assert_images_told
 
 pytestmark = pytest.mark.promise(
     "The gain over the model before training has a paired bootstrap interval, and gates keep a model out of the "
@@ -101,6 +102,7 @@ def test_the_page_shows_both_answers_and_the_numbers(comparison, tmp_path):
     page = artifact_page(tmp_path, Manifest(stage="compare", version=1, fingerprint="0" * 16, config={}, parents={}))
     assert "Worse than before (1 in all" in page and "Better than before (55 in all" in page
     assert "before (1): 7" in page and "after (0): 3" in page and page.count("data:image/png") == 1 + 48
+    assert_images_told(page)
     sizes = [Image.open(io.BytesIO(base64.b64decode(data))).size for data in re.findall(r"png;base64,([^\"]+)", page)]
     assert sizes[0][0] > 1.9 * sizes[1][0], "one picture of two is shown"
     report = json.loads((tmp_path / "report.json").read_text())

@@ -83,8 +83,8 @@ def test_it_is_the_export_with_a_card(inputs, tmp_path):
         *(("digits", "cer", 0.5), ("digits", "stop_rate", 1.0)),
         *(("overall", "score", 0.5), ("overall", "cer", 0.5)),
     ]
-    assert "| digits | cer | 0.5 | 0.2500 to 0.7500 | 0.8750 | 7 |" in card.text
-    assert "| overall | score | 0.5 | 0.2500 to 0.7500 | 0.1250 | 7 |" in card.text
+    assert "| digits | cer | 0.5 | 0.25 to 0.75 | 0.875 | 7 |" in card.text
+    assert "| overall | score | 0.5 | 0.25 to 0.75 | 0.125 | 7 |" in card.text
     assert "2 samples with a picture that occurs in train or looks alike are left out" in card.text
     assert "| overall | 2 | 0 | 1 | 1 |" in card.text and "num_steps: 3" in card.text
 
@@ -127,7 +127,7 @@ def test_files_are_copied_where_they_cannot_have_two_names(inputs, tmp_path, mon
 def test_without_comparison_and_search_the_card_says_so(inputs, tmp_path):
     del inputs["compare"], inputs["contamination"]
     card = card_of(inputs, tmp_path / "root")
-    assert "| digits | cer | 0.5 | 0.2500 to 0.7500 |   | 7 |" in card and "Not looked for." in card
+    assert "| digits | cer | 0.5 | 0.25 to 0.75 |   | 7 |" in card and "Not looked for." in card
 
 
 def test_tensors_that_were_only_carried_are_said_to_be_the_base_models(inputs, tmp_path):

@@ -98,3 +98,7 @@ def test_what_layers_report_is_a_curve(tmp_path):
     (curve,) = [section for section in sections if section["title"] == "Figures of the layers"]
     svg = base64.b64decode(curve["source"].removeprefix("data:image/svg+xml;base64,")).decode()
     assert "<svg" in svg and "layers_experts_idle" in svg
+    assert curve["shows"].startswith("Figures of the layers over the steps 1 to 2: layers_expert_load from 2.5 to 3.5")
+    (loss,) = [section for section in sections if section["title"] == "Loss"]
+    svg = base64.b64decode(loss["source"].removeprefix("data:image/svg+xml;base64,")).decode()
+    assert "<!-- step -->" in svg and "<!-- nats, mean of the loss tokens -->" in svg, "the names of the axes"

@@ -8,9 +8,19 @@ import numpy as np
 import pytest
 
 from dataset_builders.contracts.manifest import Manifest
-from stages.shared.pages.page import artifact_page, markdown_table, plain_page, show_value
-from stages.shared.pages.report import Drawing, Histogram, Pictures, Table, read_report, section_data, write_report
-from tests.helpers.pages import assert_self_contained, parse_page
+from stages.shared.pages.page import artifact_page, markdown_table, plain_page
+from stages.shared.pages.report import (
+    Drawing,
+    Histogram,
+    Picture,
+    Pictures,
+    Table,
+    read_report,
+    section_data,
+    write_report,
+)
+from stages.shared.pages.shown_numbers import show_gain, show_share, show_value
+from tests.helpers.pages import assert_images_told, assert_self_contained, parse_page
 from tests.helpers.raw_rows import encode, picture, png
 
 MANIFEST = Manifest(stage="made", version=1, fingerprint="0" * 16, config={}, parents={})
@@ -30,8 +40,8 @@ def all_kinds():
     return [
         Histogram("Sides", [32, 32, 48, 64, 640], "pixels"),
         Table("Subsets", ["subset", "samples"], [["ai2d", 12345], ["vqa", None]]),
-        Pictures("Samples", [(png(1), "Which? <7>\nand why")]),
-        Drawing("Loss", SVG),
+        Pictures("Samples", [Picture(png(1), "1 image of ai2d/7", "Which? <7>\nand why")]),
+        Drawing("Loss", SVG, "Loss over the steps"),
     ]
 
 
@@ -53,6 +63,9 @@ def test_page_is_self_contained_and_shows_everything(tmp_path):
     assert "width=device-width" in page
     for wanted in ["12,345", "ai2d", 'class="bars"', "Which? &lt;7&gt;", 'class="curve"', "pixels"]:
         assert wanted in page
+    assert_images_told(page)
+    (bars_of,) = parse_page(page).find("div", "bars")
+    assert bars_of.attributes["aria-label"].startswith("Sides: bars of the count over pixels, count 5, min 32")
 
 
 def test_everything_foreign_is_escaped(tmp_path):
@@ -60,8 +73,8 @@ def test_everything_foreign_is_escaped(tmp_path):
     sections = [
         Histogram(bad, [1, 2], bad),
         Table(bad, [bad], [[bad]]),
-        Pictures(bad, [(png(1), bad)]),
-        Drawing(bad, bad),
+        Pictures(bad, [Picture(png(1), bad, bad)]),
+        Drawing(bad, bad, bad),
     ]
     for page in (
         write(tmp_path, title=bad, summary={bad: bad, "nested": {bad: bad}}, sections=sections)[1],
@@ -106,7 +119,7 @@ def test_empty_sections_say_so(tmp_path):
 
 @pytest.mark.parametrize("image_format, kind", [("PNG", "png"), ("JPEG", "jpeg"), ("WEBP", "webp"), ("GIF", "gif")])
 def test_pictures_keep_their_format(tmp_path, image_format, kind):
-    _, page = write(tmp_path, sections=[Pictures("p", [(encode(picture(1), image_format), "x")])])
+    _, page = write(tmp_path, sections=[Pictures("p", [Picture(encode(picture(1), image_format), "x", "x")])])
     assert f"data:image/{kind};base64," in page
 
 
@@ -134,9 +147,11 @@ def test_values_that_are_not_finite_are_counted_beside(tmp_path):
     assert figures["count"] == 1 and figures["not finite"] == 2
 
 
-def test_show_value():
+def test_numbers_have_four_digits():
     shown = [show_value(v) for v in (None, True, 1234567, 0.123456, 12345.678, 3.0, "x", float("nan"))]
     assert shown == ["-", "yes", "1,234,567", "0.1235", "12,345.7", "3", "x", "nan"]
+    assert [show_gain(v) for v in (0.12345, -0.5, 0.0, -0.0)] == ["+0.1235", "-0.5", "0", "0"]
+    assert [show_share(v) for v in (0.998712, 0.95, 1.0)] == ["99.87%", "95%", "100%"]
 
 
 def test_foreign_text_does_not_break_a_table_of_markdown():

@@ -43,4 +43,4 @@ def test_what_is_put_in_is_escaped():
 
 def test_a_name_that_was_not_given_is_an_error():
     with pytest.raises(jinja2.UndefinedError, match="'summary' is undefined"):
-        render("page.html.j2", title="x", name="x", contents="", made_from=None)
+        render("page.html.j2", title="x", name="", contents="")
