@@ -126,7 +126,8 @@ _DIFFERENCE = {
 def first_view(is_of_one_run: bool = False) -> dict[str, Any]:
     """Return a state of MLflow's pages in which score and loss are the first columns and the first charts.
 
-    The pages add the other metrics behind these. They keep the state of a page in the browser.
+    The pages put the columns of `columnOrder` before all others but the run's name, and show a metric with all its
+    digits. They keep the state of a page in the browser.
 
     Args:
         is_of_one_run: for the charts of a run, which has no table and nothing to differ from.
@@ -150,7 +151,8 @@ def first_view(is_of_one_run: bool = False) -> dict[str, Any]:
     if is_of_one_run:
         return view
     charts.append(_chart("DIFFERENCE", "difference", "athanor-2", **_DIFFERENCE))
-    return view | {"selectedColumns": [f"metrics.`{name}`" for name in _COLUMNS], "hideEmptyCharts": True}
+    columns = [f"metrics.`{name}`" for name in _COLUMNS]
+    return view | {"selectedColumns": columns, "columnOrder": columns, "columnWidths": {}, "hideEmptyCharts": True}
 
 
 def _chart(kind: str, name: str, section: str, **settings: Any) -> dict[str, Any]:

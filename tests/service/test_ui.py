@@ -192,6 +192,11 @@ def test_mlflow_opens_on_score_and_loss(service, form_run, pictures, page):
     ] * 2
     page.wait_for_timeout(3000)
     snap(page, pictures / "mlflow_experiment.png")
+    page.goto(f"{run_url.partition('/runs/')[0]}/runs?compareRunsMode=TABLE")
+    columns = page.locator(".ag-header-viewport .ag-header-cell")
+    columns.filter(has_text="score").first.wait_for()
+    left = {column.bounding_box()["x"]: column.text_content() for column in columns.all()}
+    assert left[min(left)].strip() == "score", "the first column after the run's name"
     page.goto(run_url)
     page.get_by_text("score_low", exact=True).wait_for()
     assert page.get_by_text("Reports:").is_visible() and not page.get_by_text("fingerprint").count()

@@ -25,6 +25,7 @@ def test_the_first_view_shows_metrics_that_runs_have():
     known = {"score", "gain", *MetricsRow.model_fields}
     view = first_view()
     assert {name[9:-1] for name in view["selectedColumns"]} <= known
+    assert view["columnOrder"][0] == "metrics.`score`", "MLflow's own order is the duration, then the metrics by name"
     charts = [chart["metricKey"] for chart in view["compareRunCharts"] if chart["type"] != "DIFFERENCE"]
     assert charts[:3] == ["score", "heldout_loss", "loss"] and set(charts) <= known
     assert "selectedColumns" not in first_view(is_of_one_run=True)
