@@ -185,10 +185,10 @@ def write_plan_report(
     count = min(len(train), _SHOWN_BINS)
     sums = train.sums(np.arange(count) * len(train) // count)
     which = "train" if count == len(train) else f"{count:,} of {len(train):,} training bins"
-    images = "images" if stats["max_images"] is None else f"images, of {stats['max_images']}"
+    images = "images" if stats["max_images"] is None else f"images, of {stats['max_images']:,}"
     sections = [
-        Histogram(f"Tokens of a bin ({which})", sums.num_tokens, f"tokens, of {stats['seq_len']}"),
-        Histogram(f"Patches of a bin ({which})", sums.num_patches, f"patches, of {stats['max_patches']}"),
+        Histogram(f"Tokens of a bin ({which})", sums.num_tokens, f"tokens, of {stats['seq_len']:,}"),
+        Histogram(f"Patches of a bin ({which})", sums.num_patches, f"patches, of {stats['max_patches']:,}"),
         Histogram(f"Samples of a bin ({which})", sums.num_samples, "samples"),
         Histogram(f"Images of a bin ({which})", sums.num_images, images),
         *(_subset_table(number, stats) for number in range(min(len(stats["epochs"]), _SHOWN_EPOCHS))),

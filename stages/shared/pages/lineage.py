@@ -120,7 +120,7 @@ def _samples(manifest: Manifest) -> str:
     names: Mapping[str, object] = manifest.stats.get("samples", {})
     shown = list(names)[:_SHOWN_SUBSETS]
     more = [f"and {len(names) - len(shown)} more"] if len(names) > len(shown) else []
-    subsets = f" of {', '.join([*shown, *more])}" if names else ""
+    subsets = f"; subsets: {', '.join([*shown, *more])}" if names else ""
     return f"{counted(counts['train'], 'sample')} to train on, {counts['heldout']:,} held out{subsets}"
 
 

@@ -104,7 +104,7 @@ def test_the_head_names_the_model_and_the_data(made):
     model = f"{exported} (7,000 parameters in float32), from {trained}, from {started}"
     assert all(lines[name]["model"] == model for name in ("after", "tuned", "compared", "released"))
     assert all(lines[name]["model"] == started for name in ("before", "base", "trained"))
-    data = "1,263 samples to train on, 534 held out of pairs, texts"
+    data = "1,263 samples to train on, 534 held out; subsets: pairs, texts"
     assert lines["samples"]["data"] == data
     named = f"convert {pages['samples'].fingerprint} ({data})"
     assert all(lines[name]["data"] == named for name in pages if name != "samples")
