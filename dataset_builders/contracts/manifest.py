@@ -152,6 +152,18 @@ def read_feature_store(directory: StorePath, stats: Mapping[str, Any]) -> Featur
         ) from error
 
 
+class SubsetOrigin(StrictModel):
+    """The rows that a subset was made from: a value of stats["origins"] of the samples' manifest."""
+
+    builder: str = Field(description="name of the builder that read them")
+    name: str = Field(description="the subset's own name in its source: docvqa, for mine_docvqa of the source mine")
+
+
+def read_origins(stats: Mapping[str, Any]) -> dict[str, SubsetOrigin]:
+    """Return subset -> its origin, from the stats of the samples' manifest."""
+    return {subset: SubsetOrigin.model_validate(origin) for subset, origin in stats["origins"].items()}
+
+
 def canonical_json(value: object) -> str:
     """Return the value as JSON with sorted keys and no spaces; the text is the same in every process."""
 

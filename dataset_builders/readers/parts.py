@@ -52,6 +52,13 @@ class Part:
     # The stores whose objects its rows may name; None: any. The part carries them, because a worker on another host has
     # another environment.
     stores: tuple[str, ...] | None = None
+    # The beginning of `subset` that is not its own: the source's name and an underscore, of one of several sources.
+    prefix: str = ""
+
+    @property
+    def own_subset(self) -> str:
+        """The subset's name in its source, by which a known dataset knows it."""
+        return self.subset.removeprefix(self.prefix)
 
     def key(self, row: int) -> str:
         """Return the key of row number `row` of the subset. It does not depend on how the subset is cut into files."""

@@ -1,4 +1,4 @@
-"""The known datasets: BUILDERS, the subsets on the Hugging Face hub, and their licences.
+"""The known datasets: BUILDERS, the subsets on the Hugging Face hub, the known subsets, and their licences.
 
 BUILDERS has name -> module and attribute of a Builder. See "Add a dataset" in CONTRIBUTING.md.
 """
@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dataset_builders.contracts.manifest import SubsetOrigin
 from dataset_builders.errors import InputError
 from dataset_builders.readers.parts import Builder
 from dataset_builders.readers.source_files import nearest
@@ -39,6 +40,19 @@ robut_sqa robut_wikisql robut_wtq scienceqa screen2words spot_the_diff st_vqa ta
 textcaps textvqa tqa vistext visual7w visualmrc vqarad vqav2 vsr websight
 """
 HUB_SUBSETS: dict[str, tuple[str, ...]] = {"HuggingFaceM4/the_cauldron": tuple(_THE_CAULDRON.split())}
+
+_CORD_V2 = ("cord_v2_train", "cord_v2_validation", "cord_v2_test")
+# Builder -> the subsets that are known of it: those of the dataset that it is named after, and CORD in the_cauldron's
+# schema. Rows that another builder read are not theirs, whatever their subset is called.
+KNOWN_SUBSETS: dict[str, tuple[str, ...]] = {
+    "the_cauldron": (*HUB_SUBSETS["HuggingFaceM4/the_cauldron"], "cord_v2"),
+    "cord_v2": _CORD_V2,
+}
+
+
+def known_name(origin: SubsetOrigin) -> str | None:
+    """Return the name under which LICENCES and the table of metrics have a subset; None if it is not a known one."""
+    return origin.name if origin.name in KNOWN_SUBSETS.get(origin.builder, ()) else None
 
 
 def check_hub_subsets(name: str, subsets: Sequence[str]) -> None:
@@ -79,10 +93,10 @@ LICENCES: dict[str, Licence] = {
     "scienceqa": Licence("cc-by-nc-sa-4.0", "github.com/lupantech/ScienceQA, README.md"),
     "vsr": Licence("apache-2.0", "github.com/cambridgeltl/visual-spatial-reasoning, README.md"),
     "websight": Licence("cc-by-4.0", "dataset card of HuggingFaceM4/WebSight"),
-    **dict.fromkeys(("cord_v2", "cord_v2_train", "cord_v2_validation", "cord_v2_test"), _CORD),
+    **dict.fromkeys(("cord_v2", *_CORD_V2), _CORD),
 }
 
 
-def licence_of(subset: str) -> Licence:
-    """Return the licence of a subset; `unknown` if the table has none."""
-    return LICENCES.get(subset, Licence(UNKNOWN, "no statement found; see the dataset's own page"))
+def licence_of(origin: SubsetOrigin) -> Licence:
+    """Return the licence of a subset; `unknown` if it is not a known one, or the table has none."""
+    return LICENCES.get(known_name(origin), Licence(UNKNOWN, "no statement found; see the dataset's own page"))

@@ -36,7 +36,7 @@ from typing import Literal
 import pyarrow as pa
 from pydantic import Field
 
-from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Sample, SkipSample, subset_of
+from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Sample, SkipSample
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.errors import InputError
 from dataset_builders.readers.image_refs import IMAGE_PATTERNS, ImageReader
@@ -85,10 +85,10 @@ def iter_part(
     part: Part, options: CauldronOptions, rows: Container[int] | None = None
 ) -> Iterator[Sample | SkippedRow]:
     """Yield samples and unusable rows of one part, in order of their keys. A few rows are in memory at a time."""
-    reader = ImageReader(part)
+    reader, both_spellings = ImageReader(part), part.own_subset in DOCUMENTS
 
     def convert(key: str, record: pa.StructScalar) -> Iterator[Sample | SkippedRow]:
-        texts = _pairs(record)
+        texts = _pairs(record, both_spellings)
         images = tuple(image_bytes(image, i, reader) for i, image in enumerate(value_of(record, "images") or []))
         if options.turns == "chat":
             yield _sample(key, texts, images)
@@ -162,7 +162,7 @@ class _Pair:
     references: tuple[str, ...]
 
 
-def _pairs(record: pa.StructScalar) -> list[_Pair]:
+def _pairs(record: pa.StructScalar, both_spellings: bool) -> list[_Pair]:
     texts = value_of(record, "texts") or []
     for i, pair in enumerate(texts):
         for name in _TEXT_FIELDS:
@@ -172,10 +172,14 @@ def _pairs(record: pa.StructScalar) -> list[_Pair]:
             raise SkipSample("schema_error", f"texts[{i}] has a null among its references")
     if not texts:
         raise SkipSample("no_text", "texts is empty")
-    return [
-        _Pair(stripped(pair["user"]), stripped(pair["assistant"]), tuple(map(stripped, pair.get(_REFERENCES) or ())))
-        for pair in texts
-    ]
+    pairs = []
+    for pair in texts:
+        answer = stripped(pair["assistant"])
+        references = tuple(map(stripped, pair.get(_REFERENCES) or ()))
+        pairs.append(
+            _Pair(stripped(pair["user"]), answer, references or (_spellings(answer) if both_spellings else ()))
+        )
+    return pairs
 
 
 def _sample(key: str, pairs: Sequence[_Pair], images: tuple[bytes, ...]) -> Sample | SkippedRow:
@@ -183,8 +187,7 @@ def _sample(key: str, pairs: Sequence[_Pair], images: tuple[bytes, ...]) -> Samp
     messages = []
     for pair in pairs:
         messages.append(Message(role="user", text=pair.question))
-        references = pair.references or _spellings(key, pair.answer)
-        messages.append(Message(role="assistant", text=pair.answer, references=references))
+        messages.append(Message(role="assistant", text=pair.answer, references=pair.references))
     if own_slots == 0:
         messages[0] = Message(role="user", text=IMAGE_SLOT * len(images) + messages[0].text)
     sample = Sample(key=key, messages=tuple(messages), images=images)
@@ -197,7 +200,7 @@ def _sample(key: str, pairs: Sequence[_Pair], images: tuple[bytes, ...]) -> Samp
     return sample
 
 
-def _spellings(key: str, answer: str) -> tuple[str, ...]:
-    """Return the answer with and without its full stop, in subsets whose metric counts the stop; else nothing."""
+def _spellings(answer: str) -> tuple[str, ...]:
+    """Return the answer with and without its full stop; nothing if it has none."""
     is_ended = answer.endswith(".") and not answer.endswith("..") and len(answer) > 1
-    return (answer, answer[:-1]) if is_ended and subset_of(key) in DOCUMENTS else ()
+    return (answer, answer[:-1]) if is_ended else ()

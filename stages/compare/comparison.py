@@ -5,7 +5,7 @@ the intervals of one score, and of its lead over another model's, for the regist
 """
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +27,7 @@ from stages.shared.scoring.intervals import (
 )
 from stages.shared.scoring.metrics.contract import Judged
 from stages.shared.scoring.names import METRIC_NAMES, OVERALL, SCORE
-from stages.shared.scoring.subsets import get_metric, metrics_of
+from stages.shared.scoring.subsets import SubsetMetrics, get_metric, read_metrics
 from stages.shared.scoring.summary import AnswerSet, SubsetScores, score_subsets, upward_rows
 
 _SAME = ("key", "turn", "question", "references")
@@ -58,13 +58,14 @@ class Comparison:
 
 
 def compare_predictions(
-    base: pa.Table, tuned: pa.Table, overrides: Mapping[str, Sequence[str]], bootstrap: Bootstrap
+    base: pa.Table, tuned: pa.Table, metrics_of: Mapping[str, SubsetMetrics], bootstrap: Bootstrap
 ) -> Comparison:
-    """Compare two evaluations' predictions, row by row; InputError if they do not answer the same questions."""
+    """Compare two evaluations' predictions, row by row; InputError if they do not answer the same questions.
+    `metrics_of` are the metrics of each subset."""
     _check_same(base, tuned)
     before, after = _answers_of(base), _answers_of(tuned)
-    first, _ = score_subsets(before, overrides, bootstrap)
-    second, _ = score_subsets(after, overrides, bootstrap)
+    first, _ = score_subsets(before, metrics_of, bootstrap)
+    second, _ = score_subsets(after, metrics_of, bootstrap)
     differences = {name: difference(first[name].statistics, second[name].statistics, bootstrap) for name in first}
     differences[OVERALL] = overall_difference(
         [scores.statistics for scores in first.values()], [scores.statistics for scores in second.values()], bootstrap
@@ -113,7 +114,7 @@ class ScoredAnswers:
             return
         answers = _answers_of(self.predictions)
         names = sorted({name for name in answers.subset if subset in ("", OVERALL, name)})
-        metrics = {name: metrics_of(name, evaluated.manifest.config.get("metrics", {})) for name in names}
+        metrics = read_metrics(evaluated.manifest.stats)
         if self._is_score:
             pieces = [(metrics[name].headline, [name]) for name in names]
         else:

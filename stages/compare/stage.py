@@ -28,6 +28,7 @@ from stages.shared.pages.report import Picture, Pictures, Section, Table, write_
 from stages.shared.pages.shown_numbers import show_gain, show_value
 from stages.shared.scoring.intervals import Bootstrap
 from stages.shared.scoring.names import OVERALL
+from stages.shared.scoring.subsets import read_metrics
 from stages.shared.scoring.summary import upward_rows, upwards
 
 # 2: contaminated samples are excluded; 3: all images of a sample on the page; 4: what they show
@@ -56,13 +57,13 @@ _THUMBNAIL_SIDE = 160  # pixels
 def compare(config: CompareConfig, inputs: Mapping[str, Artifact], work: Path, resources: object) -> StageOutput:
     """Run the stage. Inputs: "base" and "tuned", two evaluations; "samples", the samples that both answered."""
     base, tuned = (counted(read_predictions(inputs[name].dir)) for name in ("base", "tuned"))
-    of_base, overrides = (inputs[name].manifest.config.get("metrics", {}) for name in ("base", "tuned"))
-    if of_base != overrides:
+    of_base, of_tuned = (inputs[name].manifest.config.get("metrics", {}) for name in ("base", "tuned"))
+    if of_base != of_tuned:
         raise InputError(
-            f"evaluate.metrics of the two evaluations differ: {of_base} and {overrides}; evaluate both alike"
+            f"evaluate.metrics of the two evaluations differ: {of_base} and {of_tuned}; evaluate both alike"
         )
     bootstrap = Bootstrap(resamples=config.resamples, level=config.level, seed=config.seed)
-    comparison = compare_predictions(base, tuned, overrides, bootstrap)
+    comparison = compare_predictions(base, tuned, read_metrics(inputs["tuned"].manifest.stats), bootstrap)
     table = _table(base, tuned, comparison)
     with atomic_path(work / COMPARISON) as tmp:
         pq.write_table(table, tmp)

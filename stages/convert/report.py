@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from dataset_builders.contracts.manifest import SubsetOrigin
 from dataset_builders.contracts.sample import SKIP_REASONS, SPLITS
 from dataset_builders.readers.parts import Part
 from dataset_builders.storage.store import StorePath
@@ -66,6 +67,7 @@ class Converted:
         num_rows: number of raw rows read.
         pictures: the table of `distinct_pictures`.
         parts: number of a part -> the part.
+        origins: subset -> its origin.
     """
 
     source_rows: int
@@ -75,6 +77,7 @@ class Converted:
     figures: Figures
     pictures: pa.Table
     parts: Mapping[int, Part]
+    origins: Mapping[str, SubsetOrigin]
 
 
 def iter_left_out(scan: Scan, plan: Plan, parts: Mapping[int, Part]) -> Iterator[LeftOut]:
@@ -105,6 +108,7 @@ def convert_stats(converted: Converted) -> dict[str, object]:
         "raw_rows": converted.num_rows,
         "seen": len(converted.scan),
         "samples": {name: dict(subset.samples) for name, subset in figures.subsets.items()},
+        "origins": {name: origin.model_dump() for name, origin in converted.origins.items()},
         "turns": figures.turns,
         "pictures": {split: int((splits == place).sum()) for place, split in enumerate(SPLITS)},
         "picture_formats": dict(sorted(value_counts(pictures["format"]).items())),

@@ -14,6 +14,7 @@ from itertools import pairwise
 import numpy as np
 import xxhash
 
+from dataset_builders.contracts.manifest import SubsetOrigin
 from dataset_builders.contracts.sample import Sample
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.errors import InputError
@@ -31,6 +32,13 @@ class RawRows:
 
     parts: Mapping[int, Part]
     readers: Mapping[int, tuple[str, StrictModel]]  # name of the part's builder, and its options
+
+    def origins(self) -> dict[str, SubsetOrigin]:
+        """Return subset -> the rows that it is made from, in order of the parts."""
+        return {
+            part.subset: SubsetOrigin(builder=self.readers[number][0], name=part.own_subset)
+            for number, part in self.parts.items()
+        }
 
     def read(self, number: int, keys: Sequence[str]) -> Iterator[Sample]:
         """Yield the samples of a part with these keys, in the order of the source."""
@@ -54,7 +62,8 @@ def list_rows(config: ConvertConfig, inputs: Mapping[str, Input]) -> tuple[RawRo
         found = parts_of(builder, source, reading.subsets, options, reading.heldout_files)
         if not any(part.num_rows for part in found):
             raise InputError(f"the files below {source} hold no rows; give a source with some")
-        parts += [dataclasses.replace(part, subset=f"{subset_prefix(role)}{part.subset}") for part in found]
+        prefix = subset_prefix(role)
+        parts += [dataclasses.replace(part, subset=f"{prefix}{part.subset}", prefix=prefix) for part in found]
         readers += [(reading.builder, options)] * len(found)
     assert_parts_apart(parts)
     source_rows = sum(part.num_rows for part in parts)

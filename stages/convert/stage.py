@@ -26,7 +26,8 @@ from stages.shared.artifacts.workers import StageResources
 
 # 3: references of documents without the_cauldron's full stop; 4: min_heldout, running numbers with any number of digits
 # 5: a key twice, the digits of float32; 6: what no option reads, placeholders, numbered marks
-VERSION = 7  # 7: rows with a mask, weights of messages or an image that no option reads are left out of tables too
+# 7: rows with a mask, weights of messages or an image that no option reads are left out of tables too
+VERSION = 8  # 8: origins of the subsets; both spellings of documents among several sources too
 
 _ROWS_PER_WORKER = 2000  # rows that take about as long as the start of a process
 
@@ -72,6 +73,7 @@ def _run(config: ConvertConfig, inputs: Mapping[str, Input], work: StorePath, re
         figures=gather_figures(work, scan, plan, rows.parts),
         pictures=distinct_pictures(scan, plan),
         parts=rows.parts,
+        origins=rows.origins(),
     )
     write_pictures(work / PICTURES, converted.pictures, scan, plan)
     stats = convert_stats(converted)

@@ -13,6 +13,7 @@ from stages.evaluate.predictions import Prediction, Scored
 from stages.shared.scoring.intervals import Bootstrap, Interval
 from stages.shared.scoring.metrics.contract import Judged
 from stages.shared.scoring.names import HEALTH_NAMES, LOSS, OVERALL, PERPLEXITY
+from stages.shared.scoring.subsets import SubsetMetrics
 from stages.shared.scoring.summary import AnswerSet, SubsetScores, score_subsets, table_of, upward_rows, upwards
 from trainer.contract.result import HeldoutRow
 
@@ -31,17 +32,17 @@ class Evaluation:
     """Predictions by sample, and their scores after a call of `score`.
 
     Args:
-        overrides: subset -> its metrics, for subsets that differ from the table of metrics.
+        metrics_of: subset -> its metrics, for all subsets.
         losses: key of a sample -> the loss of its reference answers, if the trainer measured it.
     """
 
-    def __init__(self, overrides: Mapping[str, Sequence[str]], losses: Mapping[str, HeldoutRow] | None = None) -> None:
+    def __init__(self, metrics_of: Mapping[str, SubsetMetrics], losses: Mapping[str, HeldoutRow] | None = None) -> None:
         self.predictions: list[Prediction] = []  # in the order in which they were added
         self.table: dict[str, dict[str, float]] = {}  # by subset or overall, and metric; without contaminated samples
         self.subsets: dict[str, SubsetScores] = {}  # subset -> its scores, without contaminated samples
         self.overall: Interval | None = None  # the mean of the subsets' headlines; None before `score`
         self.with_contaminated: dict[str, float] = {}  # subset or overall -> `score` with them; empty if there are none
-        self._overrides, self._losses = overrides, losses or {}
+        self._metrics_of, self._losses = metrics_of, losses or {}
         self._pictures: list[list[str]] = []
         self._rows: dict[str, list[int]] = defaultdict(list)
         self._scored: list[Scored] = []
@@ -62,11 +63,11 @@ class Evaluation:
         self._scored = [Scored("", None)] * len(predictions)
         # Contaminated samples get scores per answer, but no other score counts them.
         if len(rows) < len(predictions):
-            scores, overall = score_subsets(everything, self._overrides, _POINT)
+            scores, overall = score_subsets(everything, self._metrics_of, _POINT)
             self._set_rows(scores, self._groups(range(len(predictions))))
             self.with_contaminated = {name: upwards(s) for name, s in scores.items()} | {OVERALL: overall.value}
         counted, groups = everything.take(rows), self._groups(rows)
-        self.subsets, self.overall = score_subsets(counted, self._overrides, BOOTSTRAP)
+        self.subsets, self.overall = score_subsets(counted, self._metrics_of, BOOTSTRAP)
         self._set_rows(self.subsets, groups)
         self.table = table_of(counted, self.subsets, self.overall)
         for name, members in groups.items():

@@ -106,7 +106,10 @@ def counted(predictions: pa.Table) -> pa.Table:
 def heldout_fingerprint(evaluated: Artifact) -> str:
     """Return 16 hex digits that identify the subject of an evaluation's scores: the counted questions, their right
     answers and images, and the metrics. They do not depend on the model or on the path of the root."""
-    columns = ["subset", "turn", "question", "references", "pictures", "metric"]
+    columns = ["subset", "turn", "question", "references", "pictures"]
     rows = counted(read_predictions(evaluated.dir, [*columns, "contaminated"])).select(columns).to_pylist()
-    metrics = evaluated.manifest.config.get("metrics", {})
+    metrics_of = evaluated.manifest.stats["metrics"]  # as they are, without the libraries that compute them
+    metrics = {
+        name: [metrics_of[name]["headline"], *metrics_of[name]["others"]] for name in {r["subset"] for r in rows}
+    }
     return fingerprint({"rows": sorted(rows, key=canonical_json), "metrics": metrics})

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from dataset_builders.contracts.manifest import read_origins
 from dataset_builders.contracts.sample import IMAGE_SLOT, Sample, image_digests
 from dataset_builders.errors import InputError
 from dataset_builders.storage.store import local_copy
@@ -26,13 +27,14 @@ from stages.shared.artifacts.workers import StageResources
 from stages.shared.pages.report import Histogram, Picture, Pictures, Section, Table, write_report
 from stages.shared.pages.shown_numbers import show_value
 from stages.shared.scoring.names import OVERALL, SCORE
+from stages.shared.scoring.subsets import metrics_of
 from trainer.contract.names import HELDOUT_BASE_JSONL, HELDOUT_JSONL
 from trainer.contract.result import read_heldout
 
 # 2: num_images in predictions.parquet; 3: the answers come from another stage; 4: each subset's own metrics; 5:
 # contaminated samples not counted, losses of the references; 6: scores by field; 7: multiple
 # choice reads denied, joined and full-width options, and an option's text before a letter that names something else;
-# 8: what the images on the page show
+# 8: what the images on the page show; subsets are known by their builder and their own name
 VERSION = 8
 # Role of the training -> its file with the losses of the model that answers: the trained model, or the model before.
 _LOSSES = {"made_by": HELDOUT_JSONL, "start_of": HELDOUT_BASE_JSONL}
@@ -55,7 +57,9 @@ def evaluate(
     skips = Counter(line.skip for group in lines.values() for line in group if isinstance(line, SkippedSample))
     # Empty without a training, or if the training had no held-out bins.
     losses = [inputs[role].dir / name for role, name in _LOSSES.items() if role in inputs]
-    evaluation = Evaluation(config.metrics, by_sample(row for path in losses[:1] for row in read_heldout(path)))
+    origins = read_origins(samples.manifest.stats)
+    metrics = {subset: metrics_of(subset, origin, config.metrics) for subset, origin in origins.items()}
+    evaluation = Evaluation(metrics, by_sample(row for path in losses[:1] for row in read_heldout(path)))
     contaminated = contaminated_keys(inputs["contamination"].dir) if "contamination" in inputs else {}
     for sample in heldout_samples(samples, config.max_samples_per_subset):
         if sample.key not in lines:
@@ -84,6 +88,7 @@ def evaluate(
     headlines = {name: {"metric": s.metrics.headline} | asdict(s.headline) for name, s in evaluation.subsets.items()}
     headlines[OVERALL] = {"metric": SCORE} | asdict(evaluation.overall)
     stats = {"scores": evaluation.table, "counts": evaluation.counts(), "headlines": headlines}
+    stats["metrics"] = {subset: asdict(each) for subset, each in metrics.items()}
     fields = {name: scores.fields for name, scores in evaluation.subsets.items() if scores.fields}
     sometimes = {"fields": fields, "with_contaminated": evaluation.with_contaminated}
     stats |= {name: figures for name, figures in sometimes.items() if figures}

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 from huggingface_hub import EvalResult, ModelCardData
 
+from dataset_builders.contracts.manifest import SubsetOrigin
 from dataset_builders.sources.registry import CAULDRON_PROMPTS, licence_of
 from dataset_builders.storage.files import write_text
 from stages.shared.artifacts.artifact import Artifact
@@ -47,6 +48,7 @@ class CardFacts:
     base_model: str | None  # hub name or directory that training started from; None: random weights
     datasets: Sequence[str]  # sources of the samples, hub names or descriptions
     subsets: Mapping[str, Mapping[str, int]]  # subset -> {"train": samples, "heldout": samples}
+    origins: Mapping[str, SubsetOrigin]  # subset -> the rows that it was made from, for its licence
     recipe: Mapping[str, object]  # the whole configuration that determines the model, as plain values
     training: Mapping[str, int | float | str]  # name -> value: steps, tokens, losses, parameters
     scores: Mapping[str, Sequence[Score]]  # subset, or `overall` -> its scores, the headline first
@@ -97,8 +99,9 @@ def model_card(facts: CardFacts) -> str:
         cauldron=_CAULDRON,
         prompts_licence=CAULDRON_PROMPTS,
         subsets=[
-            [name, sizes.get("train", 0), sizes.get("heldout", 0), licence_of(name).name, licence_of(name).source]
+            [name, sizes.get("train", 0), sizes.get("heldout", 0), licence.name, licence.source]
             for name, sizes in facts.subsets.items()
+            for licence in (licence_of(facts.origins[name]),)
         ],
         adapter=[[k, ", ".join(v) if isinstance(v, list) else v] for k, v in (facts.adapter or {}).items()],
         recipe=yaml.safe_dump(dict(facts.recipe), sort_keys=False).strip(),
@@ -109,7 +112,7 @@ def _head(facts: CardFacts) -> ModelCardData:
     names = {"base_model": facts.base_model} if facts.base_model and HUB_NAME.fullmatch(facts.base_model) else {}
     datasets = [name for name in facts.datasets if HUB_NAME.fullmatch(name)]
     # Of all subsets that were trained on, each once, and of the_cauldron's prompts.
-    licences = {licence_of(subset).name for subset, sizes in facts.subsets.items() if sizes.get("train")}
+    licences = {licence_of(facts.origins[name]).name for name, sizes in facts.subsets.items() if sizes.get("train")}
     licences |= {CAULDRON_PROMPTS} if _CAULDRON in facts.datasets else set()
     results = [
         EvalResult(

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dataset_builders.contracts.manifest import read_origins
 from stages.release.config import ReleaseConfig
 from stages.release.directory import write_directory
 from stages.release.flavor import FLAVOR_FILES
@@ -30,13 +31,15 @@ def release(config: ReleaseConfig, inputs: Mapping[str, Artifact], work: Path, r
     """Run the stage. Inputs: "export", "train", "samples", "evaluate"; "verify", "compare" and "contamination" are
     optional."""
     exported, evaluated = inputs["export"].manifest, inputs["evaluate"].manifest.stats
+    converted = inputs["samples"].manifest.stats
     limit = config.recipe.get("evaluate", {}).get("max_new_tokens", _MAX_NEW_TOKENS)
     known = write_directory(work, inputs["export"], inputs["samples"], config.base_model, limit)
     facts = CardFacts(
         name=config.name,
         base_model=config.base_model,
         datasets=config.datasets,
-        subsets=dict(sorted(inputs["samples"].manifest.stats["samples"].items())),
+        subsets=dict(sorted(converted["samples"].items())),
+        origins=read_origins(converted),
         recipe=config.recipe,
         training=training_facts(inputs["train"], inputs["export"]),
         adapter=exported.stats.get("adapter"),

@@ -50,7 +50,7 @@ def make_sample(number: int) -> Sample:
 def make_samples_artifact(
     directory: Path, shards: dict[str, Sequence[Sample]], fingerprint: str | None = None
 ) -> Artifact:
-    """Return a finished artifact of the convert stage.
+    """Return a finished artifact of the convert stage, as if the_cauldron's builder had read it.
 
     Args:
         shards: name, for example `train/shard-00000.tar` -> its samples; train before heldout.
@@ -63,7 +63,9 @@ def make_samples_artifact(
                 writer.write(sample.key, to_fields(sample))
             entries.append(writer.commit("train" if name.startswith("train/") else "heldout"))
     fingerprint = fingerprint or "".join(entry.sha256[:4] for entry in entries)[:16].ljust(16, "0")
-    manifest = Manifest(stage="convert", version=1, fingerprint=fingerprint, config={}, parents={}, shards=entries)
-    manifest.write(directory)
+    subsets = sorted({sample.subset for samples in shards.values() for sample in samples})
+    stats = {"origins": {subset: {"builder": "the_cauldron", "name": subset} for subset in subsets}}
+    about = {"fingerprint": fingerprint, "shards": entries, "stats": stats}
+    Manifest(stage="convert", version=1, config={}, parents={}, **about).write(directory)
     remove_entries(directory, list(shards))
     return Artifact.load(directory)

@@ -68,7 +68,8 @@ def make_trained(root: Path, fingerprint: str, num_steps: int) -> Artifact:
 
 def make_evaluated(root: Path, fingerprint: str, num_answers: int = 100, num_wrong: int = 2) -> Artifact:
     parents = {"samples": Parent(name="convert", fingerprint="c" * 16, digest="c" * 64)}
-    artifact = make_artifact(root, "evaluate", fingerprint, parents=parents, stats={"scores": SCORES})
+    stats = {"scores": SCORES, "metrics": {"a": {"headline": "exact_match", "others": [], "reason": ""}}}
+    artifact = make_artifact(root, "evaluate", fingerprint, parents=parents, stats=stats)
     answers = {
         "key": [f"a/{i:08d}" for i in range(num_answers)],
         "subset": ["a"] * num_answers,

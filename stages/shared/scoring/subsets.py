@@ -1,5 +1,8 @@
 """The metrics by name, and those of each subset, with reasons: the fifty subsets of the_cauldron, and CORD-V2.
 
+A subset is known by its own name and by the builder that read it, so that `docvqa` of the_cauldron has its metric under
+the name `web_docvqa` too, as a source `web` among several calls it, and a file of yours called docvqa.csv has not.
+
 A new metric needs its class, one line in `_METRICS` and its name in names.py. A subset with other metrics than its
 group has a `_table` of its own.
 
@@ -9,8 +12,11 @@ the full stop. exact_match is reported too: it is low for a model that was never
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+from dataset_builders.contracts.manifest import SubsetOrigin
+from dataset_builders.sources.registry import KNOWN_SUBSETS, known_name
 from stages.shared.scoring.metrics.captions import Bleu, Cider, RougeL
 from stages.shared.scoring.metrics.choices import MultipleChoice
 from stages.shared.scoring.metrics.contract import Metric
@@ -160,17 +166,13 @@ _CODE = _table(
 _RECEIPTS = _table(
     "cord_nted",
     ("cord_f1",),
-    {
-        name: "the task's own metric: the tree of a receipt"
-        for name in ("cord_v2", "cord_v2_train", "cord_v2_validation", "cord_v2_test")
-    },
+    dict.fromkeys(("cord_v2", *KNOWN_SUBSETS["cord_v2"]), "the task's own metric: the tree of a receipt"),
 )
 SUBSETS: dict[str, SubsetMetrics] = {
     name: metrics
     for group in (_SHORT, _CHOICES, _DOCUMENTS, _CHARTS, _TABLES, _CAPTIONS, _TRANSCRIPTS, _CODE, _RECEIPTS)
     for name, metrics in group.items()
 }
-_UNKNOWN = SubsetMetrics(headline="exact_match", others=(), reason="an unknown subset: the strictest metric")
 
 
 def get_metric(name: str) -> Metric:
@@ -178,12 +180,32 @@ def get_metric(name: str) -> Metric:
     return METRICS[name]
 
 
-def metrics_of(subset: str, overrides: Mapping[str, Sequence[str]] | None = None) -> SubsetMetrics:
+def metrics_of(subset: str, origin: SubsetOrigin, overrides: Mapping[str, Sequence[str]]) -> SubsetMetrics:
     """Return the metrics of a subset: from `evaluate.metrics` of a recipe (subset -> names, the headline first), else
-    from the table, else exact match."""
-    overrides = overrides or {}
+    from the table, by the name under which the subset is known, else exact match.
+
+    Raises:
+        InputError: `overrides` names a metric that does not exist, or none.
+    """
     check_overrides(overrides)
     if subset in overrides:
         headline, *others = overrides[subset]
         return SubsetMetrics(headline=headline, others=tuple(others), reason=f"evaluate.metrics.{subset}")
-    return SUBSETS.get(subset, _UNKNOWN)
+    known = known_name(origin)
+    if known is None:
+        return SubsetMetrics(headline="exact_match", others=(), reason=_why_unknown(origin))
+    return SUBSETS[known] if known == subset else replace(SUBSETS[known], reason=f"{known}: {SUBSETS[known].reason}")
+
+
+def read_metrics(stats: Mapping[str, Any]) -> dict[str, SubsetMetrics]:
+    """Return subset -> its metrics, from the stats of an evaluation's manifest."""
+    return {
+        subset: SubsetMetrics(headline=each["headline"], others=tuple(each["others"]), reason=each["reason"])
+        for subset, each in stats["metrics"].items()
+    }
+
+
+def _why_unknown(origin: SubsetOrigin) -> str:
+    if origin.name not in SUBSETS:
+        return "an unknown subset: the strictest metric"
+    return f"read by {origin.builder}, so not taken for the known {origin.name}: the strictest metric"

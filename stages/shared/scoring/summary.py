@@ -16,7 +16,7 @@ import numpy as np
 from stages.shared.scoring.intervals import Bootstrap, Interval, Subset, groups_by_picture, interval, overall
 from stages.shared.scoring.metrics.contract import Judged
 from stages.shared.scoring.names import OVERALL, PARSE_FAILURES, SCORE
-from stages.shared.scoring.subsets import SubsetMetrics, get_metric, metrics_of
+from stages.shared.scoring.subsets import SubsetMetrics, get_metric
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,11 +57,15 @@ class SubsetScores:
 
 
 def score_subsets(
-    answered: AnswerSet, overrides: Mapping[str, Sequence[str]], bootstrap: Bootstrap
+    answered: AnswerSet, metrics_of: Mapping[str, SubsetMetrics], bootstrap: Bootstrap
 ) -> tuple[dict[str, SubsetScores], Interval]:
-    """Return the scores of every subset by name, and the mean of their headlines; ValueError without answers."""
+    """Return the scores of every subset by name, and the mean of their headlines; ValueError without answers.
+
+    Args:
+        metrics_of: subset -> its metrics, for all subsets of the answers.
+    """
     names = sorted(set(answered.subset))
-    scores_of = {name: _score(answered.of(name), metrics_of(name, overrides), bootstrap) for name in names}
+    scores_of = {name: _score(answered.of(name), metrics_of[name], bootstrap) for name in names}
     return scores_of, overall([scores.statistics for scores in scores_of.values()], bootstrap)
 
 

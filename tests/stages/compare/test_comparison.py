@@ -17,6 +17,7 @@ from stages.compare.comparison import compare_predictions
 from stages.compare.stage import _stats, _table, shown_keys, write_comparison_report
 from stages.shared.pages.page import artifact_page
 from stages.shared.scoring.intervals import Bootstrap
+from stages.shared.scoring.subsets import SubsetMetrics
 from tests.helpers.pages import assert_images_told
 
 pytestmark = pytest.mark.promise(
@@ -42,7 +43,10 @@ def predictions(answers: dict[str, list[str]], references: dict[str, list[str]])
 REFERENCES = {"digits_single": ["7"] * 40, "rendered_text": ["abcd"] * 20}
 BASE = predictions({"digits_single": ["7"] * 4 + ["1"] * 36, "rendered_text": ["abzz"] * 20}, REFERENCES)
 TUNED = predictions({"digits_single": ["3"] + ["7"] * 38 + ["1"], "rendered_text": ["abcz"] * 20}, REFERENCES)
-METRICS = {"rendered_text": ["cer"]}
+METRICS = {
+    "digits_single": SubsetMetrics(headline="exact_match", others=(), reason=""),
+    "rendered_text": SubsetMetrics(headline="cer", others=(), reason=""),
+}
 WORSE = "digits_single/00000000"  # the only sample on which the tuned model is worse
 
 

@@ -1,13 +1,21 @@
 """Several sources in one convert: each is read as it would be by itself, under its own names."""
 
+import json
+
 import pytest
 
 from dataset_builders.errors import InputError
+from dataset_builders.storage.files import write_text
+from stages.answer.heldout import ANSWERS_JSONL, GeneratedAnswer, to_line
 from stages.convert.config import ConvertConfig, MixedConvertConfig, SourceReading
 from stages.convert.stage import STAGE
+from stages.evaluate.config import EvaluateConfig
+from stages.evaluate.stage import STAGE as EVALUATE
 from stages.shared.artifacts.artifact import External
 from stages.shared.artifacts.run_stage import run_stage
 from tests.helpers.own_data import captions, csv_paths, draw_rows
+from tests.helpers.raw_rows import png, row, write_source
+from tests.stages.artifacts import stage_artifact
 from tests.stages.convert.test_convert import samples_of
 
 pytestmark = pytest.mark.promise(
@@ -71,3 +79,33 @@ def test_a_source_without_rows_is_named(sources, tmp_path):
     inputs = {"raw-mine": External(tmp_path / "empty", "raw", "0" * 16), "raw-caps": sources["folder"]}
     with pytest.raises(InputError, match=r"the files below .*empty hold no rows"):
         run_stage(STAGE, mixed(), inputs, tmp_path / "root")
+
+
+def test_a_known_subset_keeps_its_metric_and_its_spellings_and_a_name_alone_gives_none(tmp_path):
+    asked = [row([png(i)], [("Which word?", "Open.")]) for i in range(8)]
+    others = [row([png(i)], [("Which word?", "Open.")]) for i in range(8, 16)]
+    write_source(tmp_path / "web", {"docvqa": asked, "x_docvqa": others})
+    csv_paths(tmp_path / "mine", draw_rows(7, 12))
+    (tmp_path / "mine" / "data.csv").rename(tmp_path / "mine" / "docvqa.csv")
+    cauldron = {"builder": "the_cauldron", "options": {"turns": "chat"}}
+    readings = {"web": SourceReading(**cauldron), "mine": SourceReading(**TABLE)}
+    config = MixedConvertConfig(**{**LIMITS, "heldout_fraction": 0.5}, sources=readings)
+    inputs = {f"raw-{name}": External(tmp_path / name, "raw", "0" * 16) for name in readings}
+    made = run_stage(STAGE, config, inputs, tmp_path / "root").artifact
+    heldout = samples_of(made, "heldout")
+    spellings = {sample.subset: sample.messages[1].references for sample in heldout}
+    assert spellings == {"web_docvqa": ("Open.", "Open"), "web_x_docvqa": (), "mine_docvqa": ()}
+    lines = [GeneratedAnswer(key=s.key, turn=0, answer="Opes", stopped=True, ids=[7]) for s in heldout]
+    answers = stage_artifact(tmp_path / "answers", "answer")
+    write_text(answers.dir / ANSWERS_JSONL, "".join(map(to_line, lines)))
+    asked_of = {"answers": answers, "samples": made}
+    scored = run_stage(EVALUATE, EvaluateConfig(max_new_tokens=6), asked_of, tmp_path / "root").artifact
+    scores = scored.manifest.stats["scores"]
+    assert (scores["web_docvqa"]["anls"], scores["web_docvqa"]["exact_match"]) == (0.75, 0.0)
+    assert all("anls" not in scores[subset] for subset in ("web_x_docvqa", "mine_docvqa"))
+    headlines = json.loads((scored.dir / "report.json").read_text())["sections"][0]["rows"]
+    why = {cells[0]: (cells[1], cells[-1]) for cells in headlines}
+    assert why["web_docvqa"] == ("anls", "docvqa: the task's own metric: text read off a page")
+    assert why["web_x_docvqa"] == ("exact_match", "an unknown subset: the strictest metric")
+    unlike = "read by table, so not taken for the known docvqa: the strictest metric"
+    assert why["mine_docvqa"] == ("exact_match", unlike)

@@ -14,8 +14,9 @@ import yaml
 from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import LocalTokenNotFoundError
 
+from dataset_builders.contracts.manifest import SubsetOrigin
 from dataset_builders.errors import InputError
-from dataset_builders.sources.registry import HUB_SUBSETS, LICENCES, UNKNOWN, licence_of
+from dataset_builders.sources.registry import KNOWN_SUBSETS, LICENCES, UNKNOWN, licence_of
 from stages.release.hub import check_push, push_to_hub
 from stages.release.model_card import CardFacts, Score, model_card, training_facts, write_model_card
 from tests.helpers.tiny_model import tiny_hf_dir
@@ -29,12 +30,17 @@ pytestmark = pytest.mark.promise(
 CAULDRON = "HuggingFaceM4/the_cauldron"
 
 
+def origin(name: str, builder: str = "the_cauldron") -> SubsetOrigin:
+    return SubsetOrigin(builder=builder, name=name)
+
+
 def facts(**changes: object) -> CardFacts:
     known = {
         "name": "receipts-2b",
         "base_model": "Qwen/Qwen3-VL-2B-Instruct",
         "datasets": [CAULDRON, "our own scans"],
         "subsets": {"iconqa": {"train": 900, "heldout": 100}, "ai2d": {"train": 50}, "clevr": {"heldout": 7}},
+        "origins": {name: origin(name) for name in ("iconqa", "ai2d", "clevr")},
         "recipe": {"name": "receipts", "train": {"num_steps": 100, "seed": 0}},
         "training": {"steps": 100, "tokens": 1_234_567, "loss": 0.25},
         "scores": {
@@ -112,9 +118,20 @@ def test_facts_come_from_the_manifests(tmp_path):
 
 
 def test_licences_are_of_subsets_that_exist_and_say_their_source():
-    named = set(HUB_SUBSETS[CAULDRON]) | {"cord_v2", "cord_v2_train", "cord_v2_validation", "cord_v2_test"}
+    named = {name for subsets in KNOWN_SUBSETS.values() for name in subsets}
     assert set(LICENCES) <= named and all(one.source and one.name != UNKNOWN for one in LICENCES.values())
-    assert licence_of("cord_v2").name == "cc-by-4.0" and licence_of("textcaps").name == UNKNOWN
+    for cord in (origin("cord_v2_test", "cord_v2"), origin("cord_v2")):
+        assert licence_of(cord).name == "cc-by-4.0"
+    assert licence_of(origin("textcaps")).name == UNKNOWN
+
+
+def test_a_licence_is_of_the_rows_and_not_of_a_name():
+    subsets = {"web_vsr": {"train": 5}, "mine_clevr": {"train": 7}, "x_vsr": {"train": 9}}
+    origins = {"web_vsr": origin("vsr"), "mine_clevr": origin("clevr", "table"), "x_vsr": origin("x_vsr")}
+    card = model_card(facts(subsets=subsets, origins=origins, datasets=["a", "b"]))
+    assert "| web\\_vsr | 5 | 0 | apache-2.0 | github.com/cambridgeltl/visual-spatial-reasoning, README.md |" in card
+    assert "| mine\\_clevr | 7 | 0 | unknown |" in card and "| x\\_vsr | 9 | 0 | unknown |" in card
+    assert yaml.safe_load(card.split("---\n")[1])["license"] == ["apache-2.0", UNKNOWN]
 
 
 class FakeApi(HfApi):

@@ -38,6 +38,7 @@ EVALUATED = {
     },
     "counts": {name: {"samples": 6, "answers": 7, "contaminated": 2} for name in ("digits", "overall")},
 }
+ORIGINS = {"digits": {"builder": "the_cauldron", "name": "digits"}}
 COMPARED = {"subsets": {"digits": {"base": {"value": 0.875}, "base_score": 0.125}, "overall": {}}}
 FOUND = {"contaminated": {"overall": {"samples": 2, "bytes": 0, "pixels": 1, "near": 1}}}
 
@@ -57,7 +58,7 @@ def inputs(tmp_path) -> dict[str, Artifact]:
     return {
         "export": with_stats(exported, dtype="float32", parameters={"vision": 3}, active_parameters=3),
         "train": made("train", steps=3, loss=0.5),
-        "samples": made("convert", samples={"digits": {"train": 20, "heldout": 8}}),
+        "samples": made("convert", samples={"digits": {"train": 20, "heldout": 8}}, origins=ORIGINS),
         "evaluate": made("evaluate", **EVALUATED),
         "compare": made("compare", **COMPARED),
         "contamination": made("contamination", **FOUND),

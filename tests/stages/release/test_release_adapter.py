@@ -20,7 +20,7 @@ from tests.helpers.adapters import adapted_model, adapter_of
 from tests.helpers.single_rank import single_rank
 from tests.helpers.tiny_model import tiny_hf_dir
 from tests.stages.artifacts import stage_artifact
-from tests.stages.release.test_release import EVALUATED
+from tests.stages.release.test_release import EVALUATED, ORIGINS
 from trainer.contract.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from trainer.loop.export import write_weights
 
@@ -49,7 +49,7 @@ def inputs(tmp_path) -> dict[str, Artifact]:
         "base": run.hf_dir,
         "export": made("export", dtype="float32", parameters={"vision": 3}, active_parameters=3, adapter=FACTS),
         "train": made("train", steps=3, loss=0.5),
-        "samples": made("convert", samples={"digits": {"train": 20, "heldout": 8}}),
+        "samples": made("convert", samples={"digits": {"train": 20, "heldout": 8}}, origins=ORIGINS),
         "evaluate": made("evaluate", **EVALUATED),
     }
 

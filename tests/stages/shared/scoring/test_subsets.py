@@ -2,17 +2,21 @@
 
 import pytest
 
+from dataset_builders.contracts.manifest import SubsetOrigin
 from dataset_builders.errors import InputError
-from dataset_builders.sources.registry import HUB_SUBSETS
+from dataset_builders.sources.registry import HUB_SUBSETS, KNOWN_SUBSETS
 from stages.shared.scoring.subsets import METRICS, SUBSETS, check_overrides, metrics_of
 
 CAULDRON = HUB_SUBSETS["HuggingFaceM4/the_cauldron"]
 
 
+def origin(name: str, builder: str = "the_cauldron") -> SubsetOrigin:
+    return SubsetOrigin(builder=builder, name=name)
+
+
 def test_every_subset_of_the_cauldron_and_cord_is_there():
-    assert len(CAULDRON) == 50
-    assert SUBSETS.keys() - set(CAULDRON) == {"cord_v2", "cord_v2_train", "cord_v2_validation", "cord_v2_test"}
-    assert not set(CAULDRON) - SUBSETS.keys()
+    assert set(KNOWN_SUBSETS["the_cauldron"]) == {*CAULDRON, "cord_v2"} and len(CAULDRON) == 50
+    assert SUBSETS.keys() == {name for subsets in KNOWN_SUBSETS.values() for name in subsets}
 
 
 def test_a_subset_names_metrics_that_there_are_once_each_and_a_reason():
@@ -28,12 +32,34 @@ def test_vqa_accuracy_is_no_default_where_one_answer_is_kept():
 
 def test_a_recipe_overrides_the_table_for_its_subsets_alone():
     overrides = {"vqav2": ["vqa_accuracy", "vqa_em"], "my_own": ["wer"]}
-    vqav2 = metrics_of("vqav2", overrides)
+    vqav2 = metrics_of("vqav2", origin("vqav2"), overrides)
     assert (vqav2.headline, vqav2.others) == ("vqa_accuracy", ("vqa_em",))
     assert "evaluate.metrics.vqav2" in vqav2.reason
-    assert metrics_of("my_own", overrides).names == ("wer",)
-    assert metrics_of("okvqa", overrides) == SUBSETS["okvqa"]
-    assert metrics_of("another_of_my_own", overrides).headline == "exact_match"
+    assert metrics_of("my_own", origin("my_own", "table"), overrides).names == ("wer",)
+    assert metrics_of("okvqa", origin("okvqa"), overrides) == SUBSETS["okvqa"]
+    assert metrics_of("another_of_my_own", origin("another_of_my_own"), overrides).headline == "exact_match"
+
+
+def test_a_subset_of_a_listed_source_is_known_by_its_own_name_and_overridden_by_its_full_one():
+    listed = metrics_of("web_docvqa", origin("docvqa"), {"docvqa": ["cer"]})
+    assert listed.names == SUBSETS["docvqa"].names and listed.reason == f"docvqa: {SUBSETS['docvqa'].reason}"
+    assert metrics_of("web_docvqa", origin("docvqa"), {"web_docvqa": ["wer"]}).names == ("wer",)
+    assert metrics_of("c_cord_v2_test", origin("cord_v2_test", "cord_v2"), {}).headline == "cord_nted"
+
+
+@pytest.mark.parametrize(
+    ("subset", "read", "why"),
+    [
+        ("x_iam", origin("x_iam"), "an unknown subset"),
+        ("x_iam", origin("x_iam", "table"), "an unknown subset"),
+        ("x_iam", origin("iam", "table"), "read by table, so not taken for the known iam"),
+        ("docvqa", origin("docvqa", "llava"), "read by llava, so not taken for the known docvqa"),
+        ("ai2d", origin("ai2d", "cord_v2"), "read by cord_v2, so not taken for the known ai2d"),
+    ],
+)
+def test_a_subset_that_is_only_called_like_a_known_one_is_unknown(subset, read, why):
+    metrics = metrics_of(subset, read, {})
+    assert metrics.names == ("exact_match",) and metrics.reason == f"{why}: the strictest metric"
 
 
 @pytest.mark.parametrize(
@@ -46,7 +72,7 @@ def test_a_recipe_overrides_the_table_for_its_subsets_alone():
     ],
 )
 def test_what_a_recipe_may_not_say(overrides, message):
-    for call in (lambda: check_overrides(overrides), lambda: metrics_of("another", overrides)):
+    for call in (lambda: check_overrides(overrides), lambda: metrics_of("another", origin("another"), overrides)):
         with pytest.raises(InputError, match=message) as error:
             call()
         assert "\n" not in str(error.value)

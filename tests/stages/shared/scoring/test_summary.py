@@ -4,6 +4,7 @@ import pytest
 
 from stages.shared.scoring.intervals import Bootstrap
 from stages.shared.scoring.metrics.contract import Judged
+from stages.shared.scoring.subsets import SubsetMetrics
 from stages.shared.scoring.summary import AnswerSet, score_subsets, table_of
 
 BOOTSTRAP = Bootstrap(resamples=500, seed=3)
@@ -23,13 +24,17 @@ ROWS = [
     *(("digits_text", "ten", "ten" if right else "one") for right in (1, 0)),
     *(("rendered_text", "abcd", "abcz") for _ in range(2)),
 ]
-OVERRIDES = {"rendered_text": ["cer", "exact_match"]}
+EXACT = SubsetMetrics(headline="exact_match", others=(), reason="")
+METRICS = {
+    **dict.fromkeys(("digits_single", "digits_text"), EXACT),
+    "rendered_text": SubsetMetrics(headline="cer", others=("exact_match",), reason=""),
+}
 
 
 @pytest.fixture(scope="module")
 def table():
     given = answered(ROWS)
-    return table_of(given, *score_subsets(given, OVERRIDES, BOOTSTRAP))
+    return table_of(given, *score_subsets(given, METRICS, BOOTSTRAP))
 
 
 def test_a_subset_has_its_own_metrics_and_a_score_that_is_better_high(table):
@@ -48,7 +53,8 @@ def test_answers_of_no_form_are_counted_where_a_metric_looks_for_one():
     said = [Judged(question=question, references=("A",), answer=answer) for answer in ("A", "B", "who knows", "A")]
     rows = answered([("ai2d", "A", "A")] * 4)
     given = AnswerSet(subset=rows.subset, sample=rows.sample, pictures=rows.pictures, judged=said)
-    scores, score = score_subsets(given, {"ai2d": ["multiple_choice"]}, BOOTSTRAP)
+    choices = SubsetMetrics(headline="multiple_choice", others=(), reason="")
+    scores, score = score_subsets(given, {"ai2d": choices}, BOOTSTRAP)
     found = table_of(given, scores, score)
     assert found["ai2d"] == {"multiple_choice": 0.5, "score": 0.5, "parse_failure_rate": 0.25}
     assert found["overall"]["parse_failure_rate"] == 0.25
@@ -60,6 +66,6 @@ def test_the_interval_is_of_samples_and_not_of_answers():
     paired = AnswerSet(
         subset=one.subset, sample=[f"s/{n // 20}" for n in range(40)], pictures=[[]] * 40, judged=one.judged
     )
-    apart, together = (score_subsets(given, {}, BOOTSTRAP)[0]["digits_single"].headline for given in (one, paired))
+    apart, together = (score_subsets(given, METRICS, BOOTSTRAP)[0]["digits_single"].headline for given in (one, paired))
     assert apart.value == together.value == 0.5
     assert apart.high - apart.low > 0.2 and together.low == together.high == 0.5
