@@ -48,11 +48,10 @@ from flows.service.form import Grid, Overrides, RecipeName
 from flows.service.request import resolve_request, service_root
 from flows.service.sweep import closing_state, make_variants, sweep_variants
 from flows.tracking.notes import run_name
-from flows.tracking.servers import POOL
+from flows.tracking.servers import NIGHTLY, POOL
 from stages.release.hub import check_push
 
 TAG = "athanor"  # of every deployment, and so of its flow runs
-NIGHTLY = "vlm-sft-nightly"
 NIGHTLY_CRON = "0 2 * * *"
 JOB_TEMPLATE = {
     "job_configuration": {"env": {}, "labels": {}, "stream_output": True},

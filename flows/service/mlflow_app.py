@@ -15,6 +15,7 @@ the installed MLflow in `tests/flows/libraries/test_mlflow_private.py`.
 Links of Prefect's and MLflow's pages open the pages of the root's artifacts in a browser, which this server serves too:
 
 /reports/<stage>/<fingerprint>/report.html      the file of that name in the artifact's directory
+/metrics                                        the numbers of `prometheus.py`
 """
 
 import json
@@ -45,6 +46,7 @@ from dataset_builders.known_version import check_version
 from flows.libraries.mlflow_private import ADDRESSES, KNOWN, first_view
 from flows.service.access import MLFLOW_PASSWORD, MLFLOW_USER
 from flows.service.guard import guarded
+from flows.service.prometheus import with_numbers
 from flows.tracking.store import make_tables, migrate
 
 check_version("mlflow", KNOWN, __name__, "the server could give out or change any file of this machine", refuses=True)
@@ -122,9 +124,9 @@ def make_app() -> ASGIApp:
     )
     flask_app.view_functions["serve"] = lambda: page.replace("<head>", first_visit, 1)
     handlers.initialize_backend_stores(store, store, os.environ[ARTIFACT_ROOT_ENV_VAR])
-    return guarded(
-        with_reports(app, _own_directory().parent), f"{os.environ[MLFLOW_USER]}:{os.environ[MLFLOW_PASSWORD]}", CLOSED
-    )
+    root = _own_directory().parent
+    own_pages = with_numbers(with_reports(app, root), root)
+    return guarded(own_pages, f"{os.environ[MLFLOW_USER]}:{os.environ[MLFLOW_PASSWORD]}", CLOSED)
 
 
 def with_reports(app: ASGIApp, root: Path) -> ASGIApp:

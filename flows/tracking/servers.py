@@ -25,6 +25,7 @@ PREFECT_SECRET = "PREFECT_SERVER_API_AUTH_STRING"
 PREFECT_CLIENT_SECRET = "PREFECT_API_AUTH_STRING"
 NAMES_VARIABLE = "ATHANOR_HOST_NAMES"
 POOL = "athanor"
+NIGHTLY = "vlm-sft-nightly"  # the deployment that a schedule starts
 FILES_VARIABLE = "ATHANOR_MLFLOW_FILES"  # the directory that `mlflow-artifacts:` of a root's own service stands for
 DEFAULT_ROOT = "athanor-root"
 SCHEMA_LOCK = "schema.lock"  # in Prefect's home, held while the tables of its database are made

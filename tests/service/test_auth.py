@@ -49,7 +49,7 @@ MLFLOW_CALLS = (
     ("/api/2.0/mlflow/registered-models/search", None),
     ("/api/2.0/mlflow-artifacts/artifacts", None),
     ("/api/2.0/mlflow/users/get?username=admin", None),
-    *((path, None) for path in ("/", "/version", "/get-artifact?run_uuid=1&path=x.png")),
+    *((path, None) for path in ("/", "/version", "/metrics", "/get-artifact?run_uuid=1&path=x.png")),
 )
 # Without a login, with a wrong password, with each server's own in the other: the guard's test has more.
 WRONG = [None, "admin:", PREFECT + "x", MLFLOW.upper()]

@@ -3,6 +3,7 @@ ones."""
 
 import hashlib
 import json
+import re
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.schedules import CronSchedule
 
 from stages.shared.launchers.config import ClusterConfig
-from tests.helpers.service import RunningService, nested, run_athanor, running_service, wait_for
+from tests.helpers.service import RunningService, nested, request, run_athanor, running_service, wait_for
 from tests.helpers.small_run import SMALL
 
 pytestmark = [
@@ -75,6 +76,9 @@ def test_a_schedule_of_every_minute_fires_and_its_run_completes(service, client)
     last = client.read_flow_run(run.id)
     assert last.state.is_completed(), last.state.message
     assert last.name.startswith("embedded num_scans=40") and list((service.root / "artifacts").glob("evaluate/*"))
+    status, numbers = request(f"{service.record.mlflow}/metrics", login=service.login)
+    success = re.search(rb"^athanor_nightly_last_success_timestamp_seconds (\S+)$", numbers, re.MULTILINE)
+    assert status == 200 and float(success[1]) == pytest.approx(last.end_time.timestamp(), abs=1)
     print(f"late by {(run.start_time - run.expected_start_time).total_seconds():.1f} s, ran {last.total_run_time}")
 
 

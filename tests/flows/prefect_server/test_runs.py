@@ -2,14 +2,19 @@
 
 import os
 import time
+from collections import Counter
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 from prefect import flow, get_run_logger, task
-from prefect.states import Scheduled
+from prefect.client.schemas.actions import DeploymentScheduleCreate
+from prefect.client.schemas.schedules import CronSchedule
+from prefect.states import Completed, Scheduled
 
 from flows.cli.status import served_runs, stored_runs
+from flows.service.prometheus import RootNumbers
+from flows.tracking.servers import NIGHTLY
 from tests.helpers.patience import at_most
 
 
@@ -62,6 +67,23 @@ def test_the_file_says_what_the_client_says(database):
         assert "no more" in ours[1].message and not ours[0].is_due
         logs = [store.newest_logs(ours[2].id, 9) for store in (stored, served)]
         assert logs[0] == logs[1]
+
+
+def test_the_numbers_for_prometheus_are_those_of_the_server(database, tmp_path):
+    with served_runs() as served:
+        client = served.client
+        every_night = DeploymentScheduleCreate(schedule=CronSchedule(cron="0 2 * * *"), active=True)
+        flow_id = client.create_flow_from_name("nightly")
+        nightly = client.create_deployment(flow_id, NIGHTLY, schedules=[every_night])
+        run = client.create_flow_run_from_deployment(nightly, state=Completed())
+        ended = client.read_flow_run(run.id).end_time
+        known = Counter("late" if each.state_name == "Late" else each.state_type.lower() for each in served.newest(50))
+    numbers = {family.name: family.samples for family in RootNumbers(tmp_path).collect()}
+    counts = {sample.labels["state"]: sample.value for sample in numbers["athanor_runs"]}
+    assert {state: count for state, count in counts.items() if count} == known and known["completed"] >= 1
+    (success,) = numbers["athanor_nightly_last_success_timestamp_seconds"]
+    assert success.value == pytest.approx(ended.timestamp(), abs=1e-3)
+    assert [sample.value for sample in numbers["athanor_nightly_is_on"]] == [1]
 
 
 def test_a_database_without_tables_has_no_run(tmp_path):
