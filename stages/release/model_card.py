@@ -117,7 +117,8 @@ def _head(facts: CardFacts) -> ModelCardData:
     results = [
         EvalResult(
             task_type=_TASK,
-            dataset_type=datasets[0] if datasets else "heldout",
+            # Of several sources, no result says which one its subset is from.
+            dataset_type=datasets[0] if datasets and len(facts.datasets) == 1 else "heldout",
             dataset_name=f"{subset}, held-out samples",
             dataset_config=subset,
             dataset_split="heldout",

@@ -22,7 +22,7 @@ from stages.shared.scoring.names import OVERALL, SCORE
 from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT
 
 # 2: MLflow's flavor, and the answers of other programs; 3: what rows may not hold, pictures that look alike; 4: numbers
-# of the card as on the pages
+# of the card as on the pages, and results of several sources name no dataset
 VERSION = 4
 _MAX_NEW_TOKENS = 64
 
