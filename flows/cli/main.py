@@ -30,7 +30,7 @@ from dataset_builders.errors import LONGEST_LINE, InputError, first_line, printa
 from dataset_builders.storage.store import absolute, check_reachable, location, side_dir
 from flows.cli.terminal import FirstLines, PrintableLines, PrintableParser, PrintableStream
 from flows.service.access import make_private_root, remove_unused_root, use_service
-from flows.tracking.servers import DEFAULT_ROOT, check_prefect_database, prefect_home
+from flows.tracking.servers import DEFAULT_ROOT, check_prefect_database, prefect_home, service_of_another
 from trainer.contract.names import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED
 
 
@@ -106,6 +106,12 @@ def _run(args: argparse.Namespace) -> int:
         signal.signal(signal.SIGTERM, _sigterm_handler())
     log_path, is_new = None, command.writes and not os.path.lexists(root)
     try:
+        if (command.served or command.writes) and (other := service_of_another(args.root)) is not None:
+            _say_error(
+                f"--root {args.root} is a copy of {other.root}, which process {other.pid} serves; the copy is a root "
+                "of its own, and that service is not used",
+                False,
+            )
         if command.served:
             use_service(args.root)
         if command.writes and (line := make_private_root(root)):
@@ -345,6 +351,8 @@ def _why(error: Exception, root: Path, log_path: Path | None) -> tuple[int, str]
     """Return the exit status and the one-line message of an unexpected error."""
     if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
         return EXIT_INPUT, f"{shown(error.filename)}: {error.strerror}"
+    if isinstance(error, FileExistsError | IsADirectoryError | NotADirectoryError) and error.filename:
+        return EXIT_INPUT, f"{shown(error.filename)} is in the way ({error.strerror}); move it away"
     if type(error).__name__ == "StageStopped":  # by name, since its heavy module may not be imported
         return EXIT_STOPPED, first_line(error)
     if log_path and not log_path.exists():

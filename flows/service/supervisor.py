@@ -23,7 +23,15 @@ import psutil
 from dataset_builders.errors import InputError
 from dataset_builders.storage.files import check_database, write_json
 from dataset_builders.storage.store import StorePath, side_dir
-from flows.pipeline.processes import begin_log, end_process, kill_after, log_tail, start_process, trim_log
+from flows.pipeline.processes import (
+    SERVICE_VARIABLE,
+    begin_log,
+    end_process,
+    kill_after,
+    log_tail,
+    start_process,
+    trim_log,
+)
 from flows.service.access import MLFLOW_PASSWORD, MLFLOW_USER, USER, Access, make_access
 from flows.service.programs import Program, Service, mlflow_server, prefect_server, worker
 from flows.tracking.servers import (
@@ -154,18 +162,26 @@ def stop_signals() -> Iterator[StopSignal]:
 
 def end_leftovers(directory: Path, seconds: float) -> int:
     """Wait until the programs of a killed service, which got SIGTERM when it died, have ended. Kill them after
-    `seconds`. Return how many were still running."""
+    `seconds`. Return how many were still running. Those of another root, whose copy this root is, are left alone."""
     owners = []
     for path in directory.glob("*.pid"):
         with contextlib.suppress(OSError, ValueError):  # it is half written: its writer was killed
             owners.append(Owner.model_validate_json(path.read_bytes()))
-    left = [owner for owner in owners if owner.host == socket.gethostname() and not owner.is_dead()]
+    living = [owner for owner in owners if owner.host == socket.gethostname() and not owner.is_dead()]
+    left = [owner for owner in living if _serves(owner, directory.parent)]
     _wait(lambda: all(owner.is_dead() for owner in left), seconds)
     for owner in left:
         if not owner.is_dead():
             os.kill(owner.pid, signal.SIGKILL)
     _wait(lambda: all(owner.is_dead() for owner in left), 5)
     return len(left)
+
+
+def _serves(owner: Owner, side: Path) -> bool:
+    """Whether a process is a program of the service of a root, whose directory on this machine is `side`."""
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(owner.pid).environ().get(SERVICE_VARIABLE) == str(side)
+    return False
 
 
 def _wait(is_enough: Callable[[], bool], seconds: float) -> None:

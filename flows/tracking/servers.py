@@ -17,7 +17,7 @@ import filelock
 from pydantic import ValidationError
 
 from dataset_builders.storage.files import check_database, write_json
-from dataset_builders.storage.store import StorePath, side_dir
+from dataset_builders.storage.store import StorePath, absolute, side_dir
 from stages.shared.launchers.processes import Owner
 
 # Logins of Prefect's server and of its clients, `user:password`; the names by which browsers may call a server.
@@ -37,6 +37,7 @@ class ServiceRecord(Owner):
     """A running service, and the process that watches its programs.
 
     Attributes:
+        root: the root that it serves, without links. A copy of the root has the record too, and is not served.
         prefect_api: value for PREFECT_API_URL.
         prefect_ui, mlflow: addresses for a browser; `mlflow` is also the value for MLFLOW_TRACKING_URI.
         started: time of the start, ISO 8601 in UTC.
@@ -94,6 +95,17 @@ def read_service(root: StorePath) -> ServiceRecord | None:
 
 def read_record(root: StorePath) -> ServiceRecord | None:
     """Return the record of the running service, even if it is still starting. See `read_service`."""
+    record = _running_record(root)
+    return record if record is not None and record.root == str(absolute(root)) else None
+
+
+def service_of_another(root: StorePath) -> ServiceRecord | None:
+    """Return the record of a running service of another root, which lies in this root because this root is its copy."""
+    record = _running_record(root)
+    return record if record is not None and record.root != str(absolute(root)) else None
+
+
+def _running_record(root: StorePath) -> ServiceRecord | None:
     try:
         values = json.loads((service_dir(root) / "service.json").read_text(encoding="utf-8"))
         record = ServiceRecord.model_validate(values)

@@ -1,6 +1,7 @@
 """`athanor up`: what it refuses before it starts anything, and how other commands find a running or dead service."""
 
 import os
+import shutil
 import socket
 from pathlib import Path
 
@@ -107,6 +108,20 @@ def test_what_does_not_live_is_not_used(tmp_path, record, change):
     write_record(tmp_path, record.model_copy(update=change))
     assert read_service(tmp_path) is None and use_service(tmp_path) is None
     assert "PREFECT_API_URL" not in os.environ
+
+
+def test_a_copy_of_a_served_root_is_a_root_of_its_own_and_one_line_says_so(tmp_path, record, capsys):
+    original, copy = tmp_path / "original", tmp_path / "copy"
+    service_dir(original).mkdir(parents=True)
+    write_record(original, record.model_copy(update={"root": str(original)}))
+    shutil.copytree(original, copy)
+    (tmp_path / "link").symlink_to(original)
+    assert use_service(copy) is None and read_record(copy) is None and "PREFECT_API_URL" not in os.environ
+    assert read_service(tmp_path / "link") is not None, "the same root by another name"
+    assert main(["run", "no-such-recipe", "--root", str(copy)]) == 2
+    told, refused = capsys.readouterr().err.splitlines()
+    assert "no-such-recipe" in refused and "PREFECT_API_URL" not in os.environ
+    assert told.startswith(f"athanor: --root {copy} is a copy of {original}, which process {os.getpid()} serves; ")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}'])

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flows.pipeline.processes import log_tail, trim_log
+from flows.pipeline.processes import SERVICE_VARIABLE, log_tail, trim_log
 from flows.service import supervisor as supervised
 from flows.service.programs import Program
 from flows.service.supervisor import StartFailed, StatusLines, Supervisor
@@ -262,7 +262,7 @@ def test_what_a_killed_service_left_is_ended_before_its_ports_are_taken(tmp_path
     (directory / "ports.json").write_text(json.dumps(ports))
     (directory / "mlflow.pid").write_text('{"pid": ')  # its writer was killed
     code = f"import socket, time; s = socket.create_server(('127.0.0.1', {ports['prefect']})); time.sleep(600)"
-    left = subprocess.Popen([sys.executable, "-c", code])
+    left = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, SERVICE_VARIABLE: str(tmp_path)})
     born = psutil.Process(left.pid).create_time()
     owner = Owner(pid=left.pid, pid_started=born, host=socket.gethostname())
     (directory / "prefect.pid").write_text(owner.model_dump_json())
@@ -276,6 +276,23 @@ def test_what_a_killed_service_left_is_ended_before_its_ports_are_taken(tmp_path
         assert services[0].ports == ports and left.wait(at_most(10)) == -signal.SIGKILL
     finally:
         left.kill()
+
+
+def test_a_copy_of_a_served_root_leaves_the_programs_of_the_original_alone(tmp_path):
+    (tmp_path / "service").mkdir()
+    code = "print(flush=True); import time; time.sleep(600)"
+    environment = {**os.environ, SERVICE_VARIABLE: str(tmp_path.with_name("original"))}
+    program = subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE)
+    try:
+        program.stdout.readline()
+        born = psutil.Process(program.pid).create_time()
+        owner = Owner(pid=program.pid, pid_started=born, host=socket.gethostname())
+        (tmp_path / "service" / "mlflow.pid").write_text(owner.model_dump_json())  # as `cp -a` has left it
+        assert supervised.end_leftovers(tmp_path / "service", seconds=0.1) == 0 and program.poll() is None
+    finally:
+        program.kill()
+        program.wait()
+        program.stdout.close()
 
 
 def test_a_long_log_moves_aside_while_it_is_written(tmp_path, monkeypatch):
