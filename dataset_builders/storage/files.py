@@ -82,6 +82,12 @@ def read_object(path: StorePath, way_out: str) -> dict[str, Any]:
     return value
 
 
+def check_directory(path: Path) -> None:
+    """Raise an InputError if something other than a directory stands where a directory is needed."""
+    if os.path.lexists(path) and not path.is_dir():
+        raise InputError(f"{path} is not a directory, and one is needed there; move it away")
+
+
 def sha256_file(path: StorePath) -> str:
     """Return the 64 hex digits of a file's SHA-256."""
     with path.open("rb") as file:

@@ -26,6 +26,7 @@ from stages.answer.engine import check_engine
 from stages.answer.heldout import heldout_samples
 from stages.contamination.stage import contaminated_keys
 from stages.release.hub import check_push
+from stages.shared.artifacts.run_stage import check_places
 from stages.shared.inputs.model_directory import opened_model
 from stages.shared.launchers.job import check_launcher
 from stages.tokenize.shard import encoder_of
@@ -39,7 +40,12 @@ shorten_errors()
 
 def run_steps(plan: Plan, flow_name: str, tracking_run: str | None) -> None:
     """Run the steps of a flow that have no artifact yet, one after the other, and beside them the steps that may run at
-    the same time, also those of later flows. If a step ends with an error, the steps beside it are stopped."""
+    the same time, also those of later flows. If a step ends with an error, the steps beside it are stopped.
+
+    Raises:
+        InputError: a file or directory of the root is in the way of a step; said before the first step works.
+    """
+    check_places(plan.root, {step.stage.name for step in plan.steps})
     waiting = [step for step in plan.steps if step.artifact is None]
     main = [step for step in waiting if step.flow == flow_name]
     names = {step.name for step in main}

@@ -15,10 +15,11 @@ import errno
 import json
 import logging
 import os
+import re
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -29,7 +30,7 @@ from pydantic import BaseModel
 from dataset_builders.contracts.manifest import MANIFEST, Manifest, describe_drift, fingerprint, load_manifest
 from dataset_builders.contracts.shard_io import remove_entries
 from dataset_builders.errors import DamagedFile, InputError, damaged
-from dataset_builders.storage.files import read_object, write_json, write_text
+from dataset_builders.storage.files import check_directory, read_object, write_json, write_text
 from dataset_builders.storage.store import StorePath, is_local, make_dir, modified, remove_tree, side_dir, upload_dir
 from stages.shared.artifacts.artifact import (
     Artifact,
@@ -46,6 +47,7 @@ from stages.shared.pages.page import artifact_page
 from stages.shared.pages.report import REPORT_HTML
 
 LOCK_POLL_SECONDS = 0.5
+_HEX = re.compile("[0-9a-f]+")
 
 log = logging.getLogger("athanor.stage")
 
@@ -55,6 +57,33 @@ def scratch_dir(root: StorePath, stage: Stage, identity: Mapping[str, Any]) -> S
     if is_local(root) or stage.on_disk:
         return side_dir(root) / "scratch" / f"{stage.name}-{fingerprint(identity)}"
     return artifact_dir(root, stage, identity)
+
+
+def check_places(root: StorePath, stages: Collection[str]) -> None:
+    """Check that no file of a root is where its stages need a directory, and no directory where they need a file.
+
+    Args:
+        stages: names of the stages.
+
+    Raises:
+        InputError: something is; the text names it.
+    """
+    scratch, directories = side_dir(root) / "scratch", []
+    if is_local(root):
+        of_stages = [root / "artifacts" / name for name in stages]
+        of_fingerprints = [path for place in of_stages for path in place.glob("*") if _HEX.fullmatch(path.name)]
+        directories = [root / "artifacts", *of_stages, *of_fingerprints]
+    for path in scratch.glob("*"):
+        stage, _, name = path.name.rpartition("-")
+        digits, dot, _ = name.partition(".")
+        if stage not in stages or not _HEX.fullmatch(digits):
+            continue
+        if not dot:
+            directories.append(path)
+        elif path.is_dir():
+            raise InputError(f"{path} is a directory, and a file is needed there; move it away")
+    for path in (scratch, *directories):
+        check_directory(path)
 
 
 def run_stage(

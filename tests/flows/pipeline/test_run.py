@@ -43,6 +43,14 @@ def test_an_engine_that_is_not_installed_is_said_before_anything_is_made(tmp_pat
     assert not list(tmp_path.glob("artifacts/*"))
 
 
+def test_a_file_in_the_way_of_a_later_stage_is_named_before_any_stage(tmp_path, capsys):
+    (tmp_path / "artifacts").mkdir()
+    (tmp_path / "artifacts" / "tokenize").touch()
+    assert athanor("run", tmp_path) == 2
+    assert f"{tmp_path}/artifacts/tokenize is not a directory, and one is needed there" in error_line(capsys)
+    assert [path.name for path in tmp_path.glob("artifacts/*")] == ["tokenize"]
+
+
 def test_a_template_that_teaches_what_is_not_asked_is_refused_before_any_stage(tmp_path, capsys):
     hf_dir = model_with(tmp_path, REWRITING)
     assert athanor("run", tmp_path / "root", model=hf_dir, tokenize__system_prompt="null") == 2

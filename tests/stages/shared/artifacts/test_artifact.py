@@ -29,7 +29,7 @@ from stages.shared.artifacts.artifact import (
     artifact_dir,
     stage_identity,
 )
-from stages.shared.artifacts.run_stage import run_stage, why_rebuild
+from stages.shared.artifacts.run_stage import check_places, run_stage, why_rebuild
 from tests.helpers.patience import at_most
 
 
@@ -92,6 +92,32 @@ def test_what_is_finished_is_not_made_again(root, on_disk):
     assert "unfinished" in why_rebuild(root, stage(on_disk=on_disk), identity)
     made = run_stage(stage(None, on_disk), Config(), {}, root)
     assert made.artifact.manifest.stats == {"written": [2]} and len(made.artifact.manifest.shards) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "is_directory"),
+    [
+        ("artifacts", False),
+        ("artifacts/shards", False),
+        ("artifacts/shards/0123456789abcdef", False),
+        ("scratch", False),
+        ("scratch/shards-0123456789abcdef", False),
+        ("scratch/shards-0123456789abcdef.lock", True),
+        ("scratch/shards-0123456789abcdef.whole.json", True),
+    ],
+)
+def test_what_is_in_the_way_of_a_stage_is_named_before_any_stage_works(tmp_path, name, is_directory):
+    for fine in ("artifacts/other", "scratch/other-0123456789abcdef.lock", "artifacts/shards/notes"):
+        (tmp_path / fine).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / fine).touch()
+    run_stage(stage(), Config(), {}, tmp_path)
+    check_places(tmp_path, {"shards"})
+    path = tmp_path / name
+    if path.exists():
+        shutil.rmtree(path)
+    path.mkdir(parents=True) if is_directory else path.touch()
+    with pytest.raises(InputError, match=f"^{path} is (not )?a directory, and (a file|one) is needed there; move it"):
+        check_places(tmp_path, {"shards"})
 
 
 def chain(root: StorePath, weights: str, fail_at: int | None = None) -> list[StageResult]:
