@@ -127,7 +127,7 @@ def _run(args: argparse.Namespace) -> int:
             remove_unused_root(root)
         return EXIT_INPUT
     except KeyboardInterrupt as error:
-        return _stopped(signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
+        return _stopped(signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT, error)
     except BrokenPipeError:  # the reader of the output has ended, as in `athanor run | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
@@ -140,7 +140,7 @@ def _run(args: argparse.Namespace) -> int:
     except BaseException as error:
         if type(error).__name__ != "TerminationSignal":  # Prefect's own exception for SIGTERM
             raise
-        return _stopped(signal.SIGTERM)
+        return _stopped(signal.SIGTERM, error)
 
 
 class _Version(argparse.Action):
@@ -391,11 +391,15 @@ def _say_error(text: str, debug: bool) -> None:
     print(f"athanor: {without_middle(printable(text), LONGEST_LINE)}", file=sys.stderr, flush=True)
 
 
-def _stopped(signum: int) -> int:
-    """Say that the command was stopped, and return the exit status. A later SIGTERM would interrupt the exit."""
+def _stopped(signum: int, error: BaseException | None) -> int:
+    """Say that the command was stopped, and what its training has saved, and return the exit status. A later SIGTERM
+    would interrupt the exit."""
     with contextlib.suppress(ValueError):  # raised outside the main thread
         signal.signal(signal.SIGTERM, lambda *_: None)
-    _say_error("stopped; the same command resumes from the finished work", False)
+    while error is not None and not hasattr(error, "__notes__"):  # a task notes it on the exception that stopped it
+        error = error.__context__
+    saved = "" if error is None else f", {error.__notes__[0]}"
+    _say_error(f"stopped{saved}; the same command resumes from the finished work", False)
     return 128 + signum
 
 

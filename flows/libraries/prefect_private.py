@@ -3,6 +3,7 @@
 - `ResultRecord.deserialize` and `deserialize_from_result_and_metadata` are replaced: only these two methods turn the
   bytes of a stored result into an object.
 - `load_flow_from_flow_run` is replaced in the module of the process worker, which calls it for the hooks of a run.
+- `StateProposer.propose_cancelled` is replaced: a worker calls it with the message of a run that it has cancelled.
 - The engine reads the entrypoint of its flow from an environment variable.
 - A RunnerDeployment holds the schema of its parameters.
 
@@ -12,6 +13,7 @@
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
+from uuid import UUID
 
 from prefect.results import ResultRecord
 
@@ -37,6 +39,22 @@ def replace_flow_loader(worker_module: ModuleType, load: Callable[..., Any]) -> 
         worker_module: prefect.workers.process; a parameter, because processes of flows have no need to import it.
     """
     worker_module.load_flow_from_flow_run = load
+
+
+def replace_cancelled_message(message_of: Callable[[UUID], str | None]) -> None:
+    """Make this process's worker give a cancelled run the message of `message_of`, which gets the run's id when its
+    process has ended; None keeps Prefect's message."""
+    from prefect.runner._state_proposer import StateProposer  # only a worker has a use for it
+
+    propose = StateProposer.propose_cancelled
+
+    async def propose_cancelled(self: Any, flow_run: Any, state_updates: dict[str, Any] | None = None) -> bool:
+        updates = dict(state_updates or {})
+        if (message := message_of(flow_run.id)) is not None:
+            updates["message"] = message
+        return await propose(self, flow_run, updates)
+
+    StateProposer.propose_cancelled = propose_cancelled
 
 
 def parameter_schema(deployment: Any) -> dict[str, Any]:

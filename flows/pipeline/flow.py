@@ -4,20 +4,23 @@ Each flow is a loop over its steps of the plan. The deployed flows have the same
 """
 
 import logging
+import signal
 import threading
 from collections.abc import Mapping
 from typing import Any
 
 from prefect import flow
+from prefect.exceptions import TerminationSignal
 from prefect.futures import PrefectFuture, wait
 from prefect.runtime import flow_run
+from prefect.states import State
 
 from dataset_builders.errors import InputError
 from flows.pipeline.dask_pool import on_cluster
 from flows.pipeline.limits import has_server
 from flows.pipeline.mlflow_run import tracked
 from flows.pipeline.plan import Plan
-from flows.pipeline.prefect_changes import inner_run_cancelled, refuse_stored_results, shorten_errors
+from flows.pipeline.prefect_changes import refuse_stored_results, shorten_errors, stopped_as_asked
 from flows.pipeline.prefect_pages import publish_mlflow, publish_scores, publish_stages
 from flows.pipeline.steps import EVALUATE, PREPARE_DATA, TRAIN, Needs
 from flows.pipeline.tasks import register_task, stage_runs, stage_task
@@ -52,15 +55,16 @@ def run_steps(plan: Plan, flow_name: str, tracking_run: str | None) -> None:
     # If a server shares out the slots of this machine, a step that needs a slot waits for its turn.
     shares_slots = has_server()
     beside = [s for s in waiting if s.beside in names and not (shares_slots and Needs.SLOT in s.needs)]
-    futures: list[PrefectFuture[None]] = []
+    futures: list[PrefectFuture[State | None]] = []
     stop = threading.Event()
-    with inner_run_cancelled():
+    with stopped_as_asked():
         try:
             for step in (step for step in main if step not in beside):
                 for other in (other for other in beside if other.beside == step.name):
                     task = stage_task.with_options(name=other.name)
                     futures.append(task.submit(plan, other.name, tracking_run, stop))
-                stage_task.with_options(name=step.name)(plan, step.name, tracking_run)
+                if stage_task.with_options(name=step.name)(plan, step.name, tracking_run) is not None:
+                    raise TerminationSignal(signal.SIGTERM)
             for future in futures:
                 future.result()
         except BaseException:

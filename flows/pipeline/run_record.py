@@ -28,6 +28,7 @@ class RunRecord(Owner):
         tracking_run: key of its MLflow run; None until there is one.
         limit, lease_id: the concurrency limit of which the run holds a slot, and the lease of Prefect's server; None
             while it holds none.
+        saved: what a training has saved because the run was cancelled, as `step 215 saved`; the worker tells it.
     """
 
     format_version: int = FORMAT_VERSION
@@ -35,6 +36,7 @@ class RunRecord(Owner):
     tracking_run: str | None = None
     limit: str | None = None
     lease_id: str | None = None
+    saved: str = ""
 
 
 def record_run(root: StorePath, tracking_run: str | None = None) -> None:
@@ -49,6 +51,22 @@ def record_run(root: StorePath, tracking_run: str | None = None) -> None:
 def record_slot(root: StorePath, limit: str | None, lease_id: str | None) -> None:
     """Record the slot that the current flow run holds. Does nothing outside a flow run."""
     _record(root, {"limit": limit, "lease_id": lease_id})
+
+
+def record_saved(root: StorePath, flow_run_id: str, saved: str) -> None:
+    """Record what a training of this process's outermost flow run has saved. See `take_saved`."""
+    path = _runs(root) / f"{flow_run_id}.json"
+    if (record := _read(path)) is not None and record.pid == os.getpid():
+        write_json(path, record.model_copy(update={"saved": saved}).model_dump())
+
+
+def take_saved(root: StorePath, flow_run_id: str) -> str:
+    """Return what the training of a cancelled flow run has saved, and remove the record; empty if there is none."""
+    record = _read(_runs(root) / f"{flow_run_id}.json")
+    if record is None or not record.saved:
+        return ""
+    forget_run(root, record)
+    return record.saved
 
 
 def _record(root: StorePath, changes: dict[str, str | None]) -> None:
@@ -95,5 +113,6 @@ def _read(path: Path) -> RunRecord | None:
 
 def _forget_own(path: Path, pid: int) -> None:
     record = _read(path)
-    if os.getpid() == pid and record is not None and record.pid == pid:  # a forked child runs atexit too
+    is_own = record is not None and record.pid == pid == os.getpid()  # a forked child runs atexit too
+    if is_own and not record.saved:  # else the worker reads it
         path.unlink(missing_ok=True)

@@ -4,8 +4,8 @@ Prefect adds retries, logs and the UI. The manifest decides whether a stage is f
 which can neither interrupt a thread nor end a child process; the launcher enforces the trainer's deadline. Only errors
 that may be temporary are retried.
 
-Cancelling a flow run sends SIGTERM to its process, and Prefect raises an exception for it in the task. The launcher
-then gives the trainer time to save, and ends it.
+A flow run that is cancelled or suspended gets SIGTERM (`prefect_changes.py`), and Prefect raises an exception for it in
+the task. The launcher then gives the trainer time to save, and ends it.
 """
 
 import contextlib
@@ -20,6 +20,10 @@ from typing import Any, TypedDict
 
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import StateType
+from prefect.exceptions import TerminationSignal
+from prefect.runtime import flow_run
+from prefect.states import Cancelled, State
 
 from dataset_builders.contracts.manifest import MANIFEST
 from dataset_builders.errors import InputError
@@ -28,8 +32,9 @@ from flows.pipeline.config import PipelineConfig
 from flows.pipeline.dask_pool import with_cluster
 from flows.pipeline.limits import slot_of, wait_for_server
 from flows.pipeline.plan import Plan
+from flows.pipeline.prefect_changes import asked_to_stop
 from flows.pipeline.progress import display, show_rows
-from flows.pipeline.run_record import record_run
+from flows.pipeline.run_record import record_run, record_saved
 from flows.pipeline.steps import Needs, Step
 from flows.tracking.config import refusals
 from flows.tracking.tracker import Tracker
@@ -39,8 +44,8 @@ from stages.shared.artifacts.left_out import reason_words
 from stages.shared.artifacts.run_stage import run_stage, scratch_dir
 from stages.shared.artifacts.workers import StageResources
 from stages.shared.scoring.names import OVERALL, SAME_ANSWERS, flat_scores
-from trainer.contract.names import HF_EXPORT, METRICS_JSONL
-from trainer.contract.result import MetricsRow
+from trainer.contract.names import HF_EXPORT, METRICS_JSONL, RESULT_JSON
+from trainer.contract.result import MetricsRow, TrainResult
 
 _LOG_SECONDS = 10.0
 
@@ -83,20 +88,39 @@ _POLICY: dict[str, Any] = {
 
 
 @task(task_run_name="{name}", **_POLICY)
-def stage_task(plan: Plan, name: str, tracking_run: str | None, stop: threading.Event | None = None) -> None:
+def stage_task(plan: Plan, name: str, tracking_run: str | None, stop: threading.Event | None = None) -> State | None:
     """Make or reuse the artifact of a step, and publish it to MLflow.
 
     Args:
         name: name of the step.
         stop: when it is set, the work ends with an error at its next progress.
+
+    Returns:
+        the task's own state, Cancelled, if a person has cancelled or suspended the run; else None.
     """
     step = plan.step(name)
-    stage, inputs, tracker = step.stage, step.read(), Tracker(plan.root, tracking_run)
+    try:
+        _run_step(plan, step, tracking_run, stop or threading.Event())
+    except (TerminationSignal, KeyboardInterrupt) as error:
+        if saved := saved_line(plan.root, step):
+            get_run_logger().info("%s: %s", name, saved)
+            error.add_note(saved)  # for the command line, which no line of Prefect's log reaches
+        asked = asked_to_stop() if isinstance(error, TerminationSignal) else None
+        if asked is None:
+            raise
+        if asked.type == StateType.CANCELLING:
+            record_saved(plan.root, str(flow_run.root_flow_run_id), saved)
+        return Cancelled(message=saved or "stopped; finished parts are kept")
+    return None
+
+
+def _run_step(plan: Plan, step: Step, tracking_run: str | None, stop: threading.Event) -> None:
+    stage, name, inputs, tracker = step.stage, step.name, step.read(), Tracker(plan.root, tracking_run)
     record_run(plan.root, tracking_run)
     identity = stage_identity(stage, step.config, inputs)
     is_finished = (artifact_dir(plan.root, stage, identity) / MANIFEST).is_file()
     work_dir = scratch_dir(plan.root, stage, identity)
-    with _resources(step, plan.config, inputs, tracker, work_dir, stop or threading.Event()) as resources:
+    with _resources(step, plan.config, inputs, tracker, work_dir, stop) as resources:
         needs_slot = Needs.SLOT in step.needs and not is_finished
         with slot_of(resources.cluster.limit, plan.root) if needs_slot else contextlib.nullcontext():
             display().started(name)
@@ -110,6 +134,17 @@ def stage_task(plan: Plan, name: str, tracking_run: str | None, stop: threading.
         get_run_logger().info("%s %s %s%s", name, how, result.artifact.dir, left_out)
     step.artifact = step.result.artifact
     tracker.log_stage(step.artifact, name, stage.dataset)
+
+
+def saved_line(root: StorePath, step: Step) -> str:
+    """Return `step 215 saved` if the training of a pipeline's step was stopped after its step 215; empty if the work of
+    the pipeline's step is no training, or has no checkpoint."""
+    work_dir = scratch_dir(root, step.stage, stage_identity(step.stage, step.config, step.read()))
+    with contextlib.suppress(OSError, ValueError):
+        result = TrainResult.model_validate_json((work_dir / RESULT_JSON).read_bytes())
+        if result.status == "stopped" and result.checkpoint is not None:
+            return f"step {result.step} saved"
+    return ""
 
 
 def stage_runs(plan: Plan) -> list[StageRun]:

@@ -20,7 +20,9 @@ from prefect.workers import process
 
 from dataset_builders.errors import InputError
 from dataset_builders.storage.row_objects import DATA_STORES_VARIABLE
-from flows.libraries.prefect_private import ENTRYPOINT_VARIABLE, replace_flow_loader
+from flows.libraries.prefect_private import ENTRYPOINT_VARIABLE, replace_cancelled_message, replace_flow_loader
+from flows.pipeline.prefect_changes import cancelled_message
+from flows.pipeline.run_record import take_saved
 from flows.service.deployments import JOB_TEMPLATE, OFFERS
 from flows.service.reconcile import reconcile
 from flows.service.request import service_root
@@ -112,3 +114,12 @@ async def _without_hooks(_flow_run: FlowRun) -> Flow:
 # At the end of a run, Prefect's worker would import the flow that the deployment names at that time, and run its hooks.
 # Athanor's flows have no hooks.
 replace_flow_loader(process, _without_hooks)
+
+
+def saved_message(flow_run: UUID) -> str | None:
+    """Return the message of a cancelled flow run of this worker; None for Prefect's own, if no training has saved."""
+    saved = take_saved(service_root(), str(flow_run))
+    return cancelled_message(saved) if saved else None
+
+
+replace_cancelled_message(saved_message)

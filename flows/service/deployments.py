@@ -40,6 +40,7 @@ from flows.libraries.prefect_private import parameter_schema
 from flows.pipeline.flow import evaluate, prepare_data, publish_results, run_steps, vlm_sft
 from flows.pipeline.mlflow_run import tracked
 from flows.pipeline.plan import Plan
+from flows.pipeline.prefect_changes import suspendable
 from flows.pipeline.prefect_pages import publish_mlflow, publish_stages
 from flows.pipeline.recipe import DEFAULT_RECIPE, dotted_changes, expand
 from flows.pipeline.steps import EVALUATE, PREPARE_DATA
@@ -76,7 +77,8 @@ def run_request(work: Callable[[Plan], Any], recipe: str, overrides: Mapping[str
     """Do the work of a request and return its result. Return a Failed state with the reason if the request is wrong."""
     try:
         root = service_root()
-        return work(Plan.open(resolve_request(recipe, overrides, root), root))
+        with suspendable():
+            return work(Plan.open(resolve_request(recipe, overrides, root), root))
     except InputError as error:
         return refusal(error)
 
@@ -143,7 +145,8 @@ def sweep_request(
         variants = make_variants([(point, resolve_request(recipe, overrides, root, point)) for point in points])
     except InputError as error:
         return refusal(error)
-    return closing_state(sweep_variants(variants, root))
+    with suspendable():
+        return closing_state(sweep_variants(variants, root))
 
 
 def tell_champion(name: str, verdict: str, url: str | None) -> None:
@@ -210,7 +213,7 @@ class Offer:
 _HOW = """
 Choose a recipe and fill in the settings that shall differ. An empty field keeps the recipe's value, which is shown next
 to the field. A wrong value is refused at once, with the name of its field. Finished stages are reused, and *Retry* of a
-run that was cancelled, failed or cut off resumes from its last checkpoint.
+run that was cancelled, failed or cut off resumes from its last checkpoint, and so does *Resume* of a suspended one.
 """
 
 OFFERS = (

@@ -25,7 +25,7 @@ from prefect.states import Cancelled, Crashed, Scheduled
 
 from dataset_builders.storage.store import StorePath
 from flows.pipeline.limits import free_dead_slots
-from flows.pipeline.prefect_changes import CANCELLED
+from flows.pipeline.prefect_changes import cancelled_message
 from flows.pipeline.run_record import RunRecord, forget_run, read_runs
 from flows.tracking.servers import POOL
 from flows.tracking.tracker import Tracker
@@ -75,7 +75,7 @@ def _settle_record(client: SyncPrefectClient, root: StorePath, record: RunRecord
         is_pending = outermost.state.type == StateType.PENDING
         living = {other.flow_run_id for other in read_runs(root) if not other.is_dead()}
         if not is_pending and str(outermost.id) not in living:  # it is not being retried
-            settled = sum(_settle(client, member) for member in _with_those_below(client, outermost))
+            settled = sum(_settle(client, member, record.saved) for member in _with_those_below(client, outermost))
             Tracker(root, record.tracking_run).finish("KILLED")
         elif run.id != outermost.id:  # a subflow run of the previous try; the new try has its own subflow runs
             settled = sum(_settle(client, member) for member in _with_those_below(client, run))
@@ -85,11 +85,11 @@ def _settle_record(client: SyncPrefectClient, root: StorePath, record: RunRecord
     return settled
 
 
-def _settle(client: SyncPrefectClient, run: FlowRun) -> int:
+def _settle(client: SyncPrefectClient, run: FlowRun, saved: str = "") -> int:
     if run.state is None or run.state.type not in OPEN:
         return 0
     if run.state.type == StateType.CANCELLING:
-        state = Cancelled(message=CANCELLED)
+        state = Cancelled(message=cancelled_message(saved))
     else:
         state = Crashed(message=DIED if run.deployment_id else DIED_ALONE)
     of_run = FlowRunFilter.model_validate({"id": {"any_": [run.id]}})

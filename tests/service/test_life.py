@@ -17,7 +17,7 @@ import psutil
 import pytest
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import FlowRun, State, StateType
-from prefect.states import Scheduled
+from prefect.states import Scheduled, Suspended
 
 from tests.helpers.patience import at_most
 from tests.helpers.service import processes_with, wait_for
@@ -30,7 +30,7 @@ pytestmark = [
         "losses."
     ),
 ]
-NUM_STEPS = 320  # six tries, each of which a fast machine lets run on for dozens of steps
+NUM_STEPS = 360  # seven tries, each of which a fast machine lets run on for dozens of steps
 MORE_STEPS = 6  # steps of a try before it is disturbed
 # Fields of metrics.jsonl that the training computes, without durations.
 COMPUTED = ("step", "loss", "heldout_loss", "lr", "epoch", "tokens", "loss_tokens", "padding_fraction")
@@ -220,9 +220,22 @@ def life(service, undisturbed) -> Life:
 def test_cancelling_saves_and_ends_everything(life):
     step = life.train_on()
     life.client.set_flow_run_state(life.run_id, State(type=StateType.CANCELLING))
-    life.ends("Cancelled", seconds=20)  # by itself: after 30 seconds Prefect kills a flow
+    run = life.ends("Cancelled", seconds=20)  # by itself: after 30 seconds Prefect kills a flow
     assert life.checkpoint() >= step
+    assert run.state.message == f"step {life.checkpoint()} saved; Retry resumes from it"
     wait_for(lambda: life.mlflow_status() == "KILLED", 20, "MLflow run KILLED")
+
+
+def test_suspending_saves_and_ends_everything_and_resume_continues(life):
+    life.retry()
+    step = life.train_on()
+    life.client.set_flow_run_state(life.run_id, Suspended(timeout_seconds=3600))  # as the button of the UI does
+    wait_for(lambda: not life.processes(), 40, "end of every process", life.service.tell)
+    assert life.read().state.name == "Suspended" and life.checkpoint() >= step
+    wait_for(lambda: life.mlflow_status() == "KILLED", 20, "MLflow run KILLED")
+    saved = life.checkpoint()
+    life.client.resume_flow_run(life.run_id)
+    assert life.train_on() > saved
 
 
 @pytest.mark.parametrize("rank", [1, 0])

@@ -12,6 +12,7 @@ RECORDED = {
     "prefect.workers.process:load_flow_from_flow_run": [
         *("client", "flow_run", "ignore_storage=False", "storage_base_path=None", "use_placeholder_flow=True"),
     ],
+    "prefect.runner._state_proposer:StateProposer.propose_cancelled": ["self", "flow_run", "state_updates=None"],
     "prefect.workers.process:ProcessWorker.run": ["self", "flow_run", "configuration", "task_status=None"],
     "prefect.workers.process:ProcessJobConfiguration.from_template_and_values": [
         *("base_job_template", "values", "client=None"),

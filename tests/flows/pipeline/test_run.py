@@ -248,7 +248,7 @@ def test_sigterm_gives_the_trainer_time_to_save(finished, capsys, monkeypatch):
     finally:
         thread.join()
         signal.signal(signal.SIGTERM, before)
-    assert "stopped; the same command resumes" in error_line(capsys)
+    assert "stopped, step 3 saved; the same command resumes" in error_line(capsys)
     assert list((finished / "scratch").glob("train-*/saved"))
     (run,) = runs_of(finished, "params.`train.seed` = '11'")
     assert run.info.status == "KILLED"

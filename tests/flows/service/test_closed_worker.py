@@ -16,8 +16,9 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import DeploymentUpdate, WorkPoolUpdate
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.results import ResultRecord, ResultRecordMetadata
+from prefect.runner._state_proposer import StateProposer
 from prefect.serializers import PickleSerializer
-from prefect.states import Completed
+from prefect.states import Cancelling, Completed
 from prefect.utilities.dispatch import lookup_type
 from prefect.workers import process
 from prefect.workers.base import BaseWorker
@@ -25,9 +26,12 @@ from prefect.workers.base import BaseWorker
 from dataset_builders.errors import InputError
 from dataset_builders.storage.row_objects import DATA_STORES_VARIABLE
 from flows.pipeline.prefect_changes import refuse_stored_results
+from flows.pipeline.processes import ROOT_VARIABLE
+from flows.pipeline.run_record import RunRecord
 from flows.service.closed_worker import TYPE, ClosedConfiguration, ClosedWorker, entrypoint_to_run
 from flows.service.deployments import JOB_TEMPLATE, OFFERS, make_deployment, register
 from flows.tracking.servers import POOL
+from stages.shared.launchers.processes import Owner
 
 pytestmark = pytest.mark.promise(
     "A page of another origin, another user of the machine, and somebody with the password run no command."
@@ -108,6 +112,25 @@ def test_the_rows_of_a_request_may_name_the_stores_of_the_service_alone(stores, 
     worker._work_pool = pool()
     made = asyncio.run(worker.run(SimpleNamespace(id=uuid4(), deployment_id=None), ClosedConfiguration()))
     assert made[DATA_STORES_VARIABLE] == (stores or "")
+
+
+@pytest.mark.parametrize(
+    ("saved", "message"), [("step 215 saved", "step 215 saved; Retry resumes from it"), ("", "Prefect's own")]
+)
+def test_a_cancelled_run_says_what_its_training_has_saved(tmp_path, monkeypatch, saved, message):
+    states = []
+
+    async def set_flow_run_state(_run, state, force):
+        states.append(state)
+
+    cancelled = SimpleNamespace(id=uuid4(), state=Cancelling())
+    monkeypatch.setenv(ROOT_VARIABLE, str(tmp_path))
+    record = RunRecord(flow_run_id=str(cancelled.id), saved=saved, **Owner.of_this_process().model_dump())
+    (tmp_path / "service" / "runs").mkdir(parents=True)
+    (tmp_path / "service" / "runs" / f"{cancelled.id}.json").write_text(record.model_dump_json())
+    proposer = StateProposer(client=SimpleNamespace(set_flow_run_state=set_flow_run_state))
+    assert asyncio.run(proposer.propose_cancelled(cancelled, {"message": "Prefect's own"}))
+    assert [(state.name, state.message) for state in states] == [("Cancelled", message)]
 
 
 @pytest.mark.full

@@ -135,6 +135,14 @@ def test_a_run_whose_process_is_dead_is_settled(tmp_path, dead_pid, before, afte
         assert "resumes from the last checkpoint" in state.message
 
 
+def test_a_cancelled_run_whose_worker_died_too_says_what_was_saved(tmp_path, dead_pid):
+    flow_run_id = outer()
+    force(flow_run_id, Cancelling())
+    note(tmp_path, flow_run_id, {**dead_pid, "saved": "step 215 saved"})
+    assert put_right(tmp_path) == 1
+    assert state_of(flow_run_id).message == "step 215 saved; Retry resumes from it"
+
+
 def test_a_run_of_another_host_is_not_touched(tmp_path, dead_pid):
     flow_run_id = outer()
     force(flow_run_id, Running())
