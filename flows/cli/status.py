@@ -1,4 +1,5 @@
-"""`athanor status`: list the newest runs of a root, what they are doing, and what they wait for.
+"""`athanor status`: list the newest runs of a root, what they are doing, and what they wait for. Say if its worker is
+silent.
 
 The runs are read from a server, or from the database file that no server serves. A server on the file takes 13
 processor seconds to start, and a second server beside that of a running `athanor run` would write into the same file.
@@ -20,7 +21,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from dataset_builders.storage.store import StorePath
 from flows.cli.terminal import print_table
-from flows.tracking.servers import ServiceRecord, prefect_home, read_service
+from flows.service.programs import last_heartbeat, silence, worker_name
+from flows.tracking.servers import PREFECT_CLIENT_SECRET, ServiceRecord, prefect_home, read_service
 
 WAITING = "waiting for "  # start of a log line about what a run waits for
 _RUNS = 20
@@ -82,6 +84,8 @@ def status_command(args: argparse.Namespace) -> int:
     service = read_service(args.root)
     serving = f"served by `athanor up` at {service.prefect_ui}" if service else "no `athanor up` serves it"
     print(f"root {args.root}: {serving}")
+    if service is not None and (silent := silence(_last_heartbeat(service))):
+        print(f"worker: {silent}")
     with _runs_of(args.root, service) as runs:
         rows = [(run.name, run.state_name, _when(run), _now(runs, run)) for run in runs.newest(_RUNS)] if runs else []
     if rows:
@@ -89,6 +93,11 @@ def status_command(args: argparse.Namespace) -> int:
     else:
         print("it has no run yet")
     return 0
+
+
+def _last_heartbeat(service: ServiceRecord) -> datetime | None:
+    login = os.environ.get(PREFECT_CLIENT_SECRET, "")
+    return last_heartbeat(service.prefect_api, login, worker_name(service.pid))
 
 
 @contextlib.contextmanager
@@ -115,7 +124,9 @@ def _now(runs: Runs, run: Run) -> str:
     """Return the stage that runs now, what the run waits for, or the duration of a run that has ended."""
     if run.state_type == "SCHEDULED":
         return "waits for a free worker (`athanor up --max-runs`)" if run.is_due else "waits for its scheduled start"
-    if run.state_type in ("PENDING", "PAUSED"):
+    if run.state_type == "PAUSED":
+        return "waits for Resume on Prefect's page"
+    if run.state_type == "PENDING":
         return f"waits: {run.message or run.state_name}"
     if run.state_type not in ("RUNNING", "CANCELLING"):
         took, message = f"took {run.seconds:,.0f} s", run.message.splitlines()

@@ -1,14 +1,16 @@
 """The programs of a service: the command and the environment of each, and the check that it answers."""
 
 import base64
+import contextlib
 import json
 import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 
 from dataset_builders.errors import InputError
@@ -40,6 +42,9 @@ _NOT_INHERITED = (
 )
 
 
+SILENT_SECONDS = 60.0  # age of a worker's last heartbeat from which it is told; a worker sends one every 7 seconds
+
+
 @dataclass(slots=True)
 class Program:
     """One program of a service, and its process. Times are from time.monotonic(), except `started`.
@@ -47,7 +52,9 @@ class Program:
     Attributes:
         answers: function of the program that returns whether it answers now.
         address: text that is shown to people.
-        may_be_silent: whether the program is left alone if it no longer answers.
+        heartbeat: function that returns the time of the program's last heartbeat, or None if nobody knows it. A program
+            with heartbeats that falls silent is told of and left alone, and not killed as a server is.
+        is_silent: whether that was told.
         process: None while the program waits for its restart.
         started: time of the process's start, in seconds since 1970.
         since: time of the process's start or, once it has answered, of its first answer.
@@ -63,7 +70,8 @@ class Program:
     log_path: Path
     answers: Callable[["Program"], bool]
     address: str
-    may_be_silent: bool = False
+    heartbeat: Callable[[], datetime | None] | None = None
+    is_silent: bool = False
     process: subprocess.Popen | None = None
     is_ready: bool = False
     was_ready: bool = False
@@ -168,7 +176,7 @@ def worker(service: Service) -> Program:
 
     Each flow run gets a process of its own, which inherits the worker's environment.
     """
-    name = f"athanor-{socket.gethostname()}-{os.getpid()}"  # reconcile.py recognises lost runs by this name
+    name = worker_name(os.getpid())
     limits = [word for limit, slots in service.limits.items() for word in ("--limit", f"{limit}={slots}")]
     environment = {
         **service_environment(service.root),
@@ -182,6 +190,10 @@ def worker(service: Service) -> Program:
         PREFECT_CLIENT_SECRET: service.access.prefect,
         **mlflow_login(service.access.mlflow),
     }
+
+    def heartbeat() -> datetime | None:
+        return last_heartbeat(service.prefect_api, service.access.prefect, name)
+
     return Program(
         name="worker",
         command=[
@@ -196,9 +208,9 @@ def worker(service: Service) -> Program:
         ],
         environment=environment,
         log_path=service.log_path("worker"),
-        answers=lambda program: _worker_is_online(service, name, program.started),
+        answers=lambda program: (beat := heartbeat()) is not None and beat.timestamp() >= program.started,
         address=f"up to {service.max_runs} flow runs at a time",
-        may_be_silent=True,  # its flow runs would end with it
+        heartbeat=heartbeat,  # it is not killed for its silence, since its flow runs would end with it
     )
 
 
@@ -235,10 +247,29 @@ def service_environment(root: StorePath) -> dict[str, str]:
     return {**inherited, **past_the_proxy(inherited), **console, **fixed}
 
 
-def _worker_is_online(service: Service, name: str, started: float) -> bool:
-    """Whether the server has had a heartbeat of the worker since the worker's start."""
-    login = base64.b64encode(service.access.prefect.encode()).decode()
-    headers = {"Content-Type": "application/json", "Authorization": f"Basic {login}"}
-    workers = json.loads(answer_of(f"{service.prefect_api}/work_pools/{POOL}/workers/filter", b"{}", headers) or "[]")
-    ours = [entry for entry in workers if entry["name"] == name and entry["status"] == "ONLINE"]
-    return any(datetime.fromisoformat(entry["last_heartbeat_time"]).timestamp() >= started for entry in ours)
+def worker_name(pid: int) -> str:
+    """Return the name of the worker of this machine's service with a process id. `reconcile.py` reads such names."""
+    return f"athanor-{socket.gethostname()}-{pid}"
+
+
+def last_heartbeat(prefect_api: str, login: str, worker: str) -> datetime | None:
+    """Return the time of a worker's last heartbeat; None if Prefect's server knows none, or does not answer.
+
+    Args:
+        login: `user:password` of the server.
+    """
+    encoded = base64.b64encode(login.encode()).decode()
+    headers = {"Content-Type": "application/json", "Authorization": f"Basic {encoded}"}
+    answer = answer_of(f"{prefect_api}/work_pools/{POOL}/workers/filter", b"{}", headers)
+    with contextlib.suppress(ValueError, KeyError):  # another program has the port, and answers otherwise
+        texts = [entry["last_heartbeat_time"] for entry in json.loads(answer or "[]") if entry["name"] == worker]
+        return max((datetime.fromisoformat(text) for text in texts if text), default=None)
+    return None
+
+
+def silence(beat: datetime | None) -> str:
+    """Return `no heartbeat since 2026-01-31 09:30:00 UTC` if the last heartbeat of a worker is more than SILENT_SECONDS
+    old; empty if it is not, or if nobody knows it."""
+    if beat is None or time.time() - beat.timestamp() <= SILENT_SECONDS:
+        return ""
+    return f"no heartbeat since {beat.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"

@@ -33,7 +33,7 @@ from flows.pipeline.processes import (
     trim_log,
 )
 from flows.service.access import MLFLOW_PASSWORD, MLFLOW_USER, USER, Access, make_access
-from flows.service.programs import Program, Service, mlflow_server, prefect_server, worker
+from flows.service.programs import Program, Service, mlflow_server, prefect_server, silence, worker
 from flows.tracking.servers import (
     PREFECT_SECRET,
     SCHEMA_LOCK,
@@ -282,7 +282,7 @@ class Supervisor:
                 self._ask(program)
             else:
                 trim_log(program.log_path)
-                if not program.may_be_silent and time.monotonic() >= program.next_at:
+                if time.monotonic() >= program.next_at:
                     self._check(program)
 
     def _start(self, program: Program) -> None:
@@ -308,8 +308,11 @@ class Supervisor:
             end_process(program.process, STOP_SECONDS)
 
     def _check(self, program: Program) -> None:
-        """Kill a server that has not answered for HANG_SECONDS; `turn` starts it again."""
-        if _answers(program):
+        """Kill a server that has not answered for HANG_SECONDS; `turn` starts it again. Tell of a worker without a
+        heartbeat."""
+        if program.heartbeat is not None:
+            self._listen(program)
+        elif _answers(program):
             program.answered = time.monotonic()
         elif time.monotonic() - program.answered > HANG_SECONDS:
             self.lines.show(program.name, "hangs", f"no answer for {HANG_SECONDS:.0f} s")
@@ -317,10 +320,20 @@ class Supervisor:
             program.process.wait()
         program.next_at = time.monotonic() + HEALTH_SECONDS
 
+    def _listen(self, program: Program) -> None:
+        silent = silence(program.heartbeat())
+        if silent:
+            pid = program.process.pid
+            way_out = f"`kill -CONT {pid}` wakes it, `kill -9 {pid}` starts another, and its flow runs save and end"
+            self.lines.show(program.name, "silent", f"{silent}; {way_out}")
+        elif program.is_silent:
+            self.lines.show(program.name, "ready", program.address)
+        program.is_silent = bool(silent)
+
     def _died(self, program: Program, how: str) -> None:
         was_steady = program.is_ready and time.monotonic() - program.since > STEADY_SECONDS
         program.deaths = 1 if was_steady else program.deaths + 1
-        program.process, program.is_ready = None, False
+        program.process, program.is_ready, program.is_silent = None, False, False
         if not program.was_ready and program.deaths >= FIRST_TRIES:
             raise StartFailed(program, f"{how}, {program.deaths} times")
         delay = min(MAX_BACKOFF_SECONDS, 2.0 ** (program.deaths - 1) - 1)

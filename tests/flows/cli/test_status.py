@@ -1,11 +1,15 @@
 """`athanor status`: the line for each state of a run, and a root without a run."""
 
+import contextlib
 from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 
 import pytest
 
+from flows.cli import status
 from flows.cli.main import main
 from flows.cli.status import Run, _now, _when
+from flows.service.programs import worker_name
 
 HOUR = timedelta(hours=1)
 
@@ -34,6 +38,7 @@ def run(kind: str, message: str = "", start: timedelta = -HOUR) -> Run:
         (run("SCHEDULED"), Runs(), "waits for a free worker (`athanor up --max-runs`)"),
         (run("SCHEDULED", start=HOUR), Runs(), "waits for its scheduled start"),
         (run("PENDING", "AwaitingConcurrencySlot"), Runs(), "waits: AwaitingConcurrencySlot"),
+        (run("PAUSED"), Runs(), "waits for Resume on Prefect's page"),
         (run("COMPLETED", "all good"), Runs(), "took 75 s"),
         (run("FAILED", "train: loss is nan\nmore"), Runs(), "took 75 s: train: loss is nan"),
         (run("RUNNING"), Runs(["train"], ["step 3 of 9"]), "train"),
@@ -48,6 +53,26 @@ def test_what_a_run_does_or_waits_for(of, runs, text):
 
 def test_a_time_is_in_utc():
     assert _when(run("SCHEDULED")) == (datetime.now(UTC) - HOUR).strftime("%Y-%m-%d %H:%M:%S")
+
+
+@pytest.mark.parametrize(("age", "line"), [(timedelta(minutes=5), True), (timedelta(seconds=8), False)])
+def test_a_silent_worker_is_told_of(age, line, tmp_path, capsys, monkeypatch):
+    beat = datetime.now(UTC) - age
+    record = SimpleNamespace(prefect_api="http://here/api", prefect_ui="http://here", pid=7)
+    asked = []
+
+    def last_heartbeat(*about: str) -> datetime:
+        asked.append(about)
+        return beat
+
+    monkeypatch.setenv("PREFECT_API_AUTH_STRING", "athanor:word")
+    monkeypatch.setattr(status, "read_service", lambda root: record)
+    monkeypatch.setattr(status, "last_heartbeat", last_heartbeat)
+    monkeypatch.setattr(status, "_runs_of", lambda *_: contextlib.nullcontext())
+    assert main(["status", "--root", str(tmp_path)]) == 0
+    assert asked == [("http://here/api", "athanor:word", worker_name(7))]
+    told = f"worker: no heartbeat since {beat:%Y-%m-%d %H:%M:%S} UTC\n" if line else ""
+    assert capsys.readouterr().out.partition("\n")[2] == f"{told}it has no run yet\n"
 
 
 def test_a_root_without_a_run(tmp_path, capsys, monkeypatch):

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import psutil
@@ -118,13 +119,22 @@ def test_a_server_that_hangs_is_killed_and_started_again(make, lines, monkeypatc
     assert told[-1] == "prefect ready http://here started again" and watcher.programs["mlflow"].starts == 1
 
 
-def test_a_worker_is_not_killed_for_its_silence(make, lines, monkeypatch):
+def test_a_worker_without_a_heartbeat_is_told_of_and_not_killed(make, lines, monkeypatch):
     monkeypatch.setattr(supervised, "HANG_SECONDS", 0.0)
-    asked: list[bool] = []
-    worker = replace(make("worker", is_up=lambda: not asked and not asked.append(True)), may_be_silent=True)
+    monkeypatch.setattr(supervised, "HEALTH_SECONDS", 0.05)
+    beats: list[datetime | None] = [None]  # nobody knows it, as while Prefect's server starts again
+    worker = replace(make("worker"), heartbeat=lambda: beats[-1])
     watcher, until = Supervisor([worker], lines), time.monotonic() + 1
     run(watcher, lambda: time.monotonic() > until and watcher.is_ready("worker"))
-    assert watcher.programs["worker"].starts == 1
+    assert lines.said == ["worker starting http://here", "worker ready http://here"]
+    beats.append(datetime(2026, 1, 31, 9, 30, tzinfo=UTC))
+    run(watcher, lambda: len(lines.said) == 3)
+    pid = watcher.programs["worker"].process.pid
+    told = f"worker silent no heartbeat since 2026-01-31 09:30:00 UTC; `kill -CONT {pid}` wakes it, `kill -9 {pid}` "
+    assert lines.said[-1].startswith(told)
+    beats.append(datetime.now(UTC))
+    run(watcher, lambda: len(lines.said) == 4)
+    assert lines.said[-1] == "worker ready http://here" and watcher.programs["worker"].starts == 1
 
 
 def test_one_that_never_answers_ends_the_start_with_the_end_of_its_log(make, lines):
