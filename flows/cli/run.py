@@ -21,7 +21,7 @@ from flows.pipeline.flow import vlm_sft
 from flows.pipeline.plan import Plan, first_lines
 from flows.pipeline.progress import shown
 from flows.pipeline.recipe import DEFAULT_RECIPE
-from flows.pipeline.temporary_server import start_prefect
+from flows.pipeline.temporary_server import ends_with_server, start_prefect
 from flows.service.reconcile import reconcile
 from flows.service.sweep import check_grid, sweep
 from flows.tracking.notes import score_text
@@ -41,10 +41,12 @@ def run_command(args: argparse.Namespace) -> int:
     is_terminal = sys.stdout.isatty()
     for line in first_lines(args.plan):
         print(line, flush=True)
-    with shown(raw_stdout() if is_terminal else None):
+    grace = args.plan.config.execution.cluster.stop_grace_seconds
+    with shown(raw_stdout() if is_terminal else None) as display:
         start_prefect()
-        reconcile(args.root)  # ends the flow runs of this root whose process was killed
-        result = vlm_sft(args.plan)
+        with ends_with_server(grace, display.close):
+            reconcile(args.root)  # ends the flow runs of this root whose process was killed
+            result = vlm_sft(args.plan)
     seconds = time.time() - psutil.Process().create_time()  # with the imports, since the user waited for them too
     recipe_words = [] if args.recipe == DEFAULT_RECIPE else [args.recipe]
     arguments = [*recipe_words, *(f"--set={text}" for text in args.overrides)]
@@ -59,9 +61,11 @@ def sweep_command(args: argparse.Namespace) -> int:
     for variant in variants:
         print(f"  {variant.name}")
     is_terminal = sys.stdout.isatty()
-    with shown(raw_stdout() if is_terminal else None):
+    grace = max(variant.recipe.config.execution.cluster.stop_grace_seconds for variant in variants)
+    with shown(raw_stdout() if is_terminal else None) as display:
         start_prefect()
-        result = sweep(args.recipe, args.overrides, args.grid, str(args.root))
+        with ends_with_server(grace, display.close):
+            result = sweep(args.recipe, args.overrides, args.grid, str(args.root))
     print_table("Sweep", result["columns"], result["rows"], is_terminal)
     if result["url"]:
         command = service_command(args.root)

@@ -11,15 +11,22 @@ lock, because two servers that make them at the same time would ruin the databas
 """
 
 import atexit
+import contextlib
 import importlib.metadata
+import logging
 import os
 import secrets
+import signal
 import subprocess
+import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import filelock
+import psutil
 from prefect.context import refresh_global_settings_context
 from prefect.settings import PREFECT_API_URL, PREFECT_HOME, PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS
 
@@ -34,6 +41,8 @@ from flows.tracking.servers import (
     is_free,
     past_the_proxy,
 )
+from stages.shared.launchers.processes import JOB_VARIABLE, end_processes
+from trainer.contract.names import EXIT_FAILED
 
 HOST = "127.0.0.1"
 LOG = "temporary-server.log"
@@ -41,7 +50,11 @@ _CANNOT_LISTEN = 3  # exit status of uvicorn if it cannot listen, and also if th
 _TRIES = 3
 _TURN_SECONDS = 0.05
 _END_SECONDS = 30.0  # a server that is making its tables must finish that first
+LOOK_SECONDS = 1.0  # between two looks whether the server runs
+HANG_SECONDS = 60.0  # silence after which it hangs; on a machine at load 20 single answers take over ten seconds
+HEALTH_SECONDS = 10.0  # between two questions whether it answers
 _LOCK_SECONDS = 300.0  # a first start on a loaded laptop takes a minute
+log = logging.getLogger("athanor.pipeline")
 _ENVIRONMENT = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}
 
 
@@ -170,3 +183,73 @@ def server_of(home: Path) -> TemporaryServer:
 def is_temporary() -> bool:
     """Whether Prefect uses a temporary server of this process."""
     return PREFECT_API_URL.value() in [server.api for server in _servers.values()]
+
+
+@contextlib.contextmanager
+def ends_with_server(grace_seconds: float, close: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """End this process with a line if its temporary server dies or hangs while the block lasts; do nothing if it has
+    none.
+
+    Prefect's client repeats each call to such a server for minutes, and no signal interrupts that. So the process does
+    not end as after other errors: its trainings save, and then it exits at once, like one that is killed.
+
+    Args:
+        grace_seconds: time for trainings to save.
+        close: called before the line is printed.
+    """
+    ended = threading.Event()
+    if is_temporary():
+        arguments = (server_of(PREFECT_HOME.value()), ended, grace_seconds, close)
+        threading.Thread(target=_end_with, args=arguments, name="temporary-server", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+
+
+def _end_with(server: TemporaryServer, ended: threading.Event, grace_seconds: float, close: Callable[[], None]) -> None:
+    why = _trouble(server, ended)
+    if not why:
+        return
+    line = (
+        f"Prefect's temporary server (process {server.process.pid}) {why}, so the run ends; the same command resumes "
+        f"from the finished work (log of the server: {server.home / LOG})"
+    )
+    if log.hasHandlers():  # the log file of the run; without one, logging would print the line a second time
+        log.error("%s", line)
+    server.process.kill()
+    end_processes(_jobs(), grace_seconds)
+    close()
+    print(f"athanor: {line}", file=sys.stderr, flush=True)
+    os._exit(EXIT_FAILED)
+
+
+def _trouble(server: TemporaryServer, ended: threading.Event) -> str:
+    """Wait until something is wrong with a server, and return what; return an empty text if the event comes first."""
+    answered = asked = time.monotonic()
+    was_stopped = False
+    while not ended.wait(LOOK_SECONDS):
+        if (status := server.process.poll()) is not None:
+            return f"was killed (signal {-status})" if status < 0 else f"ended (status {status})"
+        with contextlib.suppress(psutil.Error):
+            is_stopped = psutil.Process(server.process.pid).status() == psutil.STATUS_STOPPED
+            if is_stopped and was_stopped:
+                return f"is stopped ({signal.SIGSTOP.name})"
+            was_stopped = is_stopped
+        if time.monotonic() - asked > HEALTH_SECONDS:
+            asked = time.monotonic()
+            if answer_of(f"{server.api}/health") is not None:
+                answered = time.monotonic()
+            elif time.monotonic() - answered > HANG_SECONDS:
+                return f"has not answered for {HANG_SECONDS:.0f} s"
+    return ""
+
+
+def _jobs() -> list[psutil.Process]:
+    """Return the trainings and other jobs below this process."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if JOB_VARIABLE in process.environ():
+                found.append(process)
+    return found

@@ -2,6 +2,7 @@
 port."""
 
 import os
+import re
 import signal
 import socket
 import sqlite3
@@ -24,8 +25,10 @@ from dataset_builders.errors import InputError
 from flows.pipeline import temporary_server
 from flows.pipeline.limits import has_server
 from flows.pipeline.temporary_server import TemporaryServer, is_temporary, server_of, start_early, start_prefect
+from stages.shared.launchers.processes import runs
 from tests.helpers.patience import at_most
 from tests.helpers.service import clean_environment, processes_with, wait_for
+from tests.test_architecture import ROOT
 
 RUN = """
 import sys
@@ -159,6 +162,66 @@ def test_a_ruined_database_is_named_at_the_first_end_of_its_server(tmp_path):
     server.process.wait()
     with pytest.raises(InputError, match=f"{tmp_path}/prefect.db is no whole SQLite database .*; put a copy"):
         server.wait()
+
+
+# A run with a training that needs half a second to save. The server is a program that does nothing.
+WATCHED = """
+import os, subprocess, sys, time
+import flows
+from flows.pipeline import temporary_server as module
+from prefect.settings import PREFECT_HOME
+TRAINING = '''
+import os, signal, sys, time
+def save(*_):
+    time.sleep(0.5)
+    open("saved", "w").close()
+    sys.exit(75)
+signal.signal(signal.SIGTERM, save)
+open("trains", "w").close()
+time.sleep(600)
+'''
+home = PREFECT_HOME.value()
+module._servers[home] = module.TemporaryServer(home, subprocess.Popen(["sleep", "600"]))
+module.is_temporary = lambda: True
+module.answer_of = lambda url: None if SILENT else b""
+module.HEALTH_SECONDS, module.HANG_SECONDS = 0.1, 0.5 if SILENT else 60
+print(module._servers[home].process.pid, flush=True)
+subprocess.Popen([sys.executable, "-c", TRAINING], env={**os.environ, "ATHANOR_JOB": "train"})
+with module.ends_with_server(60, lambda: print("closed", flush=True)):
+    try:
+        time.sleep(600)
+    finally:
+        time.sleep(600)  # as Prefect's client, which tries again and again
+"""
+
+
+@pytest.mark.parametrize(
+    ("signum", "why"),
+    [
+        (signal.SIGKILL, r"was killed \(signal 9\)"),
+        (signal.SIGSTOP, r"is stopped \(SIGSTOP\)"),
+        (None, "has not answered for 0 s"),
+    ],
+    ids=["kill -9", "stop", "silent"],
+)
+def test_a_run_whose_server_is_gone_saves_and_ends_with_one_line(tmp_path, signum, why):
+    code = f"SILENT = {signum is None}\n{WATCHED}"
+    environment = {**clean_environment(), "PREFECT_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code], env=environment, cwd=tmp_path, **pipes) as run:
+        try:
+            server = psutil.Process(int(run.stdout.readline()))
+            if signum is not None:
+                wait_for((tmp_path / "trains").exists, 60, "training")
+                server.send_signal(signum)
+                run.send_signal(signal.SIGINT)  # Ctrl-C, which such a run did not obey
+            printed, errors = run.communicate(timeout=at_most(30))
+        finally:
+            run.kill()
+    assert run.returncode == 1 and printed == "closed\n"
+    line = rf"athanor: Prefect's temporary server \(process {server.pid}\) {why}, so the run ends; the same command .*"
+    assert re.fullmatch(line + r"\n", errors) and not runs(server)
+    assert (tmp_path / "saved").exists() or signum is None
 
 
 def test_a_server_that_is_set_is_left_alone(monkeypatch):
