@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 
 from flows.service.guard import guarded
 from flows.service.prometheus import STATES, RootNumbers, with_numbers
-from flows.tracking.record import Opening, changed, open_record, place_in
+from flows.tracking.record import LiveTraining, Opening, changed, open_record, place_in
 from tests.helpers.compose_file import INFRA
 from tests.helpers.fake_trainer import metrics_row
 from trainer.contract.names import METRICS_JSONL
@@ -52,7 +52,7 @@ def write_training(root: Path, key: str, steps: Sequence[int]) -> Path:
     path.write_text("".join(row.model_dump_json() + "\n" for row in rows))
     open_record(root, Opening(experiment="athanor-digits", name="digits", identity=key, params={}, tags={}))
     with changed(root, key) as record:
-        record.live = place_in(root, path)
+        record.live = LiveTraining(metrics=place_in(root, path), num_steps=1000)
     return path
 
 
