@@ -84,8 +84,10 @@ def status_command(args: argparse.Namespace) -> int:
     service = read_service(args.root)
     serving = f"served by `athanor up` at {service.prefect_ui}" if service else "no `athanor up` serves it"
     print(f"root {args.root}: {serving}")
-    if service is not None and (silent := silence(_last_heartbeat(service))):
-        print(f"worker: {silent}")
+    if service is not None:
+        login = os.environ.get(PREFECT_CLIENT_SECRET, "")
+        if silent := silence(last_heartbeat(service.prefect_api, login, worker_name(service.pid))):
+            print(f"worker: {silent}")
     with _runs_of(args.root, service) as runs:
         rows = [(run.name, run.state_name, _when(run), _now(runs, run)) for run in runs.newest(_RUNS)] if runs else []
     if rows:
@@ -93,11 +95,6 @@ def status_command(args: argparse.Namespace) -> int:
     else:
         print("it has no run yet")
     return 0
-
-
-def _last_heartbeat(service: ServiceRecord) -> datetime | None:
-    login = os.environ.get(PREFECT_CLIENT_SECRET, "")
-    return last_heartbeat(service.prefect_api, login, worker_name(service.pid))
 
 
 @contextlib.contextmanager

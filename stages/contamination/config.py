@@ -8,7 +8,7 @@ MAX_BITS = 7  # the most that `copies.near_pairs` can find
 
 
 class ContaminationConfig(StrictModel):
-    """The limits within which two images are nearly the same. docs/decisions/data.md names the error rates."""
+    """The limits within which two images are nearly the same. Error rates: tests/bench/results/near_copies.md."""
 
     max_bits: int = Field(
         default=6, ge=0, le=MAX_BITS, description="bits of 64 in which the perceptual hashes of two copies may differ"

@@ -58,7 +58,6 @@ PEAKS = {
     "8b lora": Peak(69.4, "qwen3_vl_8b", adapter=LORA),
     "qwen3.5 27b lora": Peak(66.5, "qwen3_5_27b", layout=AGAIN, adapter=LORA),
     "32b float8": Peak(49.5, "qwen3_vl_32b", layout=AGAIN, adapter=BESIDE_FLOAT8),
-    "8b lora 6144": Peak(56.3, "qwen3_vl_8b", 6144, adapter=LORA),
     "2b 6144": Peak(78.7, "qwen3_vl_2b", 6144),
     "2b vision frozen": Peak(51.6, "qwen3_vl_2b", train=FROZEN),
     # 100m in two bins of 16,384 is 20% off
