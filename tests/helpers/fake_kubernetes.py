@@ -171,7 +171,9 @@ class FakeCluster:
     def kill(self, name: str) -> None:
         pod = self.pods.pop(name)
         if pod.process:
-            pod.process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(pod.process.pid, signal.SIGKILL)
+            pod.process.wait()  # a busy machine takes a while to end what it was told to kill
 
     def describe(self, pod: Pod) -> dict:
         labels = {"jobset.sigs.k8s.io/jobset-name": pod.job, "batch.kubernetes.io/job-completion-index": str(pod.node)}

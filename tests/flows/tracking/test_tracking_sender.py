@@ -32,6 +32,7 @@ from flows.tracking.run_writer import thinned
 from flows.tracking.store import connect
 from flows.tracking.system import CPU_METRIC, INTERVAL_SECONDS, pause
 from flows.tracking.tracker import Sender, Tracker, publish_waiting
+from tests.helpers.patience import at_most
 from tests.helpers.tracked_run import (
     EXPERIMENT,
     FIRST_MS,
@@ -134,8 +135,8 @@ class Slow:
 
 def test_a_slow_server_is_waited_for_as_long_as_it_answers(tmp_path, monkeypatch):
     connect(tmp_path)  # makes the tables, and does not count as an answer
-    longest = 6.0  # for one part of the run: some ten answers, and the work between them on a busy machine
-    monkeypatch.setattr(flows.tracking.publish, "connect", lambda root: Slow(connect(root), 0.25))
+    longest = at_most(6.0)  # for one part of the run: some ten answers, and the work between them
+    monkeypatch.setattr(flows.tracking.publish, "connect", lambda root: Slow(connect(root), longest / 24))
     tell_a_run(tmp_path, "slow")
     monkeypatch.setattr(flows.tracking.tracker, "WAIT_SECONDS", longest)
     sender, began = Sender(tmp_path), time.monotonic()
