@@ -10,6 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import filelock
 from mlflow import MlflowClient
@@ -51,12 +52,29 @@ class Published:
     is_sending: bool = False
 
 
+class _Heard:
+    """A client that calls a function after each answer of MLflow."""
+
+    def __init__(self, client: MlflowClient, on_answer: Callable[[], None]) -> None:
+        self._client, self._on_answer = client, on_answer
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._client, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            answer = method(*args, **kwargs)
+            self._on_answer()
+            return answer
+
+        return call
+
+
 class Publication:
     """The publication of one run, which may be tried again and again.
 
     Args:
-        announce: function that is called before an upload with the seconds that the upload may take, and with 0
-            whenever a part of the run is complete.
+        announce: function that is called before an upload with the seconds that the upload may take, and with 0 after
+            each answer of MLflow.
 
     Attributes:
         lock: the lock that the process that publishes the run holds.
@@ -67,7 +85,7 @@ class Publication:
         self.root, self.key, self.announce = root, key, announce
         self.lock = publish_lock(root, key)
         self.sent: Counter[str] = Counter()
-        self._client: MlflowClient | None = None
+        self._client: _Heard | None = None
         self._open: OpenRun | None = None
 
     def attempt(self) -> Published:
@@ -114,7 +132,7 @@ class Publication:
     def _publish(self, record: TrackedRun) -> None:
         if record.learnt.store != (store := store_digest(self.root)):
             record.learnt, self._client = MlflowState(store=store), None
-        self._client = self._client or connect(self.root)
+        self._client = self._client or _Heard(connect(self.root), lambda: self.announce(0))
         before, writer = self._open, RunWriter(self._client, self._find_or_create(record))
         self._open = OpenRun(self.root, self.key, record, writer, self.announce, self.sent)
         if before is not None and before.writer.run_id == writer.run_id:  # else all lines are read and compared again
@@ -132,7 +150,6 @@ class Publication:
                 add()
                 if state is not None:  # the mark is set last, so that a part that was added only in part is added again
                     writer.set_tags({mark: state})
-                self.announce(0)
             except Exception as error:
                 if may_pass(error):
                     raise

@@ -35,7 +35,7 @@ from flows.tracking.store import compare_url, server_url, store_digest
 from flows.tracking.system import sampled_host
 from stages.shared.artifacts.artifact import Artifact
 
-WAIT_SECONDS = 60.0  # longest wait at the end of a run for one part of it, beside an upload
+WAIT_SECONDS = 60.0  # longest wait at the end of a run for one answer of MLflow, beside an upload
 KILLED_SECONDS = 10.0  # longest wait of a cancelled flow, which has to end
 _URL_SECONDS = 5.0
 _FAILED_LOOKS = 6  # looks without MLflow after which nobody waits any more
@@ -211,7 +211,7 @@ class Sender:
         self._thread: threading.Thread | None = None
         self._failed_looks = 0
         self._others_at = 0.0  # time of the next look at the runs of other processes; 0 before the first
-        self._busy_until = 0.0  # time until which the part that is now sent may take
+        self._busy_until = 0.0  # time until which the next answer of MLflow may take
 
     def follow(self, key: str) -> None:
         """Let the thread send a run's record and metrics whenever they change, until the run has ended."""
@@ -226,8 +226,8 @@ class Sender:
     def wait(self, key: str, is_cancelled: bool = False) -> bool:
         """Wait until the present record of a run is completely in MLflow and the rest of earlier runs was tried.
 
-        The wait ends after several failures of MLflow, or if no part of the run is completed for WAIT_SECONDS longer
-        than its upload should take.
+        The wait ends after several failures of MLflow, or if MLflow does not answer for WAIT_SECONDS, or during an
+        upload for WAIT_SECONDS longer than the upload should take.
 
         Args:
             is_cancelled: whether the wait ends after KILLED_SECONDS in any case.

@@ -70,6 +70,12 @@ class Pod:
         reason = "OOMKilled" if code == 137 else "Error" if code else "Completed"
         self.state = {"terminated": {"exitCode": code, "reason": reason, "finishedAt": now()}}
 
+    def kill(self) -> None:
+        """Send SIGKILL to all processes of the pod. On a busy machine they end some time later."""
+        if self.process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
     @property
     def is_over(self) -> bool:
         return self.process is None or "terminated" in self.state
@@ -110,6 +116,7 @@ class FakeCluster:
         hold: whether pods stay without a node.
         condition: one more condition of every TrainJob.
         lost: whether pods are never told to end, because their node does not answer.
+        killed: processes of the pods that were removed by force; they may not have ended yet.
     """
 
     calls: list[str] = field(default_factory=list)
@@ -122,6 +129,7 @@ class FakeCluster:
     hold: bool = False
     condition: dict | None = None
     lost: bool = False
+    killed: list[subprocess.Popen] = field(default_factory=list)
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def count(self, text: str) -> int:
@@ -171,9 +179,8 @@ class FakeCluster:
     def kill(self, name: str) -> None:
         pod = self.pods.pop(name)
         if pod.process:
-            with suppress(ProcessLookupError):
-                os.killpg(pod.process.pid, signal.SIGKILL)
-            pod.process.wait()  # a busy machine takes a while to end what it was told to kill
+            pod.kill()
+            self.killed.append(pod.process)
 
     def describe(self, pod: Pod) -> dict:
         labels = {"jobset.sigs.k8s.io/jobset-name": pod.job, "batch.kubernetes.io/job-completion-index": str(pod.node)}
@@ -262,7 +269,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def fake_cluster(kubeconfig: Path) -> Iterator[FakeCluster]:
-    """Run a cluster with a kubeconfig for it. Its pods are killed at the end."""
+    """Run a cluster with a kubeconfig for it. Its pods are killed at the end, and it ends when all killed pods have."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     server.daemon_threads = True
     server.cluster = FakeCluster()
@@ -279,6 +286,7 @@ def fake_cluster(kubeconfig: Path) -> Iterator[FakeCluster]:
     finally:
         server.shutdown()
         server.server_close()
-        for pod in server.cluster.pods.values():
-            if pod.process and pod.process.poll() is None:
-                os.killpg(pod.process.pid, signal.SIGKILL)
+        for name in list(server.cluster.pods):
+            server.cluster.kill(name)
+        for process in server.cluster.killed:
+            process.wait()

@@ -1,6 +1,8 @@
 """Small artifacts of every stage that tracking handles, and a pipeline run that logs all of them to MLflow."""
 
 import base64
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,35 @@ class Nobody:
     def follow(self, key) -> None: ...
     def wait(self, key, is_cancelled=False) -> bool:
         return True
+
+
+class ServerClock:
+    """The time of `flows.tracking.tracker` in a test with a slow server. While the server makes the sender wait for an
+    answer, each sleep of the main thread takes two seconds on this clock, and a moment on the machine."""
+
+    def __init__(self) -> None:
+        self._skipped, self._answer_at, self._is_over = 0.0, 0.0, False
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self._skipped
+
+    def sleep(self, seconds: float) -> None:
+        is_main = threading.current_thread() is threading.main_thread()
+        self._skipped += 2.0 if is_main and self._is_server_busy() else 0.0
+        time.sleep(0.001 if is_main else seconds)
+
+    def _is_server_busy(self) -> bool:
+        return self.monotonic() < self._answer_at and not self._is_over
+
+    def answer_after(self, seconds: float) -> None:
+        """Return when the server may answer. Called by the sender's thread."""
+        self._answer_at = self.monotonic() + seconds
+        while self._is_server_busy():
+            time.sleep(0.001)
+
+    def end(self) -> None:
+        """Let all answers come at once."""
+        self._is_over = True
 
 
 def make_artifact(root: Path, stage: str, fingerprint: str, **fields: Any) -> Artifact:

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from flows.tracking.publish import Publication
 from flows.tracking.record import MlflowState, changed, load_record
 from flows.tracking.run_writer import RunWriter, chosen_files, sizes_of
 from flows.tracking.store import connect, may_pass
-from flows.tracking.tracker import Sender, Tracker
+from flows.tracking.tracker import KILLED_SECONDS, WAIT_SECONDS, Sender, Tracker
 from stages.release.flavor import FLAVOR_FILES, installed_versions, write_flavor
 from stages.shared.artifacts.artifact import Artifact
 from tests.helpers.mlflow_server import MlflowServer
@@ -30,6 +29,7 @@ from tests.helpers.tiny_model import tiny_hf_dir
 from tests.helpers.tracked_run import (
     MODEL,
     Nobody,
+    ServerClock,
     make_artifact,
     make_evaluated,
     make_exported,
@@ -240,36 +240,38 @@ def test_an_adapter_goes_with_its_model(server, tmp_path, monkeypatch):
 
 
 class SlowUploads:
-    """A client whose uploads of model weights are slow."""
+    """A client whose uploads of model weights take longer than the wait for an answer."""
 
-    def __init__(self, client: MlflowClient) -> None:
-        self.client = client
+    def __init__(self, client: MlflowClient, clock: ServerClock) -> None:
+        self.client, self.clock = client, clock
 
     def __getattr__(self, name):
         return getattr(self.client, name)
 
     def log_model_artifact(self, model_id, path, folder=None):
-        time.sleep(4 if path.endswith(".safetensors") else 0)
+        self.clock.answer_after(2 * WAIT_SECONDS if path.endswith(".safetensors") else 0)
         self.client.log_model_artifact(model_id, path, folder)
 
 
 @pytest.fixture
-def slow_uploads(monkeypatch):
-    monkeypatch.setattr(flows.tracking.publish, "connect", lambda root: SlowUploads(connect(root)))
+def slow_uploads(monkeypatch) -> Iterator[ServerClock]:
+    clock = ServerClock()
+    monkeypatch.setattr(flows.tracking.tracker, "time", clock)
+    monkeypatch.setattr(flows.tracking.publish, "connect", lambda root: SlowUploads(connect(root), clock))
     monkeypatch.setattr(flows.tracking.run_writer, "_link", lambda source, target: False)
+    yield clock
+    clock.end()
 
 
 def test_an_upload_is_waited_for_as_long_as_its_bytes_may_take(tmp_path, monkeypatch, slow_uploads):
     monkeypatch.setattr(flows.tracking.run_writer, "_SLOWEST", 1.0)
-    monkeypatch.setattr(flows.tracking.tracker, "WAIT_SECONDS", 3.0)
-    monkeypatch.setattr(flows.tracking.tracker, "KILLED_SECONDS", 0.1)
     tell(tmp_path, "slow")
-    sender = Sender(tmp_path)
+    sender, began = Sender(tmp_path), slow_uploads.monotonic()
     sender.follow("slow")
-    while load_record(tmp_path, "slow").learnt.run_id is None or sender._busy_until < time.monotonic() + 60:
-        time.sleep(0.05)
     assert not sender.wait("slow", is_cancelled=True), "a cancelled flow has to end"
+    assert KILLED_SECONDS < slow_uploads.monotonic() - began < WAIT_SECONDS
     assert sender.wait("slow")
+    assert slow_uploads.monotonic() - began > 2 * WAIT_SECONDS, "no test of the wait"
     assert load_record(tmp_path, "slow").learnt.verdict.endswith("champion")
 
 

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import random
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from mlflow.exceptions import MlflowException
 import flows.tracking.publish
 import flows.tracking.run_writer
 import flows.tracking.tracker
-import stages.compare.comparison  # noqa: F401  takes a second, which would count as an answer of a slow MLflow
 from flows.cli.main import main
 from flows.tracking.publish import Publication
 from flows.tracking.record import (
@@ -31,12 +29,12 @@ from flows.tracking.record import (
 from flows.tracking.run_writer import thinned
 from flows.tracking.store import connect
 from flows.tracking.system import CPU_METRIC, INTERVAL_SECONDS, pause
-from flows.tracking.tracker import Sender, Tracker, publish_waiting
-from tests.helpers.patience import at_most
+from flows.tracking.tracker import WAIT_SECONDS, Sender, Tracker, publish_waiting
 from tests.helpers.tracked_run import (
     EXPERIMENT,
     FIRST_MS,
     Nobody,
+    ServerClock,
     holdings,
     make_artifact,
     open_tracker,
@@ -125,24 +123,27 @@ def test_calls_that_fail_and_answers_that_are_lost_change_nothing(tmp_path, monk
 class Slow:
     """A client that is slow with every answer, like an MLflow server that checks a password each time."""
 
-    def __init__(self, client, seconds: float) -> None:
-        self._client, self._seconds = client, seconds
+    def __init__(self, client, clock: ServerClock, seconds: float) -> None:
+        self._client, self._clock, self._seconds = client, clock, seconds
 
     def __getattr__(self, name: str):
-        time.sleep(self._seconds)
+        self._clock.answer_after(self._seconds)
         return getattr(self._client, name)
 
 
-def test_a_slow_server_is_waited_for_as_long_as_it_answers(tmp_path, monkeypatch):
-    connect(tmp_path)  # makes the tables, and does not count as an answer
-    longest = at_most(6.0)  # for one part of the run: some ten answers, and the work between them
-    monkeypatch.setattr(flows.tracking.publish, "connect", lambda root: Slow(connect(root), longest / 24))
+@pytest.mark.parametrize("seconds", [WAIT_SECONDS / 4, 2 * WAIT_SECONDS])
+def test_a_slow_server_is_waited_for_as_long_as_it_answers(tmp_path, monkeypatch, seconds):
+    clock = ServerClock()
+    monkeypatch.setattr(flows.tracking.tracker, "time", clock)
+    monkeypatch.setattr(flows.tracking.publish, "connect", lambda root: Slow(connect(root), clock, seconds))
     tell_a_run(tmp_path, "slow")
-    monkeypatch.setattr(flows.tracking.tracker, "WAIT_SECONDS", longest)
-    sender, began = Sender(tmp_path), time.monotonic()
+    sender, began = Sender(tmp_path), clock.monotonic()
     sender.follow("slow")
-    assert sender.wait("slow")
-    assert time.monotonic() - began > 1.3 * longest, "no test of the wait"
+    is_whole, waited = sender.wait("slow"), clock.monotonic() - began
+    clock.end()
+    assert is_whole == (seconds < WAIT_SECONDS)
+    assert waited > 10 * WAIT_SECONDS if is_whole else waited < seconds
+    assert sender.wait("slow"), "what was not waited for is sent all the same"
 
 
 def test_a_resumed_training_gives_one_point_a_step(tmp_path, undisturbed):

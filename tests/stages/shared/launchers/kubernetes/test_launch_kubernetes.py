@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import sys
 import textwrap
@@ -341,6 +342,7 @@ def test_pods_of_a_lost_node_are_removed_by_force(tmp_path, fake, monkeypatch):
     fake.lost = True
     launcher.cancel(handle)
     assert not fake.pods and not fake.trainjobs and fake.count("DELETE pods/") == 1
+    assert [process.wait() for process in fake.killed] == [-signal.SIGKILL]
 
 
 def test_the_deadline_is_kept(tmp_path, fake):
