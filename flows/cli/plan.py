@@ -327,8 +327,8 @@ def vision_rows(choices: Sequence[Placement]) -> list[tuple[str, ...]]:
 
 # What is known from GPUs: tests/bench/results/vision_placement.md.
 _ON_GPUS = {
-    "dealt": "; measured on two GPUs: 0.88 of data parallel at 2B, 0.89 at 4B",
-    "own_ranks": "; measured on two GPUs: 0.85 of data parallel at 2B, 0.77 at 4B",
+    "dealt": "; measured on two GPUs: 0.71 to 0.88 of data parallel at 2B, 0.88 to 0.89 at 4B",
+    "own_ranks": "; measured on two GPUs: 0.85 of data parallel at 2B, 0.73 to 0.77 at 4B",
 }
 
 

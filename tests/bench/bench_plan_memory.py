@@ -3,12 +3,16 @@ r"""Peak memory of trainings on bins of unequal shapes, on device and host, agai
     python -m tests.bench.bench_plan_memory --dir /dev/shm --out memory.md 4b 8b-lora 27b-lora    # H200, nine minutes
     PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python -m tests.bench.bench_plan_memory --dir /dev/shm 4b 8b-lora
     python -m tests.bench.bench_plan_memory --dir /dev/shm 27b-float8 32b-float8   # peak of the host: 66 GB of files
+    python -m tests.bench.bench_plan_memory --dir /dev/shm --by-place 2b           # also who holds what
     python -m tests.bench.bench_plan_memory tiny tiny-lora tiny-float8                        # a CPU, a minute
 
 Random weights, written as fast as the memory takes them; the mix of bench_train_step, 8 steps of 2 bins by the trainer
 as it is. Guessed for one H200: data 40 s (once a vocabulary), files 10 to 60 s, the start 30 to 90 s, steps 1 to 6 s
 each. The table is printed anew after each case; a case that fails is a row that says so. --dir needs room for one model
 at a time (27B: 56 GB, 32B: 67 GB) and 1 GB of data.
+
+--by-place adds a table of what is allocated when the backward pass of the last step begins, by the lines of the trainer
+that allocated it. It slows the steps down, not their memory.
 """
 
 import json
@@ -16,10 +20,12 @@ import os
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -33,13 +39,15 @@ from tests.helpers.large_model import write_large_model
 from trainer.contract.adapter import AdapterConfig
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import TrainConfig
+from trainer.layers.decoder import LanguageModel
 from trainer.loop import job
 from trainer.loop import train as loop
 from trainer.model.adapters import adapter_sizes
 from trainer.model.registry import get_family
 from trainer.plan.estimate import estimate_memory
 
-PEAKS = "peaks.json"
+PEAKS, PLACES = "peaks.json", "places.json"
+LINES = 40  # of the table of places
 STEPS, GLOBAL_BATCH = 8, 2
 LORA = AdapterConfig(rank=16, alpha=32)
 FLOAT8 = LORA.model_copy(update={"base": "float8"})
@@ -79,7 +87,21 @@ class Case:
 
 
 CASES = {
+    "100m": Case("qwen3_vl_100m", seq_len=32_768),
+    "100m-16384": Case("qwen3_vl_100m", seq_len=16_384),
     "2b": Case("qwen3_vl_2b"),
+    "2b-4096": Case("qwen3_vl_2b", seq_len=4096),
+    "2b-16384": Case("qwen3_vl_2b", seq_len=16_384),
+    "2b-recomputed": Case("qwen3_vl_2b", parallel=AGAIN),
+    "2b-vision-recomputed": Case("qwen3_vl_2b", parallel=ParallelConfig(recompute_vision=True)),
+    "2b-lora": Case("qwen3_vl_2b", LORA),
+    "2b-lora-4096": Case("qwen3_vl_2b", LORA, seq_len=4096),
+    "qwen3.5-2b": Case("qwen3_5_2b"),
+    "qwen3.5-2b-4096": Case("qwen3_5_2b", seq_len=4096),
+    "4b-lora": Case("qwen3_vl_4b", LORA, AGAIN),
+    "8b-lora-6144": Case("qwen3_vl_8b", LORA, seq_len=6144),
+    "30b-a3b:4": Case("qwen3_vl_30b_a3b:4"),
+    "30b-a3b:4-4096": Case("qwen3_vl_30b_a3b:4", seq_len=4096),
     "4b": Case("qwen3_5_4b"),
     "4b-6144": Case("qwen3_5_4b", seq_len=6144),
     "4b-recomputed": Case("qwen3_5_4b", parallel=ParallelConfig(recompute_vision=True)),
@@ -98,8 +120,9 @@ CASES = {
 NUMBERS = ["allocated", "reserved", "plan", "of it reserve", "start", "reserved over plan", "host", "files"]
 
 
-def measure(root: Path, case: Case) -> list[str]:
-    """Return the cells of a case: GB of the device and of the host, peaks of the whole process."""
+def measure(root: Path, case: Case, by_place: bool) -> tuple[list[str], dict[str, int]]:
+    """Return the cells of a case, GB of the device and of the host, peaks of the whole process; and the bytes of each
+    place, if they are asked for."""
     shutil.rmtree(root / "hf", ignore_errors=True)
     with ThreadPoolExecutor() as pool:
         written = pool.submit(write_large_model, root / "hf", config_of(case.model))
@@ -114,18 +137,52 @@ def measure(root: Path, case: Case) -> list[str]:
     print(f"{time.strftime('%H:%M:%S')} {case.model}: {parameters / 1e9:.2f} B parameters written", flush=True)
     execution = Execution(parallel=case.parallel, cuda_graphs=case.cuda_graphs)
     out = write_run(root, case.train, case.seq_len, execution)
-    await_steps(out, start(out, 1, "tests.bench.bench_plan_memory"), STEPS)
+    await_steps(out, start(out, 1, "tests.bench.bench_plan_memory", ["by-place"] * by_place), STEPS)
+    places = json.loads((out / PLACES).read_text()) if by_place else {}
     peaks, plan = json.loads((out / PEAKS).read_text()), case.planned()
     what = "whole" if case.adapter is None else f"LoRA {case.adapter.rank}, base in {case.adapter.base}"
     cells = [f"{case.model}, {what}", *(f"{peaks[name] / 1e9:.1f}" for name in ("allocated", "reserved"))]
     total = sum(plan.values())
     cells += [f"{bytes_ / 1e9:.1f}" for bytes_ in (total, plan["reserve"], plan.get("start", 0))]
-    return [*cells, f"{peaks['reserved'] / total:.3f}", f"{peaks['host'] / 1e9:.2f}", f"{files / 1e9:.1f}"]
+    cells += [f"{peaks['reserved'] / total:.3f}", f"{peaks['host'] / 1e9:.2f}", f"{files / 1e9:.1f}"]
+    return cells, places
 
 
-def run_rank(run_json: Path) -> int:
+def watch_places(path: Path) -> None:
+    """From now on torch notes who allocates what; the backward pass of the last step writes the sums."""
+    torch.cuda.memory._record_memory_history("state", context="state", stacks="python")
+    losses, calls = LanguageModel.losses, count(1)
+
+    def write(_: torch.Tensor) -> None:
+        path.write_text(json.dumps(allocated_by_place()))
+
+    def watched(self: LanguageModel, hidden: torch.Tensor, *args: object) -> torch.Tensor:
+        if hidden.requires_grad and next(calls) == (STEPS - 1) * GLOBAL_BATCH + 1:
+            hidden.register_hook(write)
+        return losses(self, hidden, *args)
+
+    LanguageModel.losses = watched
+
+
+def allocated_by_place() -> dict[str, int]:
+    """Return the allocated bytes by the innermost line of the trainer that allocated them and the one that called it,
+    and the bytes that are reserved and not allocated."""
+    sums: Counter[str] = Counter()
+    for segment in torch.cuda.memory._snapshot()["segments"]:
+        for block in segment["blocks"]:
+            frames = [x for x in block.get("frames", ()) if "/trainer/" in x["filename"]]
+            lines = [f"{x['filename'].rpartition('/trainer/')[2]}:{x['line']} {x['name']}" for x in frames[:2]]
+            is_held = block["state"] == "active_allocated"
+            pool = "reserved by graphs" if any(segment["segment_pool_id"]) else "reserved"
+            sums[" < ".join(lines) if is_held else pool] += block["size"]
+    return dict(sums.most_common())
+
+
+def run_rank(run_json: Path, *by_place: str) -> int:
     """Run the trainer, which writes its peaks into the directory of run.json after each step."""
     train_step, peaks = loop.train_step, run_json.parent / PEAKS
+    if by_place:
+        watch_places(run_json.with_name(PLACES))
 
     def measured(*args: object, **kwargs: object) -> object:
         result = train_step(*args, **kwargs)
@@ -147,24 +204,29 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("cases", nargs="+", choices=CASES)
     parser.add_argument("--dir", type=Path, help="where model and data are written; deleted at the end")
     parser.add_argument("--out", type=Path, help="gets the table, anew after each case")
+    parser.add_argument("--by-place", action="store_true", help="who holds what, by lines of the trainer")
     args = parser.parse_args(argv)
     allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "torch's default")
     title = f"GB, decimal. {'; '.join(describe())}. Allocator: {allocator}. {STEPS} steps of {GLOBAL_BATCH} bins."
     lines = [title, "", table_head(["case", "model, trained"], NUMBERS)]
+    tables: list[str] = []
     with bench_folder(args.dir) as folder:
         for name in args.cases:
+            places = {}
             try:
-                cells = measure(folder, CASES[name])
+                cells, places = measure(folder, CASES[name], args.by_place)
             except TrainerEnded as error:
                 plan = sum(CASES[name].planned().values()) / 1e9
                 why = " ".join(str(error).split())[:300]
                 cells = [f"{CASES[name].model}: {why}", "-", "-", f"{plan:.1f}", *["-"] * 5]
             lines.append(table_row([name, *cells]))
-            print_report("\n".join(lines), args.out)
+            largest = [table_row([f"{size / 1e9:.3f}", f"`{place}`"]) for place, size in [*places.items()][:LINES]]
+            tables += ["", f"GB of {name}:", "", *largest] if places else []
+            print_report("\n".join(lines + tables), args.out)
     return 0
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2 and sys.argv[1].endswith("run.json"):
-        sys.exit(run_rank(Path(sys.argv[1])))
+    if sys.argv[1:] and sys.argv[1].endswith("run.json"):
+        sys.exit(run_rank(Path(sys.argv[1]), *sys.argv[2:]))
     sys.exit(main(sys.argv[1:]))

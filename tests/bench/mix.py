@@ -175,7 +175,7 @@ def write_data(
     Args:
         root: gets `data`, an artifact of tokenize, and `bins`, one of plan_bins.
         num_bins: number of full bins, about.
-        vocabulary: ids that text is drawn from, unless the model is tiny.
+        vocabulary: ids that text is drawn from; those that the model has, if it has not all of these.
         pad_multiple: each sample is padded to a multiple of this number of tokens, as the layout needs.
 
     Returns:
@@ -206,7 +206,8 @@ def _drawn(num_bins: int, seq_len: int, vocabulary: range, model: str, pad_multi
     """Draw samples for `num_bins` bins, and leave out those of the emptiest bins until the others fit into so many."""
     geometry = Geometry(image_token(model), PIXELS.merge_size, 3 * PIXELS.patch_size**2)
     draw = draw_heavy if model == HEAVY else draw_small if is_tiny(model) else draw_kind
-    vocabulary = range(1, geometry.image_token_id - len(CONTROL_TOKENS)) if is_tiny(model) else vocabulary
+    text = range(1, geometry.image_token_id - len(CONTROL_TOKENS))  # a small model has fewer ids than `VOCABULARY`
+    vocabulary = vocabulary if vocabulary.stop <= text.stop else text
     rng = np.random.default_rng(0)
     samples: list[TokenizedSample] = []
     total = 0

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from tests.helpers.hardware import requires_engine, requires_gpus
 from tests.helpers.single_rank import single_rank
 from trainer.layers.module_set import TorchModules, layer_around, shared_config
-from trainer.layers.segments import PackedSegments, Rotation, recomputed
+from trainer.layers.recompute import recomputed
+from trainer.layers.segments import PackedSegments, Rotation
 
 pytestmark = pytest.mark.promise(
     "Kernels on a GPU give plain torch's numbers but for rounding; layers in CUDA graphs give the bits of "

@@ -64,6 +64,8 @@ class GraphSection:
         modules = [*modules, *(before.modules_before_attention() if before else [])]
         params = itertools.chain.from_iterable(module.parameters() for module in modules)
         self.trained = [param for param in params if param.requires_grad]
+        inner = itertools.chain.from_iterable(module.modules() for module in modules)
+        self._fused = {id(x.weight) for x in inner if getattr(x, "fuse_wgrad_accumulation", False)}
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
     @property
@@ -126,10 +128,13 @@ class GraphSection:
     def _backward(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         for param in self.trained:
             param.grad_added_to_main_grad = False
-        grads = torch.autograd.grad(outputs, [*self.inputs, *self.trained], self.grad_outputs)
+        grads = torch.autograd.grad(outputs, [*self.inputs, *self.trained], self.grad_outputs, allow_unused=True)
         for param, grad in zip(self.trained, grads[len(self.inputs) :]):
-            if not param.grad_added_to_main_grad:  # True if a fused matrix product has added the gradient
-                param.main_grad.add_(grad)
+            # A fused matrix product has added the gradient if it says so, or if it gives none: where its input is
+            # computed again (recompute.py), it sees a copy of the weight, on which it finds no place to say so.
+            if param.grad_added_to_main_grad or (grad is None and id(param) in self._fused):
+                continue
+            param.main_grad.add_(grad)
         return list(grads[: len(self.inputs)])
 
 

@@ -27,7 +27,8 @@ from megatron.core.utils import make_viewless_tensor
 from trainer.contract.parallel import ParallelConfig
 from trainer.layers.cuda_graphs import LayerGraphs
 from trainer.layers.module_set import ACTIVATIONS, FLOAT8_ROWS, shared_config
-from trainer.layers.segments import PackedSegments, Rotation, RoutedTokens, SelectedRows, recomputed
+from trainer.layers.recompute import recomputed
+from trainer.layers.segments import PackedSegments, Rotation, RoutedTokens, SelectedRows
 from trainer.layers.vocabulary import InputEmbedding, OutputLayer
 from trainer.model.shape import DecoderShape
 

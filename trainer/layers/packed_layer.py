@@ -13,6 +13,7 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
+from trainer.layers.recompute import not_kept
 from trainer.layers.segments import PackedSegments, Rotation, RoutedTokens, SelectedRows
 
 
@@ -62,7 +63,8 @@ class PackedLayer(TransformerLayer):
             delta: (s, 1, D), the rest of the input, which is added to `hidden`; None: `hidden` is the input.
         """
         hidden, normed = self.input_layernorm.sum_and_norm(hidden, delta)
-        return hidden, *self.self_attention.prepare(normed, rotation)
+        with not_kept(normed, self.input_layernorm, hidden):
+            return hidden, *self.self_attention.prepare(normed, rotation)
 
     def attend(self, *qkv_and_segments: object) -> torch.Tensor:
         """Attend, given queries, keys and values of `before_attention` and the segments; return (T, 1, h * d)."""
@@ -94,12 +96,14 @@ class PackedLayer(TransformerLayer):
         if routed is not None and self.routes_tokens:
             delta = _with_bias(*self.self_attention.linear_proj(attended))
             hidden, normed = self.pre_mlp_layernorm.sum_and_norm(hidden, delta)
-            return (hidden if rows is None else rows.of_hidden(hidden)), self.mlp(normed, rows, routed)
+            with not_kept(normed, self.pre_mlp_layernorm, hidden):
+                return (hidden if rows is None else rows.of_hidden(hidden)), self.mlp(normed, rows, routed)
         if rows is not None:
             hidden, attended = rows.of_hidden(hidden), rows.of_attended(attended)
         delta = _with_bias(*self.self_attention.linear_proj(attended))
         hidden, normed = self.pre_mlp_layernorm.sum_and_norm(hidden, delta)
-        return hidden, _with_bias(*self.mlp(normed))
+        with not_kept(normed, self.pre_mlp_layernorm, hidden):
+            return hidden, _with_bias(*self.mlp(normed))
 
 
 def _with_bias(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

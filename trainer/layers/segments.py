@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch.distributed import ProcessGroup
-from torch.utils.checkpoint import checkpoint
 
 from trainer.data.micro_batch import MicroBatch
 from trainer.data.packed_chunks import PackedChunks
@@ -71,12 +70,6 @@ class Rotation(NamedTuple):
         first, second = turned.float().chunk(2, dim=-1)
         turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_Thd.dtype)
         return torch.cat((turned, rest), dim=-1) if rest.size(-1) else turned
-
-
-def recomputed(module: torch.nn.Module, *args: object, is_random: bool = False, **kwargs: object):
-    """Return the output of `module`, keeping only its inputs; the backward pass computes `module` again, with the same
-    random numbers if it draws any (`is_random`)."""
-    return checkpoint(module, *args, use_reentrant=False, preserve_rng_state=is_random, **kwargs)
 
 
 def joined(slices: Sequence[torch.Tensor]) -> torch.Tensor | None:

@@ -35,10 +35,10 @@ def estimate_memory(
     whose n is dp x cp x tp / ep. Frozen parameters count only as weights, without float32 copies; so does the base
     model of adapters.
 
-    Activations: in half precision a layer of width D takes 10 D bytes per token (Korthikanti et al. 2022,
-    arXiv:2205.05198, table 2, for attention that keeps no score matrix), and 2 / tp for each number that its halves
-    keep, see `Part.saved_activations`, for every micro batch in flight. Sequence parallel divides all of it by tp;
-    recomputation leaves 2 D, and one whole layer.
+    Activations: in half precision a layer of width D takes 6 D bytes per token, for the inputs of its two halves and
+    one that is on its way (its norms are computed again, see trainer/layers/recompute.py), and 2 / tp for each number
+    that its halves keep, see `Part.saved_activations`, for every micro batch in flight. Sequence parallel divides all
+    of it by tp; recomputation leaves 2 D, and one whole layer.
 
     Args:
         pieces: the language layers of each piece of the pipeline, see `pipeline_pieces`.
@@ -111,7 +111,7 @@ def _layer_bytes(
     """Return the bytes per token of some layers, for the micro batches in flight; `kept` has the numbers that each
     layer keeps per token in addition to the inputs of its halves."""
     whole_width = width / tp if is_cut else width
-    layers = [size * (5 * whole_width + numbers / tp) for numbers in kept]
+    layers = [size * (3 * whole_width + numbers / tp) for numbers in kept]
     if recompute:
         return in_flight * len(layers) * size * whole_width + max(layers, default=0)
     return in_flight * sum(layers)
@@ -161,7 +161,8 @@ class _Vision:
         if self.shape is None:
             return 0
         width, layers = self.shape.hidden_size, self.shape.num_layers
-        kept, tp, adapters = [12 * width] * layers, self.tp, self.adapters
+        # Queries, keys and values, the attention's output, and the input of the GELU, which is four times as wide.
+        kept, tp, adapters = [8 * width] * layers, self.tp, self.adapters
         if not self.has_gradients:
             # Frozen layers run without an autograd graph, so that only one layer's activations exist at a time.
             total = patches * _layer_bytes(width, kept[:1], self.size, 1, tp, False, False)

@@ -23,7 +23,7 @@ from trainer.data.micro_batch import geometry_of, make_micro_batch
 from trainer.layers import float8_base
 from trainer.layers.float8_base import base_packer, pack, pack_layer, unpack
 from trainer.layers.lora import add_adapters
-from trainer.layers.segments import recomputed
+from trainer.layers.recompute import recomputed
 from trainer.loop.set_up import build_chunks
 from trainer.model.adapters import adapted_layers
 from trainer.model.registry import read_model

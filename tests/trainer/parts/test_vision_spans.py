@@ -42,9 +42,9 @@ def normed(x, delta, delta_bias, weight, bias, eps):
     return x, F.layer_norm(x, (D,), weight, bias, eps), torch.zeros(())
 
 
-def norm_gradients(d_out, d_normed, out, statistics, weight):
+def norm_gradients(d_out, d_normed, out, statistics, weight, bias):
     d_x, d_weight, d_bias = gradient(lambda *a: F.layer_norm(a[0], (D,), *a[1:], EPS), (out, weight, weight), d_normed)
-    return d_x + d_out, (d_weight, d_bias, (d_x + d_out).sum(0))
+    return d_x + d_out, F.layer_norm(out, (D,), weight, bias, EPS), (d_weight, d_bias, (d_x + d_out).sum(0))
 
 
 def of_weight(grad, x, bias=None, out=None):

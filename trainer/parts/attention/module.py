@@ -16,7 +16,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from trainer.layers.kernel_support import can_import, kernels_run
-from trainer.layers.segments import PackedSegments, ResultBuffers, Rotation, recomputed
+from trainer.layers.recompute import recomputed
+from trainer.layers.segments import PackedSegments, ResultBuffers, Rotation
 from trainer.parts.attention.part import Attention
 
 if can_import():

@@ -21,7 +21,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 
 from trainer.layers.gather import to_heads, to_sequence
-from trainer.layers.segments import PackedSegments, Rotation, joined, recomputed
+from trainer.layers.recompute import recomputed
+from trainer.layers.segments import PackedSegments, Rotation, joined
 from trainer.layers.sharded_parameters import in_runs, mark_sharded
 from trainer.parts.delta.part import DeltaNet
 from trainer.parts.delta.rule.gated_delta_net import (

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -43,7 +43,7 @@ from trainer.parts.experts.dispatch import (
 )
 from trainer.parts.experts.part import Experts
 from trainer.parts.experts.routing import LoadPool, Routing, WithAuxiliaryLoss, route, tokens_of_experts
-from trainer.parts.mlp.module import mlp_submodules
+from trainer.parts.mlp.module import PackedMLP, mlp_submodules
 
 if can_import():
     from trainer.parts.experts.kernels import Matrices, mixed_experts
@@ -91,7 +91,7 @@ class RoutedExperts(MegatronModule):
         self.down = _weight_of_experts(config, own, width, inner)
         if part.shared_size:
             shared_config = dataclasses.replace(config, ffn_hidden_size=part.shared_size)
-            self.shared = MLP(shared_config, submodules.shared, tp_group=pg_collection.tp)
+            self.shared = PackedMLP(shared_config, submodules.shared, pg_collection=pg_collection)
             self.shared_gate = _weight(config, 1, width)
 
     def prepare_training(self, train: TrainConfig, layer: int, reports: Reports) -> None:

@@ -57,7 +57,7 @@ class Experts(FeedForward):
     def saved_activations(self, *, selective: bool) -> int:
         # The kernels of a GPU keep gate and up of each chosen expert, and compute its other numbers again. The router
         # keeps its probabilities in float32, which count twice. The shared expert keeps what a dense MLP keeps.
-        return 2 * self.top_k * self.intermediate_size + 2 * self.num_experts + 3 * self.shared_size
+        return 2 * self.top_k * self.intermediate_size + 2 * self.num_experts + 2 * self.shared_size
 
     @property
     def expert_parallel_activations(self) -> int:

@@ -28,8 +28,8 @@ class GatedMLP(FeedForward):
         return 2 * self.parameters
 
     def saved_activations(self, *, selective: bool) -> int:
-        """Return the numbers of gate and up, and of their product."""
-        return 3 * self.intermediate_size
+        """Return the numbers of gate and up; their product is computed again."""
+        return 2 * self.intermediate_size
 
     def divided_widths(self) -> dict[str, int]:
         return {"intermediate_size": self.intermediate_size}

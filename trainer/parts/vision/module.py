@@ -24,7 +24,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from trainer.contract.parallel import ParallelConfig
 from trainer.data.micro_batch import MicroBatch
 from trainer.layers.module_set import ACTIVATIONS, layer_around, shared_config
-from trainer.layers.segments import PackedSegments, Rotation, inverse_frequencies, recomputed
+from trainer.layers.recompute import recomputed
+from trainer.layers.segments import PackedSegments, Rotation, inverse_frequencies
 from trainer.model.shape import VisionShape
 from trainer.parts.attention.module import attention_spec
 from trainer.parts.mlp.module import mlp_spec

@@ -42,22 +42,27 @@ def add_norm(
 
 
 def add_norm_gradients(
-    d_out: torch.Tensor, d_normed: torch.Tensor, out: torch.Tensor, statistics: torch.Tensor, weight: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradient of x, which is also that of delta, and those of the vectors.
+    d_out: torch.Tensor,
+    d_normed: torch.Tensor,
+    out: torch.Tensor,
+    statistics: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradient of x, which is also that of delta, the norm again, and the gradients of the vectors.
 
     Args:
         d_out, d_normed: (N, D) gradients of the sum and of its norm, contiguous.
         out, statistics: results of `add_norm`.
 
     Returns:
-        (N, D), and (3, D) float32: the gradients of the norm's weight, of its bias, and of delta_bias.
+        (N, D), (N, D), and (3, D) float32: the gradients of the norm's weight, of its bias, and of delta_bias.
     """
-    shape, d_x = row_blocks(out), torch.empty_like(out)
+    shape, d_x, normed = row_blocks(out), torch.empty_like(out), torch.empty_like(out)
     programs = min(_PROGRAMS, triton.cdiv(len(out), shape["ROWS"]))
     sums = out.new_empty(programs, 3, out.size(1), dtype=torch.float32)
-    _add_norm_bwd[(programs,)](d_out, d_normed, out, statistics, weight, d_x, sums, len(out), **shape)
-    return d_x, sums.sum(0)
+    _add_norm_bwd[(programs,)](*(d_out, d_normed, out, statistics, weight, bias, d_x, normed, sums, len(out)), **shape)
+    return d_x, normed, sums.sum(0)
 
 
 @triton.jit
@@ -89,11 +94,12 @@ def _add_norm_fwd(
 
 @triton.jit
 def _add_norm_bwd(
-    d_out, d_normed, out, statistics, weight, d_x, sums, rows,
+    d_out, d_normed, out, statistics, weight, bias, d_x, normed, sums, rows,
     D: tl.constexpr, D_P2: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, D_P2)[None, :]
     w = tl.load(weight + column, mask=column < D, other=0.0).to(tl.float32)
+    b = tl.load(bias + column, mask=column < D, other=0.0).to(tl.float32)
     of_weight = tl.zeros((ROWS, D_P2), tl.float32)
     of_bias = tl.zeros((ROWS, D_P2), tl.float32)
     of_x = tl.zeros((ROWS, D_P2), tl.float32)
@@ -108,6 +114,7 @@ def _add_norm_bwd(
         mean = tl.load(statistics + row, mask=row < rows, other=0.0)[:, None]
         rate = tl.load(statistics + rows + row, mask=row < rows, other=0.0)[:, None]
         value = tl.where(inside, (value - mean) * rate, 0.0)
+        tl.store(normed + at, (value * w + b).to(normed.dtype.element_ty), mask=inside)
         of_weight += dy * value
         of_bias += dy
         dy *= w

@@ -1,7 +1,8 @@
 """The encoder's layers as spans: all that lies between two attentions is one function with a backward pass of its own.
 
 Autograd would compute the sum of a residual's gradients and the gradient of each bias in passes of their own. Here the
-kernel that ends a half's gradient computes both: it already holds the numbers.
+kernel that ends a half's gradient computes both: it already holds the numbers. The results of norms and of the GELU are
+not kept: backward computes them again, the norms in the kernel of their gradients.
 
 P = patches, D = hidden size, F = inner size of the MLP, h = heads, d = head dim, E = d or more (`Heads`).
 """
@@ -123,7 +124,7 @@ class _Span(torch.autograd.Function):
                 *(hidden, product(attended, proj), proj_bias, mlp_norm, mlp_norm_bias, eps)
             )
             inner, before_gelu = gelu_product(normed, fc1, fc1_bias)
-            kept = [attended, middle, normed, mlp_statistics, before_gelu, inner]
+            kept = [attended, middle, mlp_statistics, before_gelu]
             if span.beginning:
                 # The sum after the MLP, with fc2's bias, and the norm of the next layer.
                 hidden, normed, statistics = add_norm(*(middle, product(inner, fc2), fc2_bias, norm, norm_bias, eps))
@@ -133,7 +134,7 @@ class _Span(torch.autograd.Function):
             hidden, normed, statistics = add_norm(hidden, None, None, norm, norm_bias, eps)
         qkv = ()
         if span.beginning:
-            kept += [cos, sin, hidden, normed, statistics]
+            kept += [cos, sin, hidden, statistics]
             qkv = split_forward(product(normed, *params[-2:]), cos, sin, span.heads)
         ctx.save_for_backward(*kept, *params)
         ctx.num_kept = len(kept)
@@ -148,22 +149,28 @@ class _Span(torch.autograd.Function):
         d_hidden, d_attended, grads = d_hidden.contiguous(), None, []
         fc2_bias_grad = None
         if span.beginning:
-            cos, sin, hidden, normed, statistics = kept[-5:]
-            norm, _, qkv, _ = params[-4:]
+            cos, sin, hidden, statistics = kept[-4:]
+            norm, norm_bias, qkv, _ = params[-4:]
             d_mixed, qkv_bias_grad = split_gradients(d_qkv, cos, sin, span.heads)
+            d_hidden, normed, sums = add_norm_gradients(
+                *(d_hidden, product_gradient(d_mixed, qkv), hidden, statistics, norm, norm_bias)
+            )
             qkv_grad = _of_weight(modules[-1], needed[-2], d_mixed, normed)
-            d_hidden, sums = add_norm_gradients(*(d_hidden, product_gradient(d_mixed, qkv), hidden, statistics, norm))
             *norm_grads, fc2_bias_grad = sums  # fc2's bias was added before the norm, by the same kernel
             grads = [*norm_grads, qkv_grad, qkv_bias_grad]
         if span.ending:
-            attended, middle, normed, statistics, before_gelu, inner = kept[:6]
-            proj, _, norm, _, fc1, fc1_bias, fc2, _ = params[:8]
+            attended, middle, statistics, before_gelu = kept[:4]
+            proj, _, norm, norm_bias, fc1, fc1_bias, fc2, _ = params[:8]
             if fc2_bias_grad is None:  # the last layer
                 fc2_bias_grad = d_hidden.sum(0, dtype=torch.float32)
             d_inner = gelu_product_gradient(d_hidden, fc2, before_gelu)
+            # The forward pass took the GELU of numbers that were not yet rounded to `before_gelu`.
+            inner = F.gelu(before_gelu, approximate="tanh")
             fc2_grad = _of_weight(modules[3], needed[6], d_hidden, inner)
+            d_hidden, normed, sums = add_norm_gradients(
+                *(d_hidden, product_gradient(d_inner, fc1), middle, statistics, norm, norm_bias)
+            )
             fc1_grad, fc1_bias_grad = _of_weight_and_bias(modules[2], needed[4:6], d_inner, normed, fc1_bias)
-            d_hidden, sums = add_norm_gradients(*(d_hidden, product_gradient(d_inner, fc1), middle, statistics, norm))
             *norm_grads, proj_bias_grad = sums
             d_attended = product_gradient(d_hidden, proj)
             proj_grad = _of_weight(modules[0], needed[0], d_hidden, attended)

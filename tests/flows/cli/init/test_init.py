@@ -171,7 +171,7 @@ def test_a_model_that_fits_the_gpu(tmp_path, capsys, data, memory, size):
     ("model", "memory", "words"),
     [
         ("2B", "141", "the whole model: "),
-        ("4B", "24", "LoRA of rank 16, layers computed again in backward: "),
+        ("4B", "20", "LoRA of rank 16, layers computed again in backward: "),
         ("8B", "20", "LoRA of rank 16 beside a base in float8, layers computed again in backward: "),
     ],
 )
