@@ -1,7 +1,7 @@
 """Recomputation: backward computes whole modules again in place of keeping what is inside, or single cheap results.
 
 A norm, an activation or a gate reads and writes its numbers once, which a GPU does in a few microseconds, while what it
-returns, kept for the product after it, would be a quarter of the memory of a layer (`bench/results/memory.md`).
+returns, kept for the product after it, would be a quarter of the memory of a layer (tests/bench/results/memory.md).
 """
 
 import threading

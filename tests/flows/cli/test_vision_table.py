@@ -80,8 +80,8 @@ def test_equal_ranks_are_counted():
 def test_the_advice_is_one_line():
     assert advice(placements(job(2, pp=2))) == (
         "Advice: set execution.parallel.vision={ranks: 1}, execution.parallel.pp=1: 1.07 times the tokens/s; measured "
-        "on two GPUs: 0.85 of data parallel at 2B, 0.73 to 0.77 at 4B. With all pipeline ranks (vision=dealt) it would be "
-        "1.12 times as fast as that, but 186 GB are more than an H200 has; recompute_vision saves some."
+        "on two GPUs: 0.85 of data parallel at 2B, 0.73 to 0.77 at 4B. With all pipeline ranks (vision=dealt) it would "
+        "be 1.12 times as fast as that, but 186 GB are more than an H200 has; recompute_vision saves some."
     )
     said = advice(placements(job(2, pp=2, seq_len=8192)))
     assert said.startswith("Advice: set execution.parallel.vision=dealt: 1.20 times the tokens/s, and ")
