@@ -25,6 +25,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flows.tracking.servers import NAMES_VARIABLE
 
+LOG_IN = (
+    "Log in with the user and password that athanor named at its start; athanor up keeps those that it made in "
+    "service/password below its root, as user:password."
+)
 HEALTH = "/health"  # needs no password, since it shows only that the server is running
 
 
@@ -75,9 +79,7 @@ class _Guard:
             is_closed = not self.closed.isdisjoint(scope["path"].split("/"))
             return PlainTextResponse("athanor keeps this closed\n", 404) if is_closed else None
         how = {"WWW-Authenticate": 'Basic realm="athanor: user and password as its start printed", charset="UTF-8"'}
-        return PlainTextResponse(
-            "refused: user and password, as the server's start printed, are missing or wrong\n", 401, how
-        )
+        return PlainTextResponse(LOG_IN + "\n", 401, how)
 
     def _is_own(self, origin: str, scope: Scope, headers: Headers) -> bool:
         """Whether a page belongs to the server: its address is the called one, or another of the server's names."""

@@ -126,6 +126,7 @@ def prefect_server(service: Service) -> Program:
         "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
         # The browser test covers the nested and optional fields of the older form. The newer pages are still at /v2.
         "PREFECT_SERVER_UI_V2_ENABLED": "false",
+        "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
         "PREFECT__SERVER_FINAL": "1",  # set by `prefect server start` too; saves memory
         # By default leases are in memory. A killed server would forget who holds a slot, and never free it again.
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",

@@ -29,7 +29,7 @@ def logged_in(browser: Any, service: RunningService, **options: Any) -> Any:
     context = browser.new_context(http_credentials=credentials, **options)
     page = context.new_page()
     page.goto(service.record.prefect_ui)
-    page.get_by_placeholder("admin:pass").fill(service.login)
+    page.get_by_placeholder("user:password").fill(service.login)
     page.get_by_role("button", name="Login").click()
     page.wait_for_url("**/dashboard*")
     page.close()

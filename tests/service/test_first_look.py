@@ -17,6 +17,23 @@ def page(service):
         yield logged_in(browser, service).new_page()
 
 
+@pytest.mark.parametrize("path", ["", "/deployments", "/v2/"])
+def test_without_a_password_the_page_says_how_to_log_in_and_no_more(service, path):
+    with chromium() as browser:
+        page = browser.new_page()
+        page.goto(service.record.prefect_ui + path)
+        page.get_by_text("service/password below its root").wait_for()
+        page.wait_for_timeout(3000)
+        text = page.inner_text("body")
+        assert page.get_by_placeholder("user:password").count() == 1
+        assert not any(word in text for word in ("Cloud", "failed", "wrong")), text
+        if not path.startswith("/v2"):
+            page.get_by_placeholder("user:password").fill(service.login)
+            page.get_by_role("button", name="Login").click()
+            page.wait_for_url(f"**{path or '/dashboard'}*")
+            assert "V2 UI AVAILABLE" not in page.inner_text("body")
+
+
 def test_mlflow_begins_with_its_pages_for_training_and_without_an_assistant_that_is_closed(service, page):
     page.goto(f"{service.record.mlflow}/#/experiments/0")
     page.get_by_text("Training runs").or_(page.get_by_text("Runs", exact=True)).first.wait_for()

@@ -143,6 +143,7 @@ def test_without_the_password_nobody_gets_in(client, path):
     for headers in WRONG_LOGINS:
         answer = client.get(path, headers=headers)
         assert answer.status_code == 401 and answer.headers["www-authenticate"].startswith("Basic realm="), headers
+        assert "service/password below its root" in answer.text
 
 
 def test_with_it_one_does_and_health_is_everybodys(client):
