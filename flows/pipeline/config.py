@@ -96,13 +96,14 @@ class DataSource(SourceReading):
 Data = Annotated[
     Annotated[EmbeddedDataConfig, Tag(EMBEDDED)]
     | Annotated[EmbeddedEasyVqaConfig, Tag(EASY_VQA)]
-    | Annotated[str, Tag(SOURCE), Field(min_length=1)]
+    | Annotated[str, Tag(SOURCE), Field(min_length=1, description="directory, file, URL or hub name")]
     | Annotated[tuple[DataSource, ...], Tag(SOURCES), Field(min_length=1)],
     Discriminator(_data_kind),
 ]
 
 Model = Annotated[
-    Annotated[EmbeddedModelConfig, Tag(EMBEDDED)] | Annotated[str, Tag(SOURCE), Field(min_length=1)],
+    Annotated[EmbeddedModelConfig, Tag(EMBEDDED)]
+    | Annotated[str, Tag(SOURCE), Field(min_length=1, description="HF directory or hub name")],
     Discriminator(_kind),
 ]
 

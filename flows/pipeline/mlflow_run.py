@@ -64,7 +64,7 @@ def open_tracking(plan: Plan) -> str | None:
     tags |= {"athanor.sweep": plan.sweep} if plan.sweep else {}
     opening = Opening(
         experiment=config.mlflow_name,
-        name=run_name(recipe, differs),
+        name=flow_run.name or run_name(recipe, differs),
         identity=identity,
         params=config.identity(),
         tags=tags,

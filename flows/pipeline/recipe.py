@@ -26,7 +26,6 @@ DEFAULT_RECIPE = "embedded"
 _WHOLE = ("data", "model", "options")
 # Settings of which one is given: a change of one takes the other out of the recipe.
 _ALTERNATIVES = {"train": ("num_steps", "num_epochs"), "train.optim": ("warmup_steps", "warmup_fraction")}
-NONE = "none"  # the word for null in a request, where null itself keeps the recipe's value
 MAX_RUNS = 64  # largest number of points of a grid
 
 
@@ -48,11 +47,6 @@ class Recipe:
 def known_recipes() -> list[str]:
     """Return the names of the recipes that are part of athanor, for `load_recipe`."""
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
-
-
-def whole_recipes() -> list[str]:
-    """Return the names of the recipes that are part of athanor and have no base."""
-    return [name for name in known_recipes() if "base" not in _read(RECIPES / f"{name}.yaml")]
 
 
 def load_recipe(
@@ -209,34 +203,6 @@ def _replace_alternatives(raw: dict[str, Any], placed: Collection[str]) -> None:
             is_alone = f"{section}.{given}" in placed and f"{section}.{other}" not in placed
             if is_alone and isinstance(place, dict) and place.get(given) is not None:
                 place.pop(other, None)
-
-
-def dotted_changes(
-    overrides: Mapping[str, Any], model: type[BaseModel] = PipelineConfig, prefix: str = ""
-) -> dict[str, object]:
-    """Return a request's nested overrides as dotted fields.
-
-    For example {"train": {"optim": {"lr": 1e-3}}} becomes {"train.optim.lr": 1e-3}. A value None keeps the recipe's
-    value and is left out. A field that is a mapping with free keys, such as `plan_bins.mixture`, is one value. Unknown
-    fields are kept, so that they are refused later with their path.
-
-    Args:
-        model: the class of the section that the overrides are for.
-        prefix: dotted name of that section in the configuration, with a final dot.
-    """
-    changes: dict[str, object] = {}
-    for name, value in overrides.items():
-        if value is None:
-            continue
-        field = model.model_fields.get(name)
-        annotation = field.annotation if field else None
-        sections = [] if typing.get_origin(annotation) is dict else submodels(annotation)
-        if sections and isinstance(value, Mapping):
-            changes |= dotted_changes(value, sections[0], f"{prefix}{name}.")
-        else:
-            is_null = value == NONE and type(None) in typing.get_args(annotation)
-            changes[f"{prefix}{name}"] = None if is_null else value
-    return changes
 
 
 def _validate(raw: dict[str, Any], what: str) -> PipelineConfig:

@@ -1,6 +1,6 @@
 """The deployments: the flows that a service offers for the Prefect UI, `prefect deployment run` and schedules.
 
-They are the flows of `flows/pipeline/flow.py`, with a recipe's name and overrides as parameters, and under the same
+They are the flows of `flows/pipeline/flow.py`, with a recipe's name and settings as parameters, and under the same
 names as in `athanor run`, so that the Prefect UI shows all runs of a flow together. They call the plain functions of
 the other flows, so that one run is one flow run. A wrong request fails at once, and the message of its state is one
 line that says what to fix.
@@ -42,13 +42,13 @@ from flows.pipeline.mlflow_run import tracked
 from flows.pipeline.plan import Plan
 from flows.pipeline.prefect_changes import suspendable
 from flows.pipeline.prefect_pages import publish_mlflow, publish_stages
-from flows.pipeline.recipe import DEFAULT_RECIPE, dotted_changes, expand
+from flows.pipeline.recipe import DEFAULT_RECIPE, expand
 from flows.pipeline.steps import EVALUATE, PREPARE_DATA
 from flows.pipeline.tasks import stage_runs
-from flows.service.form import Grid, Overrides, RecipeName
+from flows.service.form import Grid, Lines, RecipeName, RunName, Settings
 from flows.service.request import resolve_request, service_root
 from flows.service.sweep import closing_state, make_variants, sweep_variants
-from flows.tracking.notes import run_name
+from flows.tracking.notes import MAX_NAME, run_name
 from flows.tracking.servers import NIGHTLY, POOL
 from stages.release.hub import check_push
 
@@ -63,22 +63,28 @@ log = logging.getLogger("athanor.deployments")
 
 
 def request_name() -> str:
-    """Return the name of the flow run and of its MLflow run: the recipe and the settings that differ from it."""
-    parameters = flow_run.parameters
-    recipe, overrides = parameters.get("recipe", ""), parameters.get("overrides") or {}
+    """Return the name of the flow run and of its MLflow run: the typed one, or the recipe and what differs from it."""
+    asked = flow_run.parameters
+    recipe, settings = asked.get("recipe", ""), asked.get("settings") or {}
+    if name := typed_name():
+        return name
     try:
-        resolved = resolve_request(recipe, overrides, service_root())
+        resolved = resolve_request(recipe, asked.get("set") or "", settings, service_root())
         return run_name(resolved.name, resolved.differs)
     except InputError:  # the flow itself raises the error again, once it has a name
-        return run_name(recipe, dotted_changes(overrides))
+        return run_name(recipe, settings)
 
 
-def run_request(work: Callable[[Plan], Any], recipe: str, overrides: Mapping[str, Any]) -> Any:
+def typed_name() -> str:
+    return " ".join((flow_run.parameters.get("name") or "").split())
+
+
+def run_request(work: Callable[[Plan], Any], recipe: str, lines: str, settings: Mapping[str, Any]) -> Any:
     """Do the work of a request and return its result. Return a Failed state with the reason if the request is wrong."""
     try:
         root = service_root()
         with suspendable():
-            return work(Plan.open(resolve_request(recipe, overrides, root), root))
+            return work(Plan.open(resolve_request(recipe, lines, settings, root), root))
     except InputError as error:
         return refusal(error)
 
@@ -89,60 +95,56 @@ def refusal(error: InputError) -> State:
 
 
 @flow(name="vlm-sft", flow_run_name=request_name, persist_result=False)
-def vlm_sft_request(recipe: RecipeName = DEFAULT_RECIPE, overrides: Overrides = {}) -> Any:  # noqa: B006
-    """Make a scored, registered model from raw rows.
-
-    Args:
-        recipe: the recipe to start from; the settings below show the values of each recipe.
-        overrides: settings that differ from the recipe. Leave a field empty to keep the recipe's value.
-    """
-    return run_request(_run_whole, recipe, overrides)
+def vlm_sft_request(
+    recipe: RecipeName = DEFAULT_RECIPE,
+    name: RunName = "",
+    settings: Settings = {},  # noqa: B006
+    set: Lines = "",
+) -> Any:
+    """Make a scored, registered model from raw rows."""
+    return run_request(_run_whole, recipe, set, settings)
 
 
 @flow(name="prepare-data", flow_run_name=request_name, persist_result=False)
-def prepare_data_request(recipe: RecipeName = DEFAULT_RECIPE, overrides: Overrides = {}) -> Any:  # noqa: B006
-    """Make sample shards, tokenized shards and bins from raw rows. A training with the same settings reuses them.
-
-    Args:
-        recipe: the recipe to start from; the settings below show the values of each recipe.
-        overrides: settings that differ from the recipe. Leave a field empty to keep the recipe's value.
-    """
-    return run_request(_prepare, recipe, overrides)
+def prepare_data_request(
+    recipe: RecipeName = DEFAULT_RECIPE,
+    name: RunName = "",
+    settings: Settings = {},  # noqa: B006
+    set: Lines = "",
+) -> Any:
+    """Make sample shards, tokenized shards and bins from raw rows. A training with the same settings reuses them."""
+    return run_request(_prepare, recipe, set, settings)
 
 
 @flow(name="evaluate", flow_run_name=request_name, persist_result=False)
-def evaluate_request(recipe: RecipeName = DEFAULT_RECIPE, overrides: Overrides = {}) -> Any:  # noqa: B006
-    """Make the answers and scores of a model that vlm-sft has exported with the same settings.
-
-    Args:
-        recipe: the recipe to start from; the settings below show the values of each recipe.
-        overrides: settings that differ from the recipe. Leave a field empty to keep the recipe's value.
-    """
-    return run_request(_evaluate, recipe, overrides)
-
-
-def _flow_run_name() -> str:
-    parameters = flow_run.parameters
-    return f"{parameters.get('recipe', '')} by {', '.join(parameters.get('grid') or {})}"[:250]
+def evaluate_request(
+    recipe: RecipeName = DEFAULT_RECIPE,
+    name: RunName = "",
+    settings: Settings = {},  # noqa: B006
+    set: Lines = "",
+) -> Any:
+    """Make the answers and scores of a model that vlm-sft has exported with the same settings."""
+    return run_request(_evaluate, recipe, set, settings)
 
 
-@flow(name="sweep", flow_run_name=_flow_run_name, persist_result=False)
+def _sweep_name() -> str:
+    asked = flow_run.parameters
+    return typed_name() or f"{asked.get('recipe', '')} by {', '.join(asked.get('grid') or {})}"[:MAX_NAME]
+
+
+@flow(name="sweep", flow_run_name=_sweep_name, persist_result=False)
 def sweep_request(
     recipe: RecipeName = DEFAULT_RECIPE,
+    name: RunName = "",
     grid: Grid = {},  # noqa: B006
-    overrides: Overrides = {},  # noqa: B006
+    settings: Settings = {},  # noqa: B006
+    set: Lines = "",
 ) -> Any:
-    """Run one recipe for every combination of a grid of values.
-
-    Args:
-        recipe: the recipe to start from; the settings below show the values of each recipe.
-        grid: dotted fields with the values to try, for example {"train.optim.lr": [0.001, 0.003], "train.seed": [0, 1]}
-        overrides: settings that differ from the recipe in all runs. Leave a field empty to keep the recipe's value.
-    """
+    """Run one recipe for every combination of a grid of values."""
     try:
         root = service_root()
         points = expand(grid)
-        variants = make_variants([(point, resolve_request(recipe, overrides, root, point)) for point in points])
+        variants = make_variants([(point, resolve_request(recipe, set, settings, root, point)) for point in points])
     except InputError as error:
         return refusal(error)
     with suspendable():
@@ -177,7 +179,7 @@ def _evaluate(plan: Plan) -> dict[str, Any]:
     why = plan.find_finished()
     if plan.artifact("export") is None:
         raise InputError(
-            f"there is no exported model of recipe {plan.recipe} with these overrides yet ({why['export']}); "
+            f"there is no exported model of recipe {plan.recipe} with these settings yet ({why['export']}); "
             "run the deployment vlm-sft with the same values first"
         )
     check_push(plan.config.execution.registry.push_to)
@@ -211,8 +213,8 @@ class Offer:
 
 
 _HOW = """
-Choose a recipe and fill in the settings that shall differ. An empty field keeps the recipe's value, which is shown next
-to the field. A wrong value is refused at once, with the name of its field. Finished stages are reused, and *Retry* of a
+Choose a recipe and fill in the settings that shall differ. A wrong value is refused at once, with the name of its
+field and what is allowed. Finished stages are reused, and *Retry* of a
 run that was cancelled, failed or cut off resumes from its last checkpoint, and so does *Resume* of a suspended one.
 """
 
@@ -229,7 +231,7 @@ The artifacts of the run show its stages, its scores and a link to MLflow. The s
         NIGHTLY,
         vlm_sft_request,
         f"""**The same as vlm-sft, every night at two** (`{NIGHTLY_CRON}`, UTC). The schedule is off: switch it on under
-*Schedules* on the right, edit its time there, and its recipe and overrides under *Edit*. Your settings stay when
+*Schedules* on the right, edit its time there, and its recipe and settings under *Edit*. Your settings stay when
 athanor is started again or upgraded. A night is left out while the run of the night before is still going.""",
         cron=NIGHTLY_CRON,
     ),
@@ -243,8 +245,8 @@ settings reuses them.
     Offer(
         "evaluate",
         evaluate_request,
-        f"""**Answers and scores of a model that is exported already**: give the recipe and the overrides of its
-training; the overrides of `evaluate` may differ.
+        f"""**Answers and scores of a model that is exported already**: give the recipe and the settings of its
+training; those of `evaluate` may differ.
 {_HOW}""",
     ),
     Offer(

@@ -21,7 +21,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
 
 from dataset_builders.contracts.manifest import flatten
 from dataset_builders.errors import InputError, one_line
@@ -29,10 +29,10 @@ from dataset_builders.storage.row_objects import DATA_STORES_VARIABLE, STORE_URL
 from dataset_builders.storage.store import StorePath, absolute, is_local, location
 from flows.pipeline.config import PipelineConfig
 from flows.pipeline.processes import ROOT_VARIABLE
-from flows.pipeline.recipe import Recipe, dotted_changes, known_recipes, load_recipe
+from flows.pipeline.recipe import Recipe, known_recipes, load_recipe
 
 DATA_DIRS_VARIABLE = "ATHANOR_DATA_DIRS"
-# Dotted settings that a request cannot change, each with everything below it; the form leaves them out.
+# Dotted settings that a request cannot change, each with everything below it.
 RECIPE_ONLY = (
     "execution.cluster.job_file",  # lines of a shell script, or images, mounts and accounts of pods
     "execution.cluster.launcher",  # decides whose machines are used
@@ -69,21 +69,27 @@ def service_root() -> StorePath:
 
 
 def resolve_request(
-    recipe: str, overrides: Mapping[str, Any], root: StorePath, changes: Mapping[str, object] | None = None
+    recipe: str,
+    lines: str,
+    settings: Mapping[str, object],
+    root: StorePath,
+    point: Mapping[str, object] = MappingProxyType({}),
 ) -> Recipe:
     """Return the checked configuration that a request asks for.
 
     Args:
         recipe: a known name. A path is refused, because a request may come from anybody who sees the form.
-        overrides: nested as PipelineConfig; None keeps the recipe's value, "none" means null.
-        changes: dotted fields of a grid, applied after the overrides.
+        lines: a text `a.b=value`, as of `--set`, in each line.
+        settings: dotted fields with their values, applied after the lines. None, an empty box, keeps the value.
+        point: dotted fields of a grid, applied last.
 
     Raises:
         InputError: something is wrong with the request; the message names the field.
     """
     if recipe not in known_recipes():
         raise InputError(f"recipe={recipe!r} is not known; one of {', '.join(known_recipes())}")
-    resolved = load_recipe(recipe, changes={**dotted_changes(overrides), **(changes or {})})
+    given = {dotted: value for dotted, value in settings.items() if value is not None}
+    resolved = load_recipe(recipe, list(filter(None, map(str.strip, lines.splitlines()))), {**given, **point})
     check_request_paths(resolved.config, root, load_recipe(recipe).config)
     return resolved
 
@@ -97,8 +103,8 @@ def check_request_paths(config: PipelineConfig, root: StorePath, recipe: Pipelin
     """Check that a request changes only what it may.
 
     Args:
-        config: the recipe with the request's overrides.
-        recipe: the recipe without the overrides; if None, RECIPE_ONLY settings must have their defaults.
+        config: the recipe with the request's settings.
+        recipe: the recipe alone; if None, RECIPE_ONLY settings must have their defaults.
 
     Raises:
         InputError: a field may not have its value; the message names the field, the value and the way out.

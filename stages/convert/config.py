@@ -26,7 +26,7 @@ class SourceReading(StrictModel):
 
     builder: str | None = Field(
         default=None,
-        description="which dataset's rows these are: a name in dataset_builders/sources/registry.py; null where `data` "
+        description="which dataset's rows these are, a name of docs/data-formats.md; null where `data` "
         "lists several sources, each with its own",
     )
     subsets: tuple[str, ...] = Field(

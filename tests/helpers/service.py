@@ -125,10 +125,10 @@ class RunningService:
         (found,) = self.prefect("/deployments/filter", {"deployments": {"name": {"any_": [name]}}})
         return found
 
-    def start_run(self, deployment: str, overrides: Mapping[str, object], **more: object) -> str:
-        """Ask for a run of a deployment, as the UI does. Return the run's id."""
+    def start_run(self, deployment: str, settings: Mapping[str, object], **more: object) -> str:
+        """Ask for a run of a deployment with dotted settings, as the UI does. Return the run's id."""
         path = f"/deployments/{self.deployment(deployment)['id']}/create_flow_run"
-        parameters = {"recipe": "embedded", "overrides": overrides}
+        parameters = {"recipe": "embedded", "set": lines(settings)}
         return self.prefect(path, {"parameters": parameters, **more})["id"]
 
     def end_of(self, run_id: object, seconds: float) -> dict[str, Any]:
@@ -252,16 +252,9 @@ def run_athanor(command: str, root: Path, *arguments: str, **changes: object) ->
     return subprocess.run(full, env=clean_environment(), capture_output=True, text=True, timeout=at_most(280))
 
 
-def nested(changes: Mapping[str, object]) -> dict[str, object]:
-    """Return {"a.b": 1} as {"a": {"b": 1}}, the form of a deployment's overrides."""
-    whole: dict[str, object] = {}
-    for key, value in changes.items():
-        *parents, last = key.split(".")
-        place = whole
-        for parent in parents:
-            place = place.setdefault(parent, {})
-        place[last] = value
-    return whole
+def lines(settings: Mapping[str, object]) -> str:
+    """Return {"a.b": 1, "c": 2} as a.b=1 and c=2 in two lines, the form of a request's `set`."""
+    return "\n".join(f"{dotted}={json.dumps(value)}" for dotted, value in settings.items())
 
 
 def clean_environment() -> dict[str, str]:

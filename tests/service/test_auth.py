@@ -10,7 +10,7 @@ import websockets
 
 from tests.helpers.canary import SECRETS, assert_nowhere, athanor, environment, seen_command_lines
 from tests.helpers.patience import at_most
-from tests.helpers.service import RunningService, nested, request, running_service
+from tests.helpers.service import RunningService, request, running_service
 from tests.helpers.small_run import SMALL
 
 pytestmark = [
@@ -118,7 +118,7 @@ def test_servers_do_not_know_each_others_passwords(guarded):
 @pytest.fixture(scope="module")
 def triggered(guarded) -> dict:
     """Start a run through the Prefect server, and return it when it has ended."""
-    return guarded.end_of(guarded.start_run("vlm-sft", nested(OVERRIDES)), RUN)
+    return guarded.end_of(guarded.start_run("vlm-sft", OVERRIDES), RUN)
 
 
 def test_a_run_of_the_service_completes(guarded, triggered):

@@ -17,7 +17,7 @@ from prefect.serializers import PickleSerializer
 
 from tests.helpers.browser import chromium, logged_in, requires_chromium
 from tests.helpers.patience import at_most
-from tests.helpers.service import RunningService, nested, request, running_service, wait_for
+from tests.helpers.service import RunningService, request, running_service, wait_for
 from tests.helpers.small_run import SMALL
 
 pytestmark = [
@@ -49,7 +49,7 @@ def num_runs(service: RunningService) -> int:
 
 def ended_run(service: RunningService, deployment: str = "prepare-data") -> dict:
     """Ask for a run of a deployment, and return it when it has ended."""
-    return service.end_of(service.start_run(deployment, nested(SMALL)), END_SECONDS)
+    return service.end_of(service.start_run(deployment, SMALL), END_SECONDS)
 
 
 # Other users of the machine
@@ -196,7 +196,7 @@ def test_a_state_that_names_a_pickle_runs_nothing(service, mark, tmp_path):
     stored = {"storage_key": str(tmp_path / "record"), "serializer": {"type": "pickle"}, "prefect_version": "3.8.8"}
     result = PickleSerializer().dumps(Touch(mark)).decode()
     (tmp_path / "record").write_text(json.dumps({"metadata": stored, "result": result}))
-    run_id = service.start_run("prepare-data", nested(SMALL))
+    run_id = service.start_run("prepare-data", SMALL)
     done = {"state": {"type": "COMPLETED", "data": stored}, "force": True}
 
     path = f"/flow_runs/{run_id}"

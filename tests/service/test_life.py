@@ -20,8 +20,8 @@ from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.states import Scheduled, Suspended
 
 from tests.helpers.patience import at_most
-from tests.helpers.service import processes_with, wait_for
-from tests.helpers.small_run import runs_of
+from tests.helpers.service import lines, processes_with, wait_for
+from tests.helpers.small_run import SMALL, runs_of
 
 pytestmark = [
     pytest.mark.full,
@@ -35,21 +35,16 @@ MORE_STEPS = 6  # steps of a try before it is disturbed
 # Fields of metrics.jsonl that the training computes, without durations.
 COMPUTED = ("step", "loss", "heldout_loss", "lr", "epoch", "tokens", "loss_tokens", "padding_fraction")
 NORMS = ("grad_norm", "vision_grad_norm", "merger_grad_norm", "language_grad_norm")
-OVERRIDES = {
-    "data": {"num_scans": 40, "num_multi": 8, "num_pairs": 8, "num_texts": 8},
-    "convert": {"heldout_fraction": 0.3},
-    "train": {
-        "num_steps": NUM_STEPS,
-        "global_batch_size": 2,
-        "heldout_interval": 1000,
-        "optim": {"lr": 0.002, "warmup_steps": 1},
-    },
-    "evaluate": {"max_new_tokens": 1, "max_samples_per_subset": 1},
-    "execution": {
-        "cluster": {"processes": 2, "num_threads": 1},
-        "checkpoint": {"save_interval": 5},
-        "num_workers": 1,
-    },
+SETTINGS = {
+    **SMALL,
+    "train.num_steps": NUM_STEPS,
+    "train.global_batch_size": 2,
+    "train.heldout_interval": 1000,
+    "evaluate.max_new_tokens": 1,
+    "evaluate.max_samples_per_subset": 1,
+    "execution.cluster.processes": 2,
+    "execution.cluster.num_threads": 1,
+    "execution.checkpoint.save_interval": 5,
 }
 
 
@@ -63,8 +58,8 @@ class Life:
         self.run_id: UUID | None = None
         self.began = 0.0
 
-    def start(self, **overrides: object) -> None:
-        parameters = {"overrides": {**OVERRIDES, **overrides}}
+    def start(self, changes: dict[str, object] | None = None) -> None:
+        parameters = {"set": lines({**SETTINGS, **(changes or {})})}
         self.run_id = self.client.create_flow_run_from_deployment(self.deployment.id, parameters=parameters).id
 
     def retry(self) -> None:
@@ -178,7 +173,7 @@ def losses(root: Path) -> list[dict]:
 def undisturbed(service) -> list[dict]:
     """Return the metrics of every step of an undisturbed run. Its training is then deleted."""
     life = Life(service)
-    life.start(evaluate={"max_new_tokens": 2, "max_samples_per_subset": 1})  # the same training, another MLflow run
+    life.start({"evaluate.max_new_tokens": 2})  # the same training, another MLflow run
     life.began = time.monotonic()
     life.goes_on()
     life.ends("Completed", seconds=60)
@@ -194,11 +189,7 @@ def test_a_training_over_its_deadline_saves_and_says_so(service):
     late = Life(service)  # a separate training, too long to end in time; its artifacts are deleted afterwards
     for factor in (1, 3, 9):  # the trainer has to start and to make a step in time, on a busy machine too
         seconds = round(factor * at_most(20))
-        cluster = {**OVERRIDES["execution"]["cluster"], "timeout_seconds": seconds}
-        late.start(
-            train={**OVERRIDES["train"], "num_steps": 20 * NUM_STEPS},
-            execution={**OVERRIDES["execution"], "cluster": cluster},
-        )
+        late.start({"train.num_steps": 20 * NUM_STEPS, "execution.cluster.timeout_seconds": seconds})
         late.began = time.monotonic()
         run = late.ends("Failed", seconds=factor * 120)
         assert f"stopped after timeout_seconds={seconds}" in run.state.message

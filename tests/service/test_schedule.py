@@ -15,7 +15,7 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.schedules import CronSchedule
 
 from stages.shared.launchers.config import ClusterConfig
-from tests.helpers.service import RunningService, nested, request, run_athanor, running_service, wait_for
+from tests.helpers.service import RunningService, lines, request, run_athanor, running_service, wait_for
 from tests.helpers.small_run import SMALL
 
 pytestmark = [
@@ -28,12 +28,6 @@ pytestmark = [
 FIRES_SECONDS = 120  # at most a minute to the next start, and time for server and worker to react on a loaded machine
 RUN_SECONDS = 480
 RATES = (0.001, 0.003)
-OVERRIDES = {
-    "data": {"num_scans": 40, "num_multi": 8, "num_pairs": 8, "num_texts": 8},
-    "convert": {"heldout_fraction": 0.3},
-    "train": {"num_steps": 5, "optim": {"lr": 0.002, "warmup_steps": 1}},
-    "evaluate": {"max_new_tokens": 2},
-}
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +55,7 @@ def test_a_schedule_of_every_minute_fires_and_its_run_completes(service, client)
         schedule.id,
         active=True,
         schedule=CronSchedule(cron="* * * * *", timezone="UTC"),
-        parameters={"overrides": OVERRIDES},
+        parameters={"set": lines(SMALL)},
     )
 
     def fired() -> FlowRun | None:
@@ -84,7 +78,7 @@ def test_a_schedule_of_every_minute_fires_and_its_run_completes(service, client)
 
 def test_two_flow_runs_at_once_are_each_as_alone(service, client, tmp_path):
     before = {path.name for path in (service.root / "artifacts" / "evaluate").glob("*")}
-    ids = [service.start_run("vlm-sft", nested({**SMALL, "train.optim.lr": rate})) for rate in RATES]
+    ids = [service.start_run("vlm-sft", {**SMALL, "train.optim.lr": rate}) for rate in RATES]
     for run_id in ids:
         service.end_of(run_id, RUN_SECONDS)
     runs = [client.read_flow_run(run_id) for run_id in ids]

@@ -13,6 +13,8 @@ import pytest
 from flows.tracking.store import compare_url
 from tests.helpers.browser import chromium, logged_in, requires_chromium
 from tests.helpers.patience import at_most
+from tests.helpers.service import lines
+from tests.helpers.small_run import SMALL
 
 pytestmark = [
     pytest.mark.full,
@@ -23,8 +25,9 @@ pytestmark = [
 ]
 WIDTH, HEIGHT = 1400, 1000
 RUN_SECONDS = 480
-DATA = {"num_scans": 40, "num_multi": 8, "num_pairs": 8, "num_texts": 8}
-STEPS = 12
+NAME = "A run of my own"
+TYPED = {"convert.heldout_fraction": 0.3, "train.num_steps": 12, "train.optim.lr": 0.002}
+LINES = lines({dotted: value for dotted, value in SMALL.items() if dotted not in TYPED})
 
 
 def runs_of(service, deployment: str) -> list[dict]:
@@ -70,14 +73,9 @@ class Form:
     def fill(self, dotted: str, value: object) -> None:
         self.field(dotted).locator("input, textarea").first.fill(str(value))
 
-    def choose(self, dotted: str, value: str) -> None:
-        self.field(dotted).locator("button, [role=combobox], .p-select").last.click()
-        self.page.locator(".p-select-option", has_text=re.compile(rf"^{value}$")).last.click()
-
-    def open(self, title: str) -> None:
-        label = self.page.locator(".schema-form-property__label", has_text=f"{title} (Optional)")
-        section = self.page.locator(".schema-form-property").filter(has=label).last
-        section.get_by_text("change", exact=True).first.click()
+    def write(self, parameter: str, text: str) -> None:
+        label = self.page.get_by_text(f"{parameter} (Optional)", exact=True)
+        self.page.locator(".schema-form-property").filter(has=label).last.locator("textarea").fill(text)
 
     def submit(self) -> None:
         self.page.wait_for_timeout(500)  # the page processes typed text with a delay
@@ -85,17 +83,12 @@ class Form:
 
 
 def fill_small(form: Form) -> None:
-    """Fill in the smallest data that the pipeline accepts, and a few steps."""
-    form.fill("train.num_steps", STEPS)
-    form.fill("train.optim.lr", "0.002")
-    form.fill("train.optim.warmup_steps", 1)
-    form.open("Data")
-    for name, count in DATA.items():
-        form.fill(f"data.{name}", count)
-    form.open("Raw rows")
-    form.fill("convert.heldout_fraction", "0.3")
-    form.open("Evaluation")
-    form.fill("evaluate.max_new_tokens", 2)
+    """Fill in a name, the smallest data that the pipeline accepts, and a few steps."""
+    assert not form.page.get_by_text("Run Name", exact=True).is_visible(), "what is typed there is not kept"
+    form.write("name", NAME)
+    form.write("set", LINES)
+    for dotted, value in TYPED.items():
+        form.fill(dotted, value)
 
 
 def snap(page, path: Path, height: int = HEIGHT) -> None:
@@ -104,14 +97,6 @@ def snap(page, path: Path, height: int = HEIGHT) -> None:
     page.screenshot(path=str(path))
     page.set_viewport_size({"width": WIDTH, "height": HEIGHT})
     assert path.stat().st_size > 10_000
-
-
-SMALL = {
-    "train": {"num_steps": STEPS, "optim": {"lr": 0.006, "warmup_steps": 1}},
-    "data": DATA,
-    "convert": {"heldout_fraction": 0.3},
-    "evaluate": {"max_new_tokens": 2},
-}
 
 
 @pytest.fixture(scope="module")
@@ -146,19 +131,10 @@ def form_run(service, browser, pictures) -> dict:
 
 def test_the_form_has_what_the_recipe_leaves_open(form_run):
     assert form_run["state_type"] == "COMPLETED", form_run["state"]["message"]
-    asked = without_none(form_run["parameters"]["overrides"])  # a folded section is null: the recipe's values
-    assert asked["train"] == {"num_steps": STEPS, "optim": {"lr": 0.002, "warmup_steps": 1}}
-    assert asked["data"] == DATA and asked["convert"] == {"heldout_fraction": 0.3}
-    assert asked.keys() == {"train", "data", "convert", "evaluate"} and form_run["parameters"]["recipe"] == "embedded"
-    assert form_run["name"].startswith("embedded num_scans=40") and " lr=0.002 " in form_run["name"]
-
-
-def without_none(values: dict) -> dict:
-    return {
-        key: without_none(value) if isinstance(value, dict) else value
-        for key, value in values.items()
-        if value is not None
-    }
+    asked = form_run["parameters"]
+    assert {key: value for key, value in asked["settings"].items() if value is not None} == TYPED
+    assert asked["set"] == LINES and asked["recipe"] == "embedded"
+    assert form_run["name"] == NAME
 
 
 def test_the_run_shows_logs_and_artifacts(service, form_run, pictures):
@@ -206,18 +182,19 @@ def test_mlflow_opens_on_score_and_loss(service, form_run, pictures, page):
 
 def test_a_wrong_value_is_refused_with_its_path(service):
     with pytest.raises(urllib.error.HTTPError, match="409") as refused:
-        service.start_run("vlm-sft", {"train": {"optim": {"lr": 3}}})
-    assert "overrides.train.optim.lr" in refused.value.read().decode()
+        path = f"/deployments/{service.deployment('vlm-sft')['id']}/create_flow_run"
+        service.prefect(path, {"parameters": {"settings": {"train.optim.lr": 3}}})
+    assert "train.optim.lr" in refused.value.read().decode()
 
 
 def test_two_runs_compared_in_mlflow(service, form_run, pictures, page):
-    wrong = service.start_run("vlm-sft", {**SMALL, "tokenize": {"max_seq_len": 99999}})
-    right = service.start_run("vlm-sft", SMALL)
+    wrong = service.start_run("vlm-sft", {**SMALL, "tokenize.max_seq_len": 99999})
+    right = service.start_run("vlm-sft", {**SMALL, "train.optim.lr": 0.006, "train.num_steps": 12})
     second, refused = service.end_of(right, RUN_SECONDS), service.end_of(wrong, 60)
     assert second["state_type"] == "COMPLETED", second["state"]["message"]
     assert (refused["state_type"], refused["state_name"]) == ("FAILED", "Refused")
     assert not artifacts(service, wrong, "stages")
-    assert refused["state"]["message"].startswith("recipe embedded with overrides: tokenize.max_seq_len=99999 is more")
+    assert refused["state"]["message"].startswith("recipe embedded with --set: tokenize.max_seq_len=99999 is more")
     (stages,) = artifacts(service, second["id"], "stages")
     assert re.search(r"\[convert\]\(\S+/reports/convert/\w+/report.html\) \| reused \|", stages["data"])
     assert re.search(r"\[train\]\(\S+\) \| [\d.]+ s \|", stages["data"])
@@ -226,7 +203,7 @@ def test_two_runs_compared_in_mlflow(service, form_run, pictures, page):
     urls = [re.search(r"\((http[^)]+)\)", link).group(1) for link in links]
     assert all(url.startswith(service.record.mlflow) for url in urls)
     page.goto(urls[0])
-    page.get_by_text(form_run["name"][:20]).first.wait_for()
+    page.get_by_text(NAME).first.wait_for()
     page.get_by_text("exact_match").first.wait_for()
     snap(page, pictures / "mlflow_run.png", 1300)
     ids, experiment = [url.rpartition("/")[2] for url in urls], re.search(r"/experiments/(\d+)/", urls[0]).group(1)

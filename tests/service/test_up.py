@@ -12,7 +12,7 @@ import pytest
 
 from flows.tracking.servers import read_record
 from stages.shared.launchers.config import ClusterConfig
-from tests.helpers.service import RunningService, nested, run_athanor, running_service, wait_for
+from tests.helpers.service import RunningService, run_athanor, running_service, wait_for
 from tests.helpers.small_run import SMALL
 
 pytestmark = pytest.mark.full
@@ -142,7 +142,7 @@ def test_killed_itself_the_next_one_cleans_up_on_the_same_ports_and_ctrl_c_leave
 
 def start_training(service: RunningService) -> str:
     """Start a flow run as the UI does, and wait until it trains. Return its id."""
-    run_id = service.start_run("vlm-sft", nested({**SMALL, "train.num_steps": 5000}))
+    run_id = service.start_run("vlm-sft", {**SMALL, "train.num_steps": 5000})
     trains = "scratch/train-*/metrics.jsonl"
     wait_for(lambda: list(service.root.glob(trains)), AGAIN_SECONDS, "training", service.tell)
     return run_id

@@ -21,8 +21,8 @@ from flows.service.deployments import (
     vlm_sft_request,
 )
 from flows.service.work import main
-from tests.helpers.service import nested
-from tests.helpers.small_run import SMALL
+from tests.helpers.service import lines
+from tests.helpers.small_run import SMALL, runs_of
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def test_registered_again_it_keeps_what_people_have_set():
         assert not schedule.active and schedule.schedule.cron == "0 2 * * *"
         assert nightly.global_concurrency_limit.limit == 1
         at_six = CronSchedule(cron="0 6 * * *", timezone="Europe/Berlin")
-        asked = {"overrides": {"train": {"num_steps": 7}}}
+        asked = {"settings": {"train.num_steps": 7}}
         client.update_deployment_schedule(nightly.id, schedule.id, active=True, schedule=at_six, parameters=asked)
         own = {"parameters": asked, "paused": True, "version": "old"}
         client.update_deployment(nightly.id, DeploymentUpdate(**own))
@@ -91,11 +91,11 @@ def test_parameters_that_no_longer_fit_are_told_and_kept(caplog):
     register()
     with get_client(sync_client=True) as client:
         there = client.read_deployment_by_name("evaluate/evaluate")
-        older = {"parameters": {"overrides": {"train": {"gone": 1}}}, "enforce_parameter_schema": False}
+        older = {"parameters": {"settings": {"train.gone": 1}}, "enforce_parameter_schema": False}
         client.update_deployment(there.id, DeploymentUpdate(**older))
         register()
         assert "deployment evaluate/evaluate keeps default parameters that no longer fit" in caplog.text
-        assert "overrides.train" in caplog.text and "gone" in caplog.text
+        assert "settings" in caplog.text and "'train.gone' was unexpected" in caplog.text
         assert client.read_deployment(there.id).parameters == older["parameters"]
         client.delete_deployment(there.id)
 
@@ -110,7 +110,7 @@ def test_a_worker_needs_an_address_and_a_root(capsys, monkeypatch):
 
 @pytest.mark.parametrize("flow", [vlm_sft_request, prepare_data_request, evaluate_request])
 def test_a_wrong_request_is_one_line_of_its_state(served, flow):
-    state = flow("embedded", {"tokenize": {"max_seq_len": 99999}}, return_state=True)
+    state = flow("embedded", settings={"tokenize.max_seq_len": 99999}, return_state=True)
     assert state.is_failed()
     assert state.message.startswith("recipe embedded with overrides: tokenize.max_seq_len=99999 is more than a bin")
     assert "\n" not in state.message and not (served / "artifacts").exists()
@@ -118,27 +118,41 @@ def test_a_wrong_request_is_one_line_of_its_state(served, flow):
 
 def test_without_a_root_nothing_runs(monkeypatch):
     monkeypatch.delenv("ATHANOR_ROOT", raising=False)
-    state = vlm_sft_request("embedded", {}, return_state=True)
+    state = vlm_sft_request("embedded", return_state=True)
     assert state.is_failed() and state.message.startswith("ATHANOR_ROOT is not set")
+
+
+def test_a_wrong_line_says_what_is_allowed(served):
+    for line, words in (
+        ("train.optim.lr=3", "train.optim.lr=3 should be less than or equal to 1 [peak learning rate]"),
+        ("train.optm.lr=1", "unknown key train.optm; did you mean train.optim?"),
+        ("train.optim.lr 1", "--set 'train.optim.lr 1' is not of the form a.b=value, for example train.optim.lr=1e-3"),
+        ("execution.registry.push_to=me/mine", "cannot be set by a request; put it in a recipe"),
+    ):
+        state = vlm_sft_request("embedded", set=f"\n {line}\n", return_state=True)
+        assert state.name == "Refused" and words in state.message and "\n" not in state.message
+    assert not (served / "artifacts").exists()
 
 
 @pytest.mark.full
 def test_prepare_then_evaluate_then_the_whole_then_evaluate(served):
-    overrides = nested(SMALL)
-    prepared = prepare_data_request("embedded", overrides)
+    asked = lines(SMALL)
+    prepared = prepare_data_request("embedded", set=asked)
     assert [run["stage"] for run in prepared["stages"]][-3:] == ["contamination", "tokenize", "plan_bins"]
-    state = evaluate_request("embedded", overrides, return_state=True)
+    state = evaluate_request("embedded", set=asked, return_state=True)
     assert (
-        state.is_failed() and "there is no exported model of recipe embedded with these overrides yet" in state.message
+        state.is_failed() and "there is no exported model of recipe embedded with these settings yet" in state.message
     )
     assert "run the deployment vlm-sft with the same values first" in state.message
-    whole = vlm_sft_request("embedded", overrides)
+    whole = vlm_sft_request("embedded", name=" My  own ", set=asked)
     assert {run["stage"]: run["reused"] for run in whole["stages"]}["plan_bins"] is True
-    again = evaluate_request("embedded", {**overrides, "evaluate": {"max_new_tokens": 3, "max_samples_per_subset": 2}})
+    again = evaluate_request("embedded", set=asked + "\nevaluate.max_new_tokens=3")
     made = {run["stage"]: run["reused"] for run in again["stages"]}
     names = ("answer", "verify", "evaluate", "answer_base", "evaluate_base", "compare", "release")
     assert made == dict.fromkeys(names, False)
     assert "overall" in again["scores"]
     with get_client(sync_client=True) as client:
         names = {run.name for run in client.read_flow_runs()}
-    assert "embedded num_scans=40" in " ".join(names)
+    assert "embedded num_scans=40" in " ".join(names) and "My own" in names
+    in_mlflow = {run.info.run_name.partition(" num_scans")[0] for run in runs_of(served)}
+    assert in_mlflow == {"My own", "embedded"}

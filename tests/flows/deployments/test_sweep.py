@@ -13,7 +13,7 @@ from flows.pipeline.recipe import MAX_RUNS, expand, parse_grid
 from flows.service import sweep as module
 from flows.service.deployments import sweep_request
 from flows.service.sweep import check_grid
-from tests.helpers.service import nested
+from tests.helpers.service import lines
 from tests.helpers.small_run import SMALL, error_line, runs_of
 
 GRID = ["train.optim.lr=[1e-3,3e-3]", "train.seed=[0,1]"]
@@ -123,12 +123,12 @@ def test_a_run_that_fails_does_not_stop_the_others(small_run, tmp_path, capsys, 
 @pytest.mark.full
 def test_the_deployed_flow_refuses_in_its_state_and_keeps_the_table(root, monkeypatch):
     monkeypatch.setenv("ATHANOR_ROOT", str(root))
-    settings = {"data": {}, "convert": {"heldout_fraction": 0.3}}
-    state = sweep_request("embedded", {"train.optim.lr": [0.1, 7]}, settings, return_state=True)
+    settings = {"convert.heldout_fraction": 0.3}
+    state = sweep_request("embedded", grid={"train.optim.lr": [0.1, 7]}, settings=settings, return_state=True)
     assert state.is_failed() and state.message.startswith("recipe embedded with overrides: train.optim.lr=7 should be")
 
     grid = {"train.optim.lr": [0.001, 0.003], "train.seed": [0]}
-    state = sweep_request("embedded", grid, nested(SETTINGS), return_state=True)
+    state = sweep_request("embedded", grid=grid, set=lines(SETTINGS), return_state=True)
     assert state.is_completed() and state.message == "2 runs finished"
     with get_client(sync_client=True) as client:
         tables = [a for a in client.read_artifacts() if a.key == "sweep"]
