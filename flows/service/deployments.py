@@ -46,7 +46,7 @@ from flows.pipeline.recipe import DEFAULT_RECIPE, expand
 from flows.pipeline.steps import EVALUATE, PREPARE_DATA
 from flows.pipeline.tasks import stage_runs
 from flows.service.form import Grid, Lines, RecipeName, RunName, Settings
-from flows.service.request import resolve_request, service_root
+from flows.service.request import resolve_request, service_root, without_null
 from flows.service.sweep import closing_state, make_variants, sweep_variants
 from flows.tracking.notes import MAX_NAME, run_name
 from flows.tracking.servers import NIGHTLY, POOL
@@ -65,7 +65,7 @@ log = logging.getLogger("athanor.deployments")
 def request_name() -> str:
     """Return the name of the flow run and of its MLflow run: the typed one, or the recipe and what differs from it."""
     asked = flow_run.parameters
-    recipe, settings = asked.get("recipe", ""), asked.get("settings") or {}
+    recipe, settings = asked.get("recipe", ""), without_null(asked.get("settings") or {})
     if name := typed_name():
         return name
     try:
@@ -307,23 +307,22 @@ def _register(client: SyncPrefectClient, offer: Offer, pool: str) -> str:
     deployment = make_deployment(offer, pool)
     full_name = f"{deployment.flow_name}/{offer.name}"
     try:
-        registered = client.read_deployment_by_name(full_name)
+        known = client.read_deployment_by_name(full_name).id
     except ObjectNotFound:
-        deployment.apply()
-        return full_name
+        known = deployment.apply()
     # Registering a second time would reset the schedules, so only the other fields are updated.
     fresh: dict[str, Any] = {
         "version": deployment.version,
         "description": deployment.description,
         "entrypoint": deployment.entrypoint,
-        "parameter_openapi_schema": parameter_schema(deployment),
+        "parameter_openapi_schema": {**parameter_schema(deployment), "additionalProperties": False},
         "enforce_parameter_schema": True,
         "work_pool_name": pool,
         "job_variables": {},
         "pull_steps": [],
     }
     try:
-        client.update_deployment(registered.id, DeploymentUpdate(**fresh))
+        client.update_deployment(known, DeploymentUpdate(**fresh))
     except PrefectHTTPStatusError as error:
         reason = " ".join(str(error.response.json().get("detail")).split())
         log.warning("deployment %s keeps default parameters that no longer fit: %s; edit them", full_name, reason)

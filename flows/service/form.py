@@ -88,10 +88,11 @@ _RECIPE = {"type": "string", "enum": known_recipes(), "description": "The recipe
 _NAME = {
     "type": "string",
     "allOf": [{"maxLength": MAX_NAME}],
-    "description": "The name of the run in Prefect and MLflow. Empty: the recipe and what differs from it.",
+    "description": "The name of the run, in MLflow too but for a sweep. Empty: the recipe and what differs from it.",
 }
 _LINES = {
     "type": "string",
+    "allOf": [{"pattern": r"^\s*([^\s=]+ *=.*(\n\s*|$))*$"}],  # every line is empty or key=value
     "description": "All other settings, a line for each as in `--set` of `athanor run`: `train.optim.warmup_steps=100`",
 }
 _GRID = {  # drawn as a JSON editor

@@ -50,7 +50,7 @@ CORES_AT_MOST = (
     "execution.loader_workers",
     "execution.num_workers",
 )
-_PATHS = ("data", "model", "start_adapter", "convert.options.image_root")
+_PATHS = re.compile(r"data|model|start_adapter|data\.\d+\.source|(convert|data\.\d+)\.options\.image_root(\..+)?", re.S)
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
@@ -79,19 +79,28 @@ def resolve_request(
 
     Args:
         recipe: a known name. A path is refused, because a request may come from anybody who sees the form.
-        lines: a text `a.b=value`, as of `--set`, in each line.
-        settings: dotted fields with their values, applied after the lines. None, an empty box, keeps the value.
-        point: dotted fields of a grid, applied last.
+        lines: a text `a.b=value`, as of `--set`, in each line; of a repeated field the last line counts.
+        settings: dotted fields with their values. None, an empty box, keeps the value.
+        point: dotted fields of a grid.
 
     Raises:
-        InputError: something is wrong with the request; the message names the field.
+        InputError: something is wrong with the request, or two of the three give a field; the message names the field.
     """
     if recipe not in known_recipes():
         raise InputError(f"recipe={recipe!r} is not known; one of {', '.join(known_recipes())}")
-    given = {dotted: value for dotted, value in settings.items() if value is not None}
-    resolved = load_recipe(recipe, list(filter(None, map(str.strip, lines.splitlines()))), {**given, **point})
+    texts, given = list(filter(None, map(str.strip, lines.split("\n")))), without_null(settings)
+    written = [text.partition("=")[0].strip() for text in texts]
+    covered = [field for field in written for whole in (*given, *point) if f"{field}.".startswith(f"{whole}.")]
+    if twice := [*covered, *(given.keys() & point.keys())]:
+        raise InputError(f"{twice[0]} is given twice, or beside the whole of which it is a part; keep one of the two")
+    resolved = load_recipe(recipe, texts, {**given, **point})
     check_request_paths(resolved.config, root, load_recipe(recipe).config)
     return resolved
+
+
+def without_null(settings: Mapping[str, object]) -> dict[str, object]:
+    """Return the settings that are given; the form sends null for an empty box."""
+    return {dotted: value for dotted, value in settings.items() if value is not None}
 
 
 def is_recipe_only(dotted: str) -> bool:
@@ -109,8 +118,8 @@ def check_request_paths(config: PipelineConfig, root: StorePath, recipe: Pipelin
     Raises:
         InputError: a field may not have its value; the message names the field, the value and the way out.
     """
-    base = flatten(recipe.model_dump(mode="json")) if recipe else {}
-    values = flatten(config.model_dump(mode="json"))
+    base = _flat(recipe) if recipe else {}
+    values = _flat(config)
     usual = base or flatten({"execution": PipelineConfig.model_fields["execution"].default.model_dump(mode="json")})
     for field in sorted(values.keys() | usual.keys()):
         if is_recipe_only(field) and values.get(field) != usual.get(field):
@@ -119,13 +128,22 @@ def check_request_paths(config: PipelineConfig, root: StorePath, recipe: Pipelin
     for field in CORES_AT_MOST:
         if values[field] > (most := max(cores, base.get(field, 0))):
             raise InputError(f"{field}={values[field]} is more than a request may ask for here; give {most} or less")
-    for field in (*_PATHS, *(field for field in values if field.startswith("convert.options.image_root."))):
-        if isinstance(value := values.get(field), str) and value != base.get(field):
+    for field, value in values.items():
+        if _PATHS.fullmatch(field) and isinstance(value, str) and value != base.get(field):
             _check_path(field, value, root, [str(base[name]) for name in ("data", "model") if name in base])
 
 
+def _flat(config: PipelineConfig) -> dict[str, object]:
+    """Return the dotted settings, with those of each of several sources of data."""
+    values = flatten(config.model_dump(mode="json"))
+    sources = values.get("data")
+    for i, source in enumerate(sources if isinstance(sources, list) else ()):
+        values |= flatten(source, f"data.{i}.")
+    return values
+
+
 def _check_path(field: str, text: str, root: StorePath, of_recipe: Sequence[str]) -> None:
-    if field.startswith("convert.options.image_root"):
+    if ".options.image_root" in field:
         if text.startswith("/") or ".." in Path(text).parts:
             raise InputError(f"{field}={text!r} must be below the source; give a relative path without ..")
         return

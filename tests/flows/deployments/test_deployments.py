@@ -9,6 +9,7 @@ import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import DeploymentUpdate
 from prefect.client.schemas.schedules import CronSchedule
+from prefect.exceptions import PrefectHTTPStatusError
 from prefect.flows import load_flow_from_entrypoint
 
 from flows.service.deployments import (
@@ -87,15 +88,21 @@ def test_registered_again_it_keeps_what_people_have_set():
 
 
 @pytest.mark.full
-def test_parameters_that_no_longer_fit_are_told_and_kept(caplog):
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [({"settings": {"train.gone": 1}}, "'train.gone' was unexpected"), ({"gone": {}}, "'gone' was unexpected")],
+)
+def test_parameters_that_no_longer_fit_are_told_and_kept(caplog, parameters, words):
     register()
     with get_client(sync_client=True) as client:
         there = client.read_deployment_by_name("evaluate/evaluate")
-        older = {"parameters": {"settings": {"train.gone": 1}}, "enforce_parameter_schema": False}
+        with pytest.raises(PrefectHTTPStatusError, match="409"):
+            client.create_flow_run_from_deployment(there.id, parameters=parameters)
+        older = {"parameters": parameters, "enforce_parameter_schema": False}
         client.update_deployment(there.id, DeploymentUpdate(**older))
         register()
         assert "deployment evaluate/evaluate keeps default parameters that no longer fit" in caplog.text
-        assert "settings" in caplog.text and "'train.gone' was unexpected" in caplog.text
+        assert words in caplog.text
         assert client.read_deployment(there.id).parameters == older["parameters"]
         client.delete_deployment(there.id)
 
@@ -110,8 +117,10 @@ def test_a_worker_needs_an_address_and_a_root(capsys, monkeypatch):
 
 @pytest.mark.parametrize("flow", [vlm_sft_request, prepare_data_request, evaluate_request])
 def test_a_wrong_request_is_one_line_of_its_state(served, flow):
-    state = flow("embedded", settings={"tokenize.max_seq_len": 99999}, return_state=True)
+    state = flow("embedded", settings={"tokenize.max_seq_len": 99999, "train.seed": None}, return_state=True)
     assert state.is_failed()
+    with get_client(sync_client=True) as client:
+        assert client.read_flow_run(state.state_details.flow_run_id).name == "embedded max_seq_len=99999"
     assert state.message.startswith("recipe embedded with overrides: tokenize.max_seq_len=99999 is more than a bin")
     assert "\n" not in state.message and not (served / "artifacts").exists()
 

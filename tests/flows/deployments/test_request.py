@@ -10,6 +10,7 @@ from prefect.utilities.schema_tools.validation import validate as prefect_valida
 from dataset_builders.errors import InputError
 from dataset_builders.storage.store import location
 from flows.pipeline.recipe import DEFAULT_RECIPE, load_recipe
+from flows.service.deployments import OFFERS, make_deployment
 from flows.service.form import settings_schema
 from flows.service.request import is_recipe_only, resolve_request
 
@@ -79,6 +80,42 @@ def test_lines_and_settings_become_a_recipe_and_what_differs_is_named():
     assert recipe.differs == {"train.optim.lr": 0.002, "data.num_scans": 40}
     assert recipe == load_recipe("embedded", ["train.optim.lr=0.002", *lines])
     assert resolve_request("embedded", "", {}, location("/tmp/root")) == load_recipe("embedded")
+
+
+def test_a_line_that_is_no_key_and_value_is_refused_at_submit():
+    schema = make_deployment(OFFERS[0], "athanor")._parameter_openapi_schema.model_dump()
+    lines = [
+        "train.seed=3 # fifty",
+        "tokenize.system_prompt = a = b",
+        "evaluate.x={a: [1, 2]}",
+        "",
+        " a.b=\u2028c",
+        "c=",
+    ]
+    for text in ("", "\n", *lines, "\n".join(lines), "\r\n".join(lines) + "\r\n\n"):
+        prefect_validate({"set": text}, schema, raise_on_error=True)
+    for text in ("train.seed 3", "train.seed: 3", "# a=b", "--set a=b", "=3", "a=b\nc\nd=e", "a=b " * 40 + "\nc"):
+        with pytest.raises(ValidationError, match="field 'set'"):
+            prefect_validate({"set": text}, schema, raise_on_error=True)
+
+
+@pytest.mark.parametrize(
+    ("lines", "settings", "point", "field"),
+    [
+        ("train.seed=3", {"train.seed": 4}, {}, "train.seed"),
+        ("train.seed = 3", {}, {"train.seed": 4}, "train.seed"),
+        ("data.num_scans=40", {"data": "org/name"}, {}, "data.num_scans"),
+        ("", {"train.seed": 4}, {"train.seed": 1}, "train.seed"),
+    ],
+)
+def test_a_field_is_given_once(lines, settings, point, field):
+    with pytest.raises(InputError, match=f"^{field} is given twice, or beside the whole"):
+        resolve_request("embedded", lines, settings, location("/tmp/root"), point)
+
+
+def test_a_line_ends_where_the_box_ends_it():
+    recipe = resolve_request("embedded", "tokenize.system_prompt=a\u2028b\r\ntrain.seed=3", {}, location("/tmp/root"))
+    assert recipe.differs == {"tokenize.system_prompt": "a\u2028b", "train.seed": 3}
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,20 @@ def test_out_of_the_root(root, field):
     check_refused(root, field, OUTSIDE, expected)
 
 
+def test_each_of_several_sources(root):
+    columns = {"image": "i", "question": "q", "answer": "a"}
+    several = {"convert__builder": None, "convert__options": {}}
+
+    def sources(second: str, image_root: str = "") -> list[dict]:
+        options = {**columns, "image_root": image_root}
+        pairs = [("a", f"{root}/raw"), ("b", second)]
+        return [{"name": name, "source": source, "builder": "table", "options": options} for name, source in pairs]
+
+    check_request_paths(config(data=sources("org/name", "pictures"), **several), root)
+    assert refusal(root, data=sources("/etc"), **several).startswith("data.1.source='/etc' leads to '/etc', which")
+    assert refusal(root, data=sources(f"{root}/raw", "/etc"), **several).startswith("data.0.options.image_root='/etc'")
+
+
 @pytest.mark.parametrize("field", FIELDS)
 def test_addresses_that_are_no_object_stores(root, field):
     check_refused(root, field, ADDRESSES, rf"({field}=|recipe embedded with --set).*")
