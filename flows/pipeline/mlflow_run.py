@@ -62,9 +62,11 @@ def open_tracking(plan: Plan) -> str | None:
         "mlflow.source.name": "athanor run",
     }
     tags |= {"athanor.sweep": plan.sweep} if plan.sweep else {}
+    usual_name = run_name(recipe, differs)
     opening = Opening(
         experiment=config.mlflow_name,
-        name=flow_run.name or run_name(recipe, differs),
+        name=flow_run.name or usual_name,
+        is_named=flow_run.name not in (None, usual_name),
         identity=identity,
         params=config.identity(),
         tags=tags,

@@ -38,6 +38,7 @@ class Opening(_Part):
     """The facts that are known when an MLflow run starts.
 
     Attributes:
+        is_named: whether a person chose the name; a later try without such a name keeps it.
         identity: fingerprint of everything that decides the outcome. A repeated pipeline run continues its MLflow run.
         params: nested config, which becomes dotted parameters.
         tags: tags of the run, which may change between two tries.
@@ -49,6 +50,7 @@ class Opening(_Part):
 
     experiment: str
     name: str
+    is_named: bool = False
     identity: str
     params: dict[str, Any]
     tags: dict[str, str]
@@ -229,6 +231,8 @@ def open_record(root: StorePath, opening: Opening) -> None:
         except (OSError, ValueError):  # a new record; the marks in MLflow show which content it already has
             record = TrackedRun(**fields, first_ms=now, revision=1)
         else:
+            if before.opening.is_named and not opening.is_named:
+                fields["opening"] = opening.model_copy(update={"name": before.opening.name, "is_named": True})
             fields |= {"status": None, "ended_ms": None, "revision": before.revision + 1}
             record = before.model_copy(update=fields)
         _write(root, record)

@@ -155,6 +155,7 @@ def test_prepare_then_evaluate_then_the_whole_then_evaluate(served):
     assert "run the deployment vlm-sft with the same values first" in state.message
     whole = vlm_sft_request("embedded", name=" My  own ", set=asked)
     assert {run["stage"]: run["reused"] for run in whole["stages"]}["plan_bins"] is True
+    evaluate_request("embedded", set=asked)  # goes on in the MLflow run, whose name stays
     again = evaluate_request("embedded", set=asked + "\nevaluate.max_new_tokens=3")
     made = {run["stage"]: run["reused"] for run in again["stages"]}
     names = ("answer", "verify", "evaluate", "answer_base", "evaluate_base", "compare", "release")
