@@ -288,6 +288,15 @@ def remove_tree(path: StorePath) -> None:
         path.fs.rm(path.path, recursive=True)
 
 
+DOOMED = "deleting-"  # start of the name of a local directory that is being deleted
+
+
+def rename_doomed(directory: Path) -> Path:
+    """Rename a local directory that is to be deleted, so that an interrupted deletion leaves nothing that looks whole,
+    and return its new path."""
+    return directory.rename(directory.with_name(f"{DOOMED}{directory.name}"))
+
+
 def walk_files(path: StorePath) -> list[StorePath]:
     """Return every file below a directory, sorted by name."""
     if is_local(path):

@@ -68,6 +68,7 @@ COMMANDS = {
     "up": Command(f"{_AT}commands:up_command", f"{_AT}check:check_service", writes=True),
     "sync": Command(f"{_AT}commands:sync_command", served=True),
     "status": Command(f"{_AT}status:status_command", served=True),
+    "gc": Command(f"{_AT}garbage:gc_command"),
     "recipes": Command(f"{_AT}commands:recipes_command"),
 }
 
@@ -273,7 +274,22 @@ def make_parser() -> argparse.ArgumentParser:
         help="set the number of slots of a concurrency limit; repeatable",
     )
     commands.add_parser("sync", help="send to MLflow what earlier runs could not send")
-    commands.add_parser("status", help="list the newest runs, what they are doing and what they wait for")
+    commands.add_parser("status", help="list the newest runs, what they do and wait for, and the bytes of the root")
+    collect = commands.add_parser("gc", help="list what is not needed any more in a root, or delete it")
+    collect.add_argument("--delete", action="store_true", help="delete what is listed")
+    collect.add_argument(
+        "--keep",
+        nargs="+",
+        default=[],
+        metavar="RECIPE",
+        help="recipes whose artifacts and unfinished work are needed too: names, or paths of YAML files",
+    )
+    collect.add_argument(
+        "--days",
+        type=_not_negative,
+        metavar="DAYS",
+        help="days without a write after which unfinished work that no process holds is not needed (default: 7)",
+    )
     commands.add_parser("recipes", help="list the recipes that are part of athanor")
     for command in commands.choices.values():
         command.add_argument(
@@ -304,6 +320,17 @@ def _positive(text: str) -> int:
     if not (text.isdecimal() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
     return int(text)
+
+
+def _not_negative(text: str) -> float:
+    """Return a number of 0 or more; another text is an error of the command line."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
+    return number
 
 
 def _load(command: Command) -> Callable[[argparse.Namespace], int]:

@@ -1,5 +1,5 @@
-"""`athanor status`: list the newest runs of a root, what they are doing, and what they wait for. Say if its worker is
-silent.
+"""`athanor status`: list the newest runs of a root, what they are doing and wait for, and the bytes of the root. Say if
+its worker is silent.
 
 The runs are read from a server, or from the database file that no server serves. A server on the file takes 13
 processor seconds to start, and a second server beside that of a running `athanor run` would write into the same file.
@@ -19,8 +19,12 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from dataset_builders.storage.store import StorePath
-from flows.cli.terminal import print_table
+from dataset_builders.errors import InputError
+from dataset_builders.readers.source_files import ROOT_MARK
+from dataset_builders.storage.store import StorePath, is_local, side_dir
+from flows.cli.terminal import bytes_text, print_table
+from flows.pipeline.garbage import survey
+from flows.pipeline.needs import live_runs, needs_of
 from flows.service.programs import last_heartbeat, silence, worker_name
 from flows.tracking.servers import PREFECT_CLIENT_SECRET, ServiceRecord, prefect_home, read_service
 
@@ -80,7 +84,7 @@ class Runs(Protocol):
 
 
 def status_command(args: argparse.Namespace) -> int:
-    """Print a table of the runs, the newest first."""
+    """Print a table of the runs, the newest first, and one of the bytes of the root's directory on this machine."""
     service = read_service(args.root)
     serving = f"served by `athanor up` at {service.prefect_ui}" if service else "no `athanor up` serves it"
     print(f"root {args.root}: {serving}")
@@ -94,7 +98,29 @@ def status_command(args: argparse.Namespace) -> int:
         print_table("Runs", ("run", "state", "started (UTC)", "now"), rows, sys.stdout.isatty())
     else:
         print("it has no run yet")
+    if (side_dir(args.root) / ROOT_MARK).is_file():
+        _print_bytes(args.root, service)
     return 0
+
+
+def _print_bytes(root: StorePath, service: ServiceRecord | None) -> None:
+    """Print the bytes of each stage on this machine, and what `athanor gc` would free if that is known without another
+    program."""
+    here = side_dir(root)
+    live = live_runs(here)
+    line = "`athanor gc` says what can be deleted" if is_local(root) else f"the artifacts are in {root}"
+    has_own = os.environ.get("MLFLOW_TRACKING_URI") in (None, service and service.mlflow)
+    is_known = is_local(root) and has_own and not live.names
+    try:
+        found = survey(here, needs_of(here, live, None) if is_known else [], live)
+    except InputError as error:
+        line = f"`athanor gc` would refuse: {error}"
+        found = survey(here, [], live)
+    else:
+        line = f"`athanor gc` would free {bytes_text(found.freed)}" if is_known else line
+    rows = [(name, bytes_text(size)) for name, size in found.sizes.most_common() if size]
+    print_table(f"Bytes, {bytes_text(found.sizes.total())} in all", ("of", "bytes"), rows, sys.stdout.isatty())
+    print(f"\n{line}")
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """The private parts of MLflow that athanor uses outside MLflow's server, as they are in MLflow 3.17.2.
 
 - Columns of MLflow's tables hold absolute addresses of files, which follow a root that was copied or moved.
+- The registered versions are read from MLflow's tables, since MLflow itself takes seconds to import.
 - The application of `mlflow server` gets its settings from private environment variables.
 - Experiments and browsers hold the state of MLflow's pages: columns, charts, sections.
 
@@ -12,6 +13,7 @@ import contextlib
 import json
 import logging
 import sqlite3
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
@@ -30,6 +32,7 @@ TEXTS = (
     *(("tags", "value"), ("logged_model_tags", "tag_value"), ("model_version_tags", "value")),
     *(("datasets", "dataset_source"), ("model_versions", "description")),
 )
+_DELETED_STAGE = "Deleted_Internal"  # of the row that a deleted version leaves
 log = logging.getLogger("athanor.tracking")
 
 
@@ -67,6 +70,56 @@ def _replace(connection: sqlite3.Connection, tables: set[str], before: str, now:
         in_json = (json.dumps(f"{old}/")[:-1], json.dumps(f"{new}/")[:-1])
         for replacement in ((f"`{old}/", f"`{new}/"), in_json):  # in Markdown texts, and in JSON texts
             connection.execute(f"UPDATE {table} SET {column} = replace({column}, ?, ?)", replacement)
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredVersion:
+    """A version of a registered model.
+
+    Attributes:
+        run_id: the MLflow run that registered it; "" if none is known.
+        texts: all texts in which it may name an artifact: its addresses and the values of its tags.
+    """
+
+    name: str
+    number: int
+    aliases: tuple[str, ...]
+    run_id: str
+    texts: tuple[str, ...]
+
+
+def read_registry(database: Path, seconds: float) -> tuple[list[RegisteredVersion], set[str]]:
+    """Return the registered versions in a SQLite database, which a server may use meanwhile, and the ids of its runs.
+
+    Args:
+        seconds: longest wait for writers of the database.
+
+    Raises:
+        sqlite3.Error: it is no whole database of MLflow, or it cannot be read.
+    """
+    address = f"{database.resolve().as_uri()}?mode=ro"
+    with contextlib.closing(sqlite3.connect(address, timeout=seconds, uri=True)) as connection:
+        connection.execute("BEGIN")  # all that follows is of one moment
+        aliases: dict[tuple[str, int], list[str]] = {}
+        for name, number, alias in connection.execute("SELECT name, version, alias FROM registered_model_aliases"):
+            aliases.setdefault((name, int(number)), []).append(alias)
+        tags: dict[tuple[str, int], list[str]] = {}
+        for name, number, value in connection.execute("SELECT name, version, value FROM model_version_tags"):
+            tags.setdefault((name, int(number)), []).append(value or "")
+        query = (
+            "SELECT name, version, run_id, source, storage_location FROM model_versions WHERE current_stage IS NOT ?"
+        )
+        versions = [
+            RegisteredVersion(
+                name=name,
+                number=int(number),
+                aliases=tuple(sorted(aliases.get((name, int(number)), ()))),
+                run_id=run_id or "",
+                texts=(source or "", place or "", *tags.get((name, int(number)), ())),
+            )
+            for name, number, run_id, source, place in connection.execute(query, (_DELETED_STAGE,))
+        ]
+        return versions, {run_id for (run_id,) in connection.execute("SELECT run_uuid FROM runs")}
 
 
 def _path_of(uri: str) -> str:

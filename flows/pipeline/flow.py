@@ -17,6 +17,7 @@ from prefect.states import State
 
 from dataset_builders.errors import InputError
 from flows.pipeline.dask_pool import on_cluster
+from flows.pipeline.garbage import prune_released
 from flows.pipeline.limits import has_server
 from flows.pipeline.mlflow_run import tracked
 from flows.pipeline.plan import Plan
@@ -127,6 +128,8 @@ def vlm_sft(plan: Plan) -> dict[str, Any]:
         stats = publish_results(plan)
     if mlflow_url is None:
         publish_mlflow(mlflow_url := tracker.url())
+    if tracker.is_sent():  # otherwise a later sender may be about to link the files of a checkpoint
+        prune_released(plan.artifact("train"))
     return {
         "stages": stage_runs(plan),
         "hf_dir": str(plan.artifact("release").dir / HF_EXPORT),

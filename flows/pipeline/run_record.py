@@ -10,7 +10,6 @@ import contextlib
 import os
 from pathlib import Path
 
-from prefect.runtime import flow_run
 from pydantic import ValidationError
 
 from dataset_builders.storage.files import write_json
@@ -70,6 +69,8 @@ def take_saved(root: StorePath, flow_run_id: str) -> str:
 
 
 def _record(root: StorePath, changes: dict[str, str | None]) -> None:
+    from prefect.runtime import flow_run  # every flow has imported it; `athanor gc` only reads the records
+
     if flow_run.id is None:
         return
     path = _runs(root) / f"{flow_run.id}.json"

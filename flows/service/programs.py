@@ -25,6 +25,7 @@ from flows.tracking.servers import (
     POOL,
     PREFECT_CLIENT_SECRET,
     PREFECT_SECRET,
+    mlflow_database,
     mlflow_files,
     past_the_proxy,
     prefect_home,
@@ -156,7 +157,7 @@ def mlflow_server(service: Service) -> Program:
         **service_environment(service.root),
         "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false",
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # jobs are for judges of generated text, and need more processes
-        **server_variables(f"sqlite:///{files.with_name('mlflow.db')}", files.as_uri()),
+        **server_variables(f"sqlite:///{mlflow_database(service.root)}", files.as_uri()),
         "MLFLOW_SERVER_ALLOWED_HOSTS": "*",  # the guard in front of the server checks the host names
         "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS": service.access.url(port),
         NAMES_VARIABLE: ",".join(service.access.names()),

@@ -39,7 +39,7 @@ from flows.tracking.servers import (
     SCHEMA_LOCK,
     ServiceRecord,
     check_prefect_database,
-    mlflow_files,
+    mlflow_database,
     prefect_home,
     read_record,
     remove_record,
@@ -86,7 +86,7 @@ def run_service(root: StorePath, host: str, max_runs: int, limits: Mapping[str, 
     try:
         access = make_access(host, directory)
         check_prefect_database(prefect_home(root))
-        check_database(mlflow_files(root).with_name("mlflow.db"), "earlier runs")
+        check_database(mlflow_database(root), "earlier runs")
         with stop_signals() as stop:
             if ended := end_leftovers(directory, LEFTOVER_SECONDS):  # they still occupy last time's ports
                 print(f"ended {ended} processes that a killed `athanor up` had left", flush=True)

@@ -9,9 +9,9 @@ compared only if they are from the same held-out samples (HELDOUT_TAG).
 """
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mlflow import MlflowClient
 from mlflow.entities import LoggedModelOutput, RunTag
@@ -21,6 +21,7 @@ from mlflow.exceptions import MlflowException
 from dataset_builders.contracts.manifest import flatten
 from dataset_builders.errors import InputError
 from dataset_builders.storage.store import StorePath, absolute
+from flows.libraries.mlflow_private import RegisteredVersion
 from flows.tracking.config import RegistryConfig
 from flows.tracking.notes import model_note, score_text, version_note
 from flows.tracking.record import Opening, Registration, find_place
@@ -264,6 +265,49 @@ def _evaluation_of(root: StorePath, version: Contender) -> Artifact | None:
         evaluated = Artifact.load(directory)
         return evaluated if (evaluated.dir / PREDICTIONS).is_file() else None
     return None
+
+
+def versions_at(uri: str) -> tuple[list[RegisteredVersion], Callable[[str], bool]]:
+    """Return all registered versions of the MLflow at an address, and a function that tells whether it holds a run.
+
+    Raises:
+        MlflowException: it does not answer, or not with success.
+    """
+    client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+    aliases: dict[tuple[str, int], list[str]] = {}
+    for model in _all_pages(client.search_registered_models):
+        for alias, number in sorted(model.aliases.items()):
+            aliases.setdefault((model.name, int(number)), []).append(alias)
+    versions = [
+        RegisteredVersion(
+            name=version.name,
+            number=int(version.version),
+            aliases=tuple(aliases.get((version.name, int(version.version)), ())),
+            run_id=version.run_id or "",
+            texts=(version.source or "", *version.tags.values()),
+        )
+        for version in _all_pages(client.search_model_versions)  # whose own aliases are empty
+    ]
+
+    def has_run(run_id: str) -> bool:
+        try:
+            client.get_run(run_id)
+        except MlflowException as error:
+            if may_pass(error):
+                raise
+            return False
+        return True
+
+    return versions, has_run
+
+
+def _all_pages(search: Callable[..., Any]) -> Iterator[Any]:
+    """Yield what a search of MLflow's client finds, page by page."""
+    token = None
+    while token != "":
+        page = search(max_results=1000, page_token=token)
+        yield from page
+        token = page.token or ""
 
 
 def _number(version: Contender | None) -> str:

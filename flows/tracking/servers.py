@@ -62,6 +62,11 @@ def mlflow_files(root: StorePath) -> Path:
     return side_dir(root).resolve() / "mlflow-artifacts"
 
 
+def mlflow_database(root: StorePath) -> Path:
+    """Return the file of a root's own MLflow database."""
+    return mlflow_files(root).with_name("mlflow.db")
+
+
 def prefect_home(root: StorePath) -> Path:
     """Return the directory of Prefect's settings, and of its database unless Postgres is used: PREFECT_HOME if it is
     set, else a directory below the root."""

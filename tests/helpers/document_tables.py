@@ -64,6 +64,8 @@ def _commands() -> Iterator[tuple[str, str]]:
 def _argument(action: argparse.Action) -> str:
     """Return an argument of a command, in brackets if it may be left out."""
     value = action.metavar or (f"{{{','.join(action.choices)}}}" if action.choices else action.dest.upper())
+    if action.nargs == "+" and action.option_strings:
+        return f"[{action.option_strings[0]} {value} ...]"
     if action.option_strings:
         return f"[{action.option_strings[0]}]" if action.nargs == 0 else f"[{action.option_strings[0]} {value}]"
     return {"?": f"[{value}]", "+": f"{value} [{value} ...]"}.get(action.nargs, value)

@@ -1,4 +1,4 @@
-"""The directory of a run's checkpoints: their names and records, the choice of those to keep, and their disk space.
+"""The directory of a run's checkpoints: their names, records and disk space.
 
 step-000500/athanor.json   the record of the checkpoint, read before anything else; written last
 step-000500/...            model, optimizer states, main parameters, RNG (dist_checkpointing), digests
@@ -13,9 +13,10 @@ from pathlib import Path
 
 from dataset_builders.contracts.manifest import describe_drift
 from dataset_builders.errors import InputError
-from trainer.contract.checkpoint import CHECKPOINT_RECORD, STEP_NAME, read_checkpoint_record
+from dataset_builders.storage.store import DOOMED, rename_doomed
+from trainer.contract.checkpoint import checkpoints_by_step, list_checkpoints, read_checkpoint_record
 from trainer.contract.names import CHECKPOINTS
-from trainer.contract.run import CheckpointConfig, RunConfig
+from trainer.contract.run import RunConfig
 
 FORMAT_VERSION = 2  # 2: with RNG states
 
@@ -24,21 +25,9 @@ def checkpoint_name(step: int) -> str:
     return f"step-{step:06d}"
 
 
-def list_checkpoints(directory: Path) -> list[Path]:
-    """Return the whole checkpoints, oldest first."""
-    # The record is written last: a directory without it is not whole.
-    return [path for _, path in _by_step(directory) if (path / CHECKPOINT_RECORD).is_file()]
-
-
 def newest_path(directory: Path) -> Path | None:
     """Return the newest checkpoint, whole or not; None if there is none."""
-    return max(_by_step(directory), default=(0, None))[1]
-
-
-def _by_step(directory: Path) -> list[tuple[int, Path]]:
-    """Return the checkpoints, whole or not, with their steps, oldest first."""
-    # By number and not by name: step-1000000 comes after step-999999.
-    return sorted((int(m[1]), path) for path in directory.glob("step-*") if (m := STEP_NAME.fullmatch(path.name)))
+    return max(checkpoints_by_step(directory), default=(0, None))[1]
 
 
 def rename_damaged(checkpoint: Path) -> Path:
@@ -69,14 +58,6 @@ def read_step(checkpoint: Path, run: RunConfig) -> int:
     return meta["step"]
 
 
-def checkpoints_to_delete(directory: Path, config: CheckpointConfig) -> list[Path]:
-    """Return the checkpoints that are neither among the newest nor at a step that is kept for good."""
-    older = [
-        (int(STEP_NAME.fullmatch(path.name)[1]), path) for path in list_checkpoints(directory)[: -config.keep_last]
-    ]
-    return [path for step, path in older if config.keep_every is None or step % config.keep_every]
-
-
 def lacks_space_for_run(run: RunConfig, size: int, step: int) -> str | None:
     """Return a message if the disk has no room for all checkpoints, of `size` bytes each, that will exist at a time;
     None if it has room. The run begins at `step`."""
@@ -102,12 +83,10 @@ def lacks_space(directory: Path, wanted: int, what: str) -> str | None:
 
 
 def delete(checkpoint: Path) -> None:
-    """Rename and delete a checkpoint, so that an interrupted deletion leaves nothing that looks like a whole one."""
-    doomed = checkpoint.with_name(f"deleting-{checkpoint.name}")
-    checkpoint.rename(doomed)  # atomic, in contrast to the deletion of many files
-    shutil.rmtree(doomed, ignore_errors=True)  # remaining files are deleted at the next start
+    """Rename and delete a checkpoint. Files that cannot be deleted now are deleted at the next start."""
+    shutil.rmtree(rename_doomed(checkpoint), ignore_errors=True)
 
 
 def delete_leftovers(directory: Path) -> None:
-    for leftover in (*directory.glob("saving-*"), *directory.glob("deleting-*")):
+    for leftover in (*directory.glob("saving-*"), *directory.glob(f"{DOOMED}*")):
         shutil.rmtree(leftover)

@@ -40,7 +40,7 @@ from dataset_builders.storage.files import write_json
 from trainer.checkpoint import directory
 from trainer.checkpoint.directory import FORMAT_VERSION, checkpoint_name
 from trainer.checkpoint.save_and_load import state_of
-from trainer.contract.checkpoint import STATE_DIGESTS, write_checkpoint_record
+from trainer.contract.checkpoint import STATE_DIGESTS, checkpoints_to_delete, write_checkpoint_record
 from trainer.contract.names import CHECKPOINTS
 from trainer.contract.run import RunConfig
 from trainer.libraries.megatron_private import OneFile, replace_writer
@@ -195,7 +195,8 @@ class Checkpointer:
             directory.delete(final)
         self._work.rename(final)
         # On the writer's thread, so that the training does not wait for the deletion of large files.
-        for old in directory.checkpoints_to_delete(self._directory, self._run.execution.checkpoint):
+        config = self._run.execution.checkpoint
+        for old in checkpoints_to_delete(self._directory, config.keep_last, config.keep_every):
             self._deleting = self._thread.submit(directory.delete, old)
 
     def _on_main(self, work: Callable[[], None]) -> None:

@@ -1,4 +1,5 @@
-"""The digests by which a checkpoint is checked, without torch, before anything in it is loaded.
+"""The digests by which a checkpoint is checked, without torch, before anything in it is loaded, and the choice of the
+checkpoints that are kept.
 
 athanor.json               a checkpoint's record, with the xxh3 digests of the record and of each other small file
 __0_0.distcp               the state of a rank, entry by entry
@@ -27,6 +28,25 @@ _PIECE = 16 << 20  # bytes
 def digest_of(data: bytes) -> str:
     """Return the xxh3 digest of some bytes, in the form that checkpoints store."""
     return xxhash.xxh3_64_hexdigest(data)
+
+
+def checkpoints_by_step(directory: Path) -> list[tuple[int, Path]]:
+    """Return the checkpoints of a run, whole or not, with their steps, oldest first."""
+    # By number and not by name: step-1000000 comes after step-999999.
+    return sorted((int(m[1]), path) for path in directory.glob("step-*") if (m := STEP_NAME.fullmatch(path.name)))
+
+
+def list_checkpoints(directory: Path) -> list[Path]:
+    """Return the whole checkpoints of a run, oldest first."""
+    # The record is written last: a directory without it is not whole.
+    return [path for _, path in checkpoints_by_step(directory) if (path / CHECKPOINT_RECORD).is_file()]
+
+
+def checkpoints_to_delete(directory: Path, keep_last: int, keep_every: int | None) -> list[Path]:
+    """Return the checkpoints that are neither among the newest nor at a step that is kept for good. See
+    `CheckpointConfig`."""
+    older = [(int(STEP_NAME.fullmatch(path.name)[1]), path) for path in list_checkpoints(directory)[:-keep_last]]
+    return [path for step, path in older if keep_every is None or step % keep_every]
 
 
 def write_checkpoint_record(checkpoint: Path, record: dict[str, Any]) -> None:

@@ -210,6 +210,12 @@ class CheckpointConfig(StrictModel):
     keep_every: int | None = Field(
         default=None, ge=1, le=10**8, description="checkpoints of multiples of this step are kept for good; null: none"
     )
+    keep_released: int = Field(
+        default=1,
+        ge=1,
+        le=10**4,
+        description="newest checkpoints that are kept, beside those of keep_every, once the model is released",
+    )
     asynchronous: bool = Field(
         default=True, description="write the files while training continues, from a copy of the state in host memory"
     )

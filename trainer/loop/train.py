@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from dataset_builders.storage.files import write_text
-from trainer.checkpoint.directory import checkpoint_name, list_checkpoints
+from trainer.checkpoint.directory import checkpoint_name
 from trainer.checkpoint.saver import Checkpointer
+from trainer.contract.checkpoint import list_checkpoints
 from trainer.contract.names import CHECKPOINTS, HELDOUT_BASE_JSONL, HELDOUT_JSONL
 from trainer.contract.result import LAYERS, HeldoutRow, MetricsRow, TrainResult
 from trainer.contract.run import RunConfig

@@ -166,7 +166,7 @@ def _begun(record: Path, work: StorePath, inputs: Mapping[str, Input]) -> Iterat
     earlier run, is removed."""
     digests = {role: item.parent().digest for role, item in inputs.items()}
     with contextlib.suppress(InputError):  # no such file, or a run was killed while it wrote the file
-        if read_object(record, "") != digests:
+        if read_object(record, "") != digests and work.exists():
             remove_tree(work)
     write_json(record, digests)
     yield

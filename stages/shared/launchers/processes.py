@@ -26,6 +26,15 @@ def processes_of(name: str) -> list[psutil.Process]:
     return processes
 
 
+def running_jobs() -> set[str]:
+    """Return the names of all jobs that have a process on this host."""
+    names = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            names.add(process.environ().get(JOB_VARIABLE, ""))
+    return names - {""}
+
+
 def end_processes(processes: list[psutil.Process], grace_seconds: float) -> None:
     """Send SIGTERM to the workers, wait for them, kill the rest. If the wait is interrupted, kill at once."""
     workers = _workers(processes)

@@ -10,6 +10,7 @@ from flows.cli import status
 from flows.cli.main import main
 from flows.cli.status import Run, _now, _when
 from flows.service.programs import worker_name
+from tests.helpers.tracked_run import make_artifact
 
 HOUR = timedelta(hours=1)
 
@@ -80,3 +81,20 @@ def test_a_root_without_a_run(tmp_path, capsys, monkeypatch):
     assert main(["status", "--root", str(tmp_path / "root")]) == 0
     assert capsys.readouterr().out == f"root {tmp_path / 'root'}: no `athanor up` serves it\nit has no run yet\n"
     assert not (tmp_path / "root").exists()
+
+
+def test_the_bytes_of_each_stage_and_what_could_be_freed(tmp_path, capsys, monkeypatch):
+    for name in ("PREFECT_HOME", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(name, raising=False)
+    made = make_artifact(tmp_path, "convert", "1" * 16)
+    (made.dir / "data").write_bytes(b"x" * 1_000_000)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "run.log").write_bytes(b"x" * 2_000_000)
+    (tmp_path / ".athanor-root").touch()
+    assert main(["status", "--root", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "Bytes, 3 MB in all" in printed and printed.index("logs     2 MB") < printed.index("convert  1 MB")
+    assert printed.endswith("`athanor gc` would free 1 MB\n") and made.dir.is_dir()
+    (tmp_path / "mlflow.db").write_bytes(b"x" * 9000)
+    assert main(["status", "--root", str(tmp_path)]) == 0
+    assert "`athanor gc` would refuse: " in capsys.readouterr().out

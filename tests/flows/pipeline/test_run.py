@@ -21,6 +21,7 @@ from tests.flows.pipeline.damages import KINDS, account
 from tests.helpers.small_run import athanor, error_line, runs_of, stand_in_trainer
 from tests.helpers.tiers import full
 from tests.stages.shared.chat_format.test_template import REWRITING, model_with
+from trainer.contract.checkpoint import write_checkpoint_record
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,12 @@ def finished(small_run, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def second(finished) -> str:
-    """Return the output of the same run when it was repeated."""
+    """Return the output of the same run when it was repeated, with a checkpoint more in its training than the settings
+    keep."""
+    (newest,) = finished.glob("artifacts/train/*/checkpoints/step-*")
+    older = newest.with_name("step-000003")
+    older.mkdir()
+    write_checkpoint_record(older, {"step": 3})
     with stand_in_trainer(), contextlib.redirect_stdout(io.StringIO()) as out:
         assert athanor("run", finished) == 0
     return out.getvalue()
@@ -109,6 +115,15 @@ def test_a_second_run_makes_nothing_and_stays_in_its_mlflow_run(finished, second
     assert version.run_id == run.info.run_id and "candidate only" in run.data.tags["athanor.champion"]
     assert len(client.search_model_versions("name='athanor-embedded'")) == 1
     assert version.tags["data"] == "digits" and version.tags["base_model"] == "random weights"
+
+
+def test_a_released_training_has_one_checkpoint_and_everything_is_needed_by_its_version(finished, second, capsys):
+    assert [path.name for path in finished.glob("artifacts/train/*/checkpoints/*")] == ["step-000005"]
+    there = sorted(finished.glob("artifacts/*/*"))
+    assert len(there) == 15 and main(["gc", "--root", str(finished), "--delete"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"athanor-embedded version 1 \(candidate\) +15 ", printed) and "Not understood" not in printed
+    assert sorted(finished.glob("artifacts/*/*")) == there
 
 
 def test_prefect_shows_stages_reports_scores_and_the_mlflow_run(second):

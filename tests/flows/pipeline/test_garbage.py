@@ -1,0 +1,379 @@
+"""`athanor gc` on made roots: what it deletes, what it keeps and for whom, and when it refuses."""
+
+import os
+import re
+import shutil
+import sqlite3
+import time
+from pathlib import Path
+
+import filelock
+import pytest
+import yaml
+
+from dataset_builders.contracts.manifest import fingerprint
+from dataset_builders.storage.files import write_json
+from flows.cli.main import main
+from flows.libraries.mlflow_private import read_registry
+from flows.pipeline import garbage
+from flows.pipeline.plan import Plan
+from flows.pipeline.recipe import load_recipe
+from flows.tracking.record import changed
+from flows.tracking.registry import EVALUATION_TAG, EXPORT_TAG, register, versions_at
+from flows.tracking.servers import mlflow_database
+from flows.tracking.store import connect, tracking_uri
+from stages.shared.artifacts.artifact import Artifact, stage_identity
+from stages.shared.launchers.processes import Owner
+from tests.helpers.tracked_run import Nobody, make_artifact, open_tracker
+from trainer.contract.checkpoint import write_checkpoint_record
+
+pytestmark = pytest.mark.promise(
+    "`athanor gc` keeps what a registered version, a run, a named recipe or unfinished work needs and what it does not "
+    "understand, and frees what it says."
+)
+
+DAY = 86_400
+CHAIN = ("convert", "tokenize", "plan_bins", "train", "export", "evaluate", "release")
+
+
+@pytest.fixture(autouse=True)
+def nobody_sends(monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setattr("flows.tracking.tracker.sender_of", lambda root: Nobody())
+
+
+@pytest.fixture
+def root(tmp_path) -> Path:
+    """A root whose MLflow is empty."""
+    root = tmp_path / "root"
+    connect(root)
+    (root / ".athanor-root").touch()
+    return root
+
+
+def make(root: Path, stage: str, letter: str, *parents: Artifact, **fields) -> Artifact:
+    """Make an artifact whose fingerprint is a letter, sixteen times."""
+    named = {f"{each.manifest.stage}{i}": each.parent() for i, each in enumerate(parents)}
+    made = make_artifact(root, stage, letter * 16, parents=named, **fields)
+    (made.dir / "data").write_bytes(letter.encode() * 1000)
+    return made
+
+
+def make_chain(root: Path, letters: str) -> dict[str, Artifact]:
+    """Make a model with all from which it comes, and a letter for each of CHAIN."""
+    made: dict[str, Artifact] = {}
+    for stage, letter in zip(CHAIN, letters, strict=True):
+        made[stage] = make(root, stage, letter, *made.values())
+        os.utime(made[stage].dir / "manifest.json", (time.time() - 99 + len(made),) * 2)
+    return made
+
+
+def register_model(root: Path, made: dict[str, Artifact], name: str = "athanor-digits") -> str:
+    """Register a model as a version, and return its number."""
+    client = connect(root)
+    run_id = client.create_run("0").info.run_id
+    model = client.create_logged_model("0", source_run_id=run_id)
+    hf_dir = made["release"].dir / "hf"
+    tags = {"hf_dir": str(hf_dir), EXPORT_TAG: made["export"].dir.name, EVALUATION_TAG: made["evaluate"].dir.name}
+    return str(register(client, name, hf_dir.parent.as_uri(), run_id, model.model_id, tags).version)
+
+
+def artifacts_of(root: Path) -> str:
+    """Return the letters of the artifacts that are there."""
+    return "".join(sorted(path.name[0] for path in root.glob("artifacts/*/*")))
+
+
+def bytes_of(root: Path) -> int:
+    files = {(path.lstat().st_ino, path.lstat().st_size) for path in root.rglob("*") if not path.is_dir()}
+    return sum(size for _, size in files)
+
+
+def gc(root: Path, *arguments: str) -> int:
+    return main(["gc", "--root", str(root), *arguments])
+
+
+def make_old(path: Path, days: float) -> None:
+    for each in (path, *path.rglob("*")):
+        os.utime(each, (time.time() - days * DAY,) * 2)
+
+
+def refusal(root: Path, capsys: pytest.CaptureFixture, *arguments: str) -> str:
+    """Return the line with which the command refuses, which must be one and delete nothing."""
+    before = sorted(root.rglob("*"))
+    assert gc(root, "--delete", *arguments) == 2
+    assert {path for path in before if not path.exists()} == set()
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_a_version_keeps_all_it_was_made_from_and_the_rest_goes_if_told(root, capsys):
+    first = make_chain(root, "0123456")
+    second = {stage: made for stage, made in first.items() if stage in ("convert", "tokenize", "plan_bins")}
+    for stage, letter in zip(CHAIN[3:], "789a", strict=True):
+        second[stage] = make(root, stage, letter, *second.values())
+    register_model(root, first)
+    connect(root).set_registered_model_alias("athanor-digits", "champion", "1")
+    assert gc(root) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"athanor-digits version 1 \(champion\) +7 ", printed)
+    assert "artifacts/train/7777777777777777" in printed and "0000" not in printed
+    assert artifacts_of(root) == "0123456789a"
+    before = bytes_of(root)
+    assert gc(root, "--delete") == 0
+    said = capsys.readouterr().out
+    assert artifacts_of(root) == "0123456"
+    assert said.count("deleted artifacts/") == 4
+    assert f"freed {(before - bytes_of(root)) / 1000:.3g} kB" in said
+    assert said.index("release/a") < said.index("evaluate/9") < said.index("train/7"), "what was made last goes first"
+    assert gc(root, "--delete") == 0 and "nothing can be deleted" in capsys.readouterr().out
+
+
+def test_a_version_that_was_deleted_keeps_nothing(root):
+    register_model(root, make_chain(root, "0123456"))
+    connect(root).delete_model_version("athanor-digits", "1")
+    assert gc(root, "--delete") == 0
+    assert artifacts_of(root) == ""
+
+
+def test_the_tables_say_what_mlflow_says(root):
+    made = make_chain(root, "0123456")
+    for name in ("athanor-a", "athanor-a", "athanor-b"):
+        register_model(root, made, name)
+    client = connect(root)
+    client.set_registered_model_alias("athanor-a", "candidate", "2")
+    client.delete_model_version("athanor-a", "1")
+    versions, run_ids = read_registry(mlflow_database(root), 1.0)
+    others, has_run = versions_at(tracking_uri(root))
+
+    def told(found):
+        return {(v.name, v.number, v.aliases, v.run_id, frozenset(filter(None, v.texts))) for v in found}
+
+    assert {(each[0], each[1]) for each in told(versions)} == {("athanor-a", 2), ("athanor-b", 1)}
+    places = {each.texts[1] for each in versions}  # an address that the client does not tell
+    assert {(*each[:4], each[4] - places) for each in told(versions)} == {
+        (*each[:4], each[4] - places) for each in told(others)
+    }
+    assert len(run_ids) == 3 and all(map(has_run, run_ids)) and not has_run("0" * 32)
+
+
+def test_a_run_keeps_its_artifacts_until_mlflow_holds_it(root, capsys):
+    tracker = open_tracker(root, "run")
+    tracker.log_stage(make(root, "train", "1", make(root, "convert", "0")))
+    make(root, "convert", "2")
+    assert "goes on, and what it still needs is unknown" in refusal(root, capsys)  # its recipe is one of a test
+    tracker.finish("FAILED")
+    assert gc(root, "--delete") == 0
+    assert artifacts_of(root) == "01"
+    assert "until `athanor sync` has sent it" in capsys.readouterr().out
+    with changed(root, "run") as record:
+        record.learnt.published = record.revision + 1
+    assert gc(root, "--delete") == 0
+    assert artifacts_of(root) == ""
+
+
+def test_a_registered_run_of_another_mlflow_keeps_its_artifacts(root):
+    made = make_chain(root, "0123456")
+    tracker = open_tracker(root, "run")
+    evaluated = Artifact(made["evaluate"].dir, made["evaluate"].manifest.model_copy(update={"stats": {"scores": {}}}))
+    tracker.register(made["export"], evaluated, made["release"].dir / "hf", "athanor-digits")
+    tracker.finish("FINISHED")
+    with changed(root, "run") as record:
+        record.learnt.published, record.learnt.run_id = record.revision + 1, "f" * 32
+    assert gc(root, "--delete") == 0
+    assert artifacts_of(root) == "0123456"
+
+
+@pytest.mark.parametrize("who", ["recipe", "run"])
+def test_what_a_recipe_or_a_run_that_goes_on_would_reuse_stays(root, who):
+    plan = Plan.open(load_recipe("embedded"), root)
+    step = plan.steps[0]
+    identity = stage_identity(step.stage, step.config, {})
+    name = fingerprint(identity)
+    make_artifact(root, step.stage.name, name)
+    make(root, "convert", "0")
+    if who == "run":
+        open_tracker(root, "run")
+        with changed(root, "run") as record:
+            record.opening.recipe_yaml = yaml.safe_dump(plan.config.model_dump(mode="json"))
+    assert gc(root, "--delete", *(["--keep", "embedded"] if who == "recipe" else [])) == 0
+    assert [path.name for path in root.glob("artifacts/*/*")] == [name]
+    if who == "recipe":  # which is not needed without being named
+        assert gc(root, "--delete") == 0
+        assert artifacts_of(root) == ""
+
+
+def test_a_flow_run_without_a_record_may_need_anything(root):
+    make(root, "convert", "0")
+    path = root / "service" / "runs" / "1.json"
+    path.parent.mkdir(parents=True)
+    owner = Owner.of_this_process().model_dump()
+    write_json(path, {"format_version": 1, "flow_run_id": "1", **owner, "tracking_run": None})
+    assert gc(root, "--delete") == 0
+    assert artifacts_of(root) == "0"
+    write_json(path, {"format_version": 1, "flow_run_id": "1", **owner, "pid_started": 1.0})
+    assert gc(root, "--delete") == 0
+    assert artifacts_of(root) == ""
+
+
+def work_of(root: Path, letter: str, days: float, parent: Artifact) -> Path:
+    work = root / "scratch" / f"train-{letter * 16}"
+    work.mkdir(parents=True)
+    (work / "half").write_text("x")
+    write_json(work.with_name(f"{work.name}.parents.json"), {"bins": parent.parent().digest})
+    make_old(work, days)
+    return work
+
+
+def test_unfinished_work_goes_a_week_after_its_last_write(root, capsys):
+    young, old = (
+        work_of(root, letter, days, make(root, "plan_bins", letter)) for letter, days in (("1", 6.9), ("2", 7.1))
+    )
+    assert gc(root, "--delete") == 0
+    assert young.is_dir() and artifacts_of(root) == "1", "it keeps what it is made from"
+    assert not list(root.glob("scratch/train-2*.json")) and not old.exists()
+    assert "nothing was written for 7.1 days" in capsys.readouterr().out
+    assert gc(root, "--delete", "--days", "6") == 0
+    assert not young.exists() and artifacts_of(root) == ""
+
+
+@pytest.mark.parametrize("how", ["lock", "job"])
+def test_what_a_process_makes_stays_however_old(root, how, monkeypatch):
+    work = work_of(root, "1", 30, make(root, "plan_bins", "1"))
+    lock = filelock.FileLock(work.with_name(f"{work.name}.lock"))
+    if how == "job":
+        monkeypatch.setattr(garbage, "running_jobs", lambda: {f"{work}/job"})
+        assert gc(root, "--delete") == 0
+    else:
+        with lock:
+            assert gc(root, "--delete") == 0
+    assert work.is_dir() and artifacts_of(root) == "1"
+
+
+def test_an_artifact_that_is_made_again_meanwhile_stays(root, capsys):
+    made = make(root, "convert", "1")
+    (root / "scratch").mkdir()
+    with filelock.FileLock(root / "scratch" / f"convert-{made.dir.name}.lock"):
+        assert gc(root, "--delete") == 1
+    assert "a process works there" in capsys.readouterr().out and artifacts_of(root) == "1"
+
+
+def test_a_run_that_begins_meanwhile_ends_the_deletion(root, capsys, monkeypatch):
+    for letter in "12":
+        make(root, "convert", letter)
+    remove = shutil.rmtree
+
+    def remove_and_begin(path):
+        remove(path)
+        open_tracker(root, "new")
+
+    monkeypatch.setattr(garbage.shutil, "rmtree", remove_and_begin)
+    assert gc(root, "--delete") == 1
+    assert "a run has begun, so 1 of 2 stay" in capsys.readouterr().out and len(artifacts_of(root)) == 1
+
+
+def test_links_and_what_is_not_understood_are_named_and_stay(root, tmp_path, capsys):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "mine").write_text("mine")
+    parent = make(root, "convert", "1")
+    moved = make(root, "tokenize", "2", parent).dir.rename(outside / "moved")
+    (root / "artifacts" / "tokenize" / ("2" * 16)).symlink_to(moved)
+    gone = make(root, "answer", "3")
+    (gone.dir / "link").symlink_to(outside)
+    make(root, "evaluate", "4").dir.rename(root / "artifacts" / "evaluate" / ("5" * 16))
+    damaged = make(root, "compare", "6").dir / "manifest.json"
+    damaged.write_text("{")
+    for name in ("notes.txt", "artifacts/evaluate/mine", "scratch/mine"):
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_text("mine")
+    assert gc(root, "--delete") == 0
+    printed = capsys.readouterr().out
+    assert (outside / "mine").exists() and moved.is_dir() and not gone.dir.exists()
+    assert artifacts_of(root) == "1256m"
+    names = ("notes.txt", "evaluate/mine", "scratch/mine", "tokenize/2222", "evaluate/5555", "compare/6666")
+    assert all(name in printed for name in names)
+
+
+def test_a_hard_link_elsewhere_frees_nothing(root, capsys):
+    made = make(root, "release", "1")
+    (root / "mlflow-artifacts").mkdir(exist_ok=True)
+    for path in [path for path in made.dir.iterdir() if path.name != "data"]:
+        os.link(path, root / "mlflow-artifacts" / path.name)
+    assert gc(root) == 0
+    assert "1 kB would be free" in capsys.readouterr().out
+
+
+def test_what_killed_processes_left_goes(root):
+    make(root, "convert", "1").dir.rename(root / "artifacts" / "convert" / f"deleting-{'1' * 16}")
+    (root / "scratch" / "deleting-train-1111111111111111").mkdir(parents=True)
+    for name in ("scratch/.train-1.parents.json.0123abcd.tmp", "scratch/answer-2222222222222222.whole.json"):
+        (root / name).write_text("{")
+        make_old(root / name, 0.1)
+    (root / "scratch/.new.json.0123abcd.tmp").write_text("{")
+    lock = root / "scratch/answer-2222222222222222.lock"
+    lock.touch()
+    assert gc(root, "--delete") == 0
+    left = {path.name for path in root.glob("scratch/*")}
+    assert left == {lock.name, ".new.json.0123abcd.tmp"} and artifacts_of(root) == ""
+
+
+@pytest.mark.parametrize(("settings", "left"), [({}, [9]), ({"keep_released": 2}, [6, 9]), ({"keep_every": 6}, [6, 9])])
+def test_a_released_training_keeps_the_checkpoints_that_its_settings_say(root, settings, left, capsys):
+    made = make_chain(root, "0123456")
+    training = make(root, "train", "3", made["plan_bins"], stats={"checkpoint": "checkpoints/step-000009"})
+    make(root, "release", "6", training, made["export"], made["evaluate"])
+    register_model(root, made)
+    write_json(training.dir / "run.json", {"execution": {"checkpoint": settings}})
+    checkpoints = training.dir / "checkpoints"
+    for step in (3, 6, 9):
+        (checkpoints / f"step-00000{step}").mkdir(parents=True)
+        write_checkpoint_record(checkpoints / f"step-00000{step}", {"step": step})
+    for name in ("saving-step-000006", "damaged-step-000003"):
+        (checkpoints / name).mkdir()
+    assert gc(root, "--delete") == 0
+    there = sorted(path.name for path in checkpoints.iterdir())
+    assert there == ["damaged-step-000003", *(f"step-00000{step}" for step in left)]
+    assert "damaged-step-000003" in capsys.readouterr().out
+    (checkpoints / "step-000003").mkdir()
+    write_checkpoint_record(checkpoints / "step-000003", {"step": 3})
+    (checkpoints / "step-000009" / "athanor.json").write_text("{}")
+    assert gc(root, "--delete") == 0
+    assert (checkpoints / "step-000003").is_dir(), "the one that was exported is damaged"
+    assert "not pruned" in capsys.readouterr().out
+
+
+def test_an_unreleased_training_keeps_its_checkpoints(root):
+    made = make_chain(root, "0123456")
+    register_model(root, made)
+    shutil.rmtree(made["release"].dir)
+    write_json(made["train"].dir / "run.json", {"execution": {"checkpoint": {}}})
+    for step in (3, 6):
+        (path := made["train"].dir / "checkpoints" / f"step-00000{step}").mkdir(parents=True)
+        write_checkpoint_record(path, {"step": step})
+    assert gc(root, "--delete") == 0
+    assert len(list((made["train"].dir / "checkpoints").iterdir())) == 2
+
+
+def test_it_refuses_in_one_line_where_it_cannot_know(root, capsys, monkeypatch, tmp_path):
+    made = make_chain(root, "0123456")
+    register_model(root, made)
+    manifest = made["train"].dir / "manifest.json"
+    text = manifest.read_text()
+    manifest.write_text("{}")
+    assert "athanor-digits version 1 needs what it was made from; delete " in refusal(root, capsys)
+    manifest.write_text(text)
+    database = mlflow_database(root)
+    whole = database.read_bytes()
+    with sqlite3.connect(database) as connection:
+        connection.execute("DROP TABLE model_version_tags")
+    assert f"{database} cannot be read (no such table" in refusal(root, capsys)
+    database.write_bytes(whole[:5000])
+    assert "is no whole SQLite database" in refusal(root, capsys)
+    database.unlink()
+    assert f"{database} is missing, so it is unknown which models are registered" in refusal(root, capsys)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    assert "MLFLOW_TRACKING_URI=http://127.0.0.1:9 cannot be read (" in refusal(root, capsys)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    database.write_bytes(whole)
+    assert "--keep nope: there is no recipe 'nope'" in refusal(root, capsys, "--keep", "nope")
+    assert "no .athanor-root" in refusal(tmp_path, capsys)
