@@ -1,10 +1,11 @@
 """Files that are written atomically: under another name, then published by a rename or an upload. Also, readers of
-files that may be damaged or half written: JSON, lines that other processes append, SQLite databases."""
+files that may be damaged or half written: JSON, lines and logs that other processes append to, SQLite databases."""
 
 import contextlib
 import hashlib
 import json
 import os
+import shutil
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import xxhash
 from dataset_builders.errors import InputError, one_line
 from dataset_builders.storage.store import StorePath, cache_dir, is_local, path_beside, publish
 
+MAX_LOG_BYTES = 50_000_000
 _SQLITE_SECONDS = 1.0  # for another process that holds the database
 _RUINED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
@@ -122,6 +124,16 @@ class GrowingFile:
     def take(self) -> None:
         """Mark the lines that `new_lines` last returned as taken, so that they are not returned again."""
         self.taken = self._end
+
+
+def trim_log(path: Path) -> bool:
+    """Copy a long log to `<name>.1` and empty it; return whether it was long. A writer that appends continues at the
+    start of the file."""
+    if not path.exists() or path.stat().st_size <= MAX_LOG_BYTES:
+        return False
+    shutil.copyfile(path, path.with_name(path.name + ".1"))
+    os.truncate(path, 0)
+    return True
 
 
 def check_database(path: Path, lost: str) -> None:

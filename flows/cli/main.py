@@ -21,12 +21,14 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from dataset_builders.errors import LONGEST_LINE, InputError, first_line, printable, shown, without_middle
+from dataset_builders.storage.files import MAX_LOG_BYTES
 from dataset_builders.storage.store import absolute, check_reachable, location, side_dir
 from flows.cli.terminal import FirstLines, PrintableLines, PrintableParser, PrintableStream
 from flows.service.access import make_private_root, remove_unused_root, use_service
@@ -73,6 +75,7 @@ COMMANDS = {
 }
 
 _CLEANING_SECONDS = 5.0  # after a SIGTERM; a later one is obeyed, because a library may have swallowed the first
+_KEPT_LOGS = 100  # of the newest runs
 _SPACE_LEFT = 2_000_000  # bytes; with less free space the disk counts as full
 
 
@@ -355,9 +358,13 @@ def _function(name: str) -> Callable[..., Any]:
 
 def _log_to_file(root: Path) -> Path:
     path = root / "logs" / f"run-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
+    with contextlib.suppress(FileNotFoundError):  # another command may remove the same
+        # By the time of the last line, so that a long run that goes on keeps its log.
+        for old in sorted(path.parent.glob("run-*.log*"), key=os.path.getmtime)[: -_KEPT_LOGS + 1]:
+            old.unlink()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handler = logging.FileHandler(path, encoding="utf-8")
+        handler = RotatingFileHandler(path, maxBytes=MAX_LOG_BYTES, backupCount=1, encoding="utf-8")
     except OSError as error:
         raise InputError(f"{path} cannot be written ({error.strerror}); choose another root") from error
     handler.setFormatter(PrintableLines("%(asctime)s %(levelname)s %(name)s: %(message)s"))

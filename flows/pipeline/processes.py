@@ -2,8 +2,6 @@
 
 import contextlib
 import http.client
-import os
-import shutil
 import subprocess
 import sys
 import urllib.request
@@ -14,7 +12,6 @@ from stages.shared.launchers.parent import with_parent
 
 SERVICE_VARIABLE = "ATHANOR_SERVICE"  # in every process of a service: the directory of its root's files
 ROOT_VARIABLE = "ATHANOR_ROOT"
-MAX_LOG_BYTES = 50_000_000
 _TAIL_BYTES = 8_000
 _ANSWER_SECONDS = 10.0
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy on the way to this machine
@@ -71,13 +68,6 @@ def begin_log(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         path.replace(path.with_name(path.name + ".1"))
-
-
-def trim_log(path: Path) -> None:
-    """Copy a long log to `<name>.1` and empty it. Its writer appends, and so continues at the start of the file."""
-    if path.exists() and path.stat().st_size > MAX_LOG_BYTES:
-        shutil.copyfile(path, path.with_name(path.name + ".1"))
-        os.truncate(path, 0)
 
 
 def log_tail(path: Path, lines: int = 8) -> list[str]:

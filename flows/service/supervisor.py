@@ -21,17 +21,9 @@ import filelock
 import psutil
 
 from dataset_builders.errors import InputError
-from dataset_builders.storage.files import check_database, write_json
+from dataset_builders.storage.files import check_database, trim_log, write_json
 from dataset_builders.storage.store import StorePath, side_dir
-from flows.pipeline.processes import (
-    SERVICE_VARIABLE,
-    begin_log,
-    end_process,
-    kill_after,
-    log_tail,
-    start_process,
-    trim_log,
-)
+from flows.pipeline.processes import SERVICE_VARIABLE, begin_log, end_process, kill_after, log_tail, start_process
 from flows.service.access import MLFLOW_PASSWORD, MLFLOW_USER, USER, Access, make_access
 from flows.service.programs import Program, Service, mlflow_server, prefect_server, silence, worker
 from flows.tracking.servers import (

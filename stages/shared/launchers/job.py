@@ -6,6 +6,7 @@ The log files are in one directory, one per rank, named by its global number:
 
     logs/trainer.log      rank 0, torchrun and the program that starts it
     logs/rank-0001.log    rank 1, and so on
+    logs/trainer.log.1    the older half of a log that grew long, on this host
 
 torchrun's own log files are named by the rank's number on its host, in a directory with a random name. Here, a shell
 redirects its output and then becomes the rank (`exec`), so that even the output of a crashing interpreter is in the
@@ -250,8 +251,8 @@ def log_of_rank(log_path: Path, rank: int) -> Path:
 
 
 def remove_rank_logs(log_path: Path) -> None:
-    """Remove the ranks' logs of an earlier try."""
-    for path in log_path.parent.glob("rank-*.log"):
+    """Remove the ranks' logs of an earlier try, and the older halves of its long logs."""
+    for path in (*log_path.parent.glob("rank-*.log"), *log_path.parent.glob("*.log.1")):
         path.unlink()
 
 

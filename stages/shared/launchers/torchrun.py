@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from dataset_builders.storage.files import GrowingFile
+from dataset_builders.storage.files import GrowingFile, trim_log
 from stages.shared.launchers.config import ClusterConfig
 from stages.shared.launchers.job import Handle, Job, as_rank, rank_environment, remove_rank_logs, timed_out
 from stages.shared.launchers.parent import with_parent
@@ -59,8 +59,9 @@ class TorchrunLauncher:
         command = self.command(job)
         job.log_path.parent.mkdir(parents=True, exist_ok=True)
         remove_rank_logs(job.log_path)
-        # A file, not a pipe: a job blocks on a pipe if its parent does not read.
-        with job.log_path.open("wb") as log:
+        job.log_path.write_bytes(b"")
+        # A file, not a pipe: a job blocks on a pipe if its parent does not read. Opened to append, see `trim_log`.
+        with job.log_path.open("ab") as log:
             process = subprocess.Popen(
                 with_parent(command),  # a flow that is killed lets its job save and end
                 stdin=subprocess.DEVNULL,
@@ -75,13 +76,16 @@ class TorchrunLauncher:
         )
 
     def poll(self, handle: TorchrunHandle) -> int | None:
-        """Return the exit status, None while the job runs; pass on new lines of the log.
+        """Return the exit status, None while the job runs; pass on new lines of the log, and shorten long logs.
 
         Raises:
             JobFailed: the deadline has passed, and the job was cancelled.
         """
         status = handle.process.poll()
         handle.pass_on_new(handle.log)
+        for path in handle.job.log_path.parent.glob("*.log"):
+            if trim_log(path) and path == handle.job.log_path:
+                handle.log.taken = 0  # it may have as many bytes again before the next poll
         if status is None and time.monotonic() > handle.deadline:
             self.cancel(handle)
             raise timed_out(self.cluster, handle)

@@ -1,6 +1,7 @@
 """The supervisor, with small programs instead of servers: it starts them in order, restarts dead ones, and ends all."""
 
 import json
+import logging
 import os
 import signal
 import socket
@@ -15,7 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flows.pipeline.processes import SERVICE_VARIABLE, log_tail, trim_log
+from dataset_builders.storage.files import trim_log
+from flows.cli import main as command_line
+from flows.pipeline.processes import SERVICE_VARIABLE, log_tail
 from flows.service import supervisor as supervised
 from flows.service.programs import Program
 from flows.service.supervisor import StartFailed, StatusLines, Supervisor
@@ -306,7 +309,7 @@ def test_a_copy_of_a_served_root_leaves_the_programs_of_the_original_alone(tmp_p
 
 
 def test_a_long_log_moves_aside_while_it_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr("flows.pipeline.processes.MAX_LOG_BYTES", 1000)
+    monkeypatch.setattr("dataset_builders.storage.files.MAX_LOG_BYTES", 1000)
     path = tmp_path / "log"
     with path.open("ab") as writer:
         writer.write(b"old\n" * 500)
@@ -315,3 +318,20 @@ def test_a_long_log_moves_aside_while_it_is_written(tmp_path, monkeypatch):
         writer.write(b"new\n\n")
     assert path.read_bytes() == b"new\n\n" and Path(f"{path}.1").stat().st_size == 2000
     assert log_tail(path) == ["new"] and log_tail(tmp_path / "none") == []
+
+
+def test_the_logs_of_the_newest_runs_stay_and_a_long_one_is_cut(tmp_path, monkeypatch):
+    monkeypatch.setattr(command_line, "_KEPT_LOGS", 3)
+    monkeypatch.setattr(command_line, "MAX_LOG_BYTES", 1000)
+    (tmp_path / "logs").mkdir()
+    for number in range(5):
+        path = tmp_path / "logs" / f"run-20260101-00000{number}-1.log"
+        path.touch()
+        os.utime(path, (5 - number,) * 2)  # the first is the one that is still written
+    log = command_line._log_to_file(tmp_path)
+    for number in range(30):
+        logging.getLogger("athanor").info("%0100d", number)
+    names = {path.name for path in (tmp_path / "logs").iterdir()}
+    assert names == {"run-20260101-000000-1.log", "run-20260101-000001-1.log", log.name, f"{log.name}.1"}
+    assert max(path.stat().st_size for path in (tmp_path / "logs").iterdir()) <= 1000
+    assert log.read_text().rstrip().endswith("29")

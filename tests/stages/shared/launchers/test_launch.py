@@ -71,6 +71,19 @@ def test_lines_reach_the_callback_and_the_log(tmp_path):
     assert (tmp_path / "logs" / "job.log").read_text() == "one\ntwo\n"
 
 
+def test_a_long_log_is_cut_while_the_job_writes_and_each_line_is_passed_on(tmp_path, monkeypatch):
+    monkeypatch.setattr("dataset_builders.storage.files.MAX_LOG_BYTES", 1000)
+    seen = []
+    code = "import time\nfor i in range(20):\n    print(f'{i:0200d}', flush=True)\n    time.sleep(0.1)"
+    job = _job(tmp_path, code, on_line=seen.append)
+    run_job(_plain(), job)
+    assert [int(line) for line in seen] == [*range(20)]
+    halves = [job.log_path.read_text(), job.log_path.with_name("job.log.1").read_text()]
+    assert max(map(len, halves)) < 2000 and "\0" not in "".join(halves)
+    run_job(_plain(), _job(tmp_path, "print('again')"))
+    assert [path.name for path in job.log_path.parent.iterdir()] == ["job.log"]
+
+
 def test_failure_tells_command_status_log_and_last_lines(tmp_path):
     job = _job(tmp_path, "import sys\nfor i in range(100): print('line', i)\nsys.exit(3)")
     with pytest.raises(JobFailed) as caught:
