@@ -71,6 +71,7 @@ COMMANDS = {
     "sync": Command(f"{_AT}commands:sync_command", served=True),
     "status": Command(f"{_AT}status:status_command", served=True),
     "gc": Command(f"{_AT}garbage:gc_command"),
+    "backup": Command(f"{_AT}backup:backup_command"),
     "recipes": Command(f"{_AT}commands:recipes_command"),
 }
 
@@ -293,6 +294,8 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="DAYS",
         help="days without a write after which unfinished work that no process holds is not needed (default: 7)",
     )
+    backup = commands.add_parser("backup", help="copy databases, records and registered models while runs go on")
+    backup.add_argument("directory", type=Path, metavar="DIR", help="new directory for the copy")
     commands.add_parser("recipes", help="list the recipes that are part of athanor")
     for command in commands.choices.values():
         command.add_argument(
