@@ -3,7 +3,7 @@
     tracking/                the records of runs
     mlflow.db, prefect/      the databases, by SQLite's own backup
     mlflow-artifacts/        MLflow's files
-    artifacts/               those that a registered version names: release, export, evaluation
+    artifacts/               releases, exports and evaluations that a registered version or its run names
 
 In this order. A record that is older than the database is only sent to MLflow once more, and every file that a database
 names was there before the file is copied. The copy is a root: its stages make the other artifacts again.
@@ -27,6 +27,7 @@ from flows.service.access import make_private_root
 from flows.tracking.record import records_dir
 from flows.tracking.servers import mlflow_database, mlflow_files, prefect_home
 
+_STAGES = ("evaluate", "export", "release")  # a version's run names all stages
 _SECONDS = 60.0  # for a writer of a database
 
 
@@ -65,7 +66,7 @@ def _named_files(root: Path) -> list[Path]:
     """Return MLflow's files, and those of the artifacts that a registered version names."""
     versions, _ = registered(root, os.environ.get("MLFLOW_TRACKING_URI"))
     named = fingerprints_in(*(text for version in versions for text in version.texts))
-    artifacts = [path for path in sorted(root.glob("artifacts/*/*")) if path.name in named]
+    artifacts = [path for stage in _STAGES for path in sorted(root.glob(f"artifacts/{stage}/*")) if path.name in named]
     return [path for place in (mlflow_files(root), *artifacts) for path in _files(place)]
 
 

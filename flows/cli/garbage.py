@@ -6,14 +6,15 @@ import os
 import sys
 from pathlib import Path
 
-from dataset_builders.errors import InputError
+from dataset_builders.errors import InputError, one_line
 from dataset_builders.readers.source_files import ROOT_MARK
 from dataset_builders.storage.files import check_database
 from dataset_builders.storage.store import is_local
+from flows.cli.status import runs_of
 from flows.cli.terminal import bytes_text, print_table
-from flows.pipeline.garbage import KEPT_DAYS, Garbage, delete, survey
-from flows.pipeline.needs import LiveRuns, live_runs, needs_of
-from flows.tracking.servers import mlflow_database
+from flows.pipeline.garbage import Garbage, delete, survey
+from flows.pipeline.needs import KEPT_DAYS, LiveRuns, live_runs, needs_of
+from flows.tracking.servers import check_prefect_database, mlflow_database, prefect_home
 from trainer.contract.names import EXIT_FAILED
 
 
@@ -34,9 +35,10 @@ def gc_command(args: argparse.Namespace) -> int:
     if not (args.root / ROOT_MARK).is_file():
         raise InputError(f"--root {args.root} is not a directory of earlier runs (no {ROOT_MARK}); give theirs")
     check_database(mlflow_database(args.root), "earlier runs")
-    live = live_runs(args.root)
-    needs = needs_of(args.root, live, os.environ.get("MLFLOW_TRACKING_URI"), args.keep)
+    check_prefect_database(prefect_home(args.root))
+    live = live_runs(args.root, _waiting_runs(args.root))
     days = KEPT_DAYS if args.days is None else args.days
+    needs = needs_of(args.root, live, os.environ.get("MLFLOW_TRACKING_URI"), args.keep, days)
     found, is_terminal = survey(args.root, needs, live, days), sys.stdout.isatty()
     print(f"root {args.root}: {bytes_text(found.sizes.total())}")
     if found.kept:
@@ -55,6 +57,21 @@ def gc_command(args: argparse.Namespace) -> int:
     print_table("Can be deleted", ("what", "why", "frees"), rows, is_terminal)
     print(f"\n{bytes_text(found.freed)} would be free; the same command with --delete deletes these")
     return 0
+
+
+def _waiting_runs(root: Path) -> set[str]:
+    """Return the ids of the flow runs that wait in Prefect to continue.
+
+    Raises:
+        InputError: Prefect's server or database cannot be read.
+    """
+    try:
+        with runs_of(root, None) as runs:
+            return runs.waiting() if runs else set()
+    except Exception as error:  # every transport library has its own kinds
+        where = os.environ.get("PREFECT_API_URL") or prefect_home(root) / "prefect.db"
+        why = f"Prefect at {where} cannot be read ({one_line(error)}), so it is unknown which runs wait to continue"
+        raise InputError(f"{why}; start it, or correct PREFECT_API_URL") from error
 
 
 def _delete(root: Path, garbage: list[Garbage], live: LiveRuns) -> int:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
+from uuid import UUID
 
 from dataset_builders.errors import InputError
 from dataset_builders.readers.source_files import ROOT_MARK
@@ -36,6 +37,7 @@ _SERVERS = ("PREFECT_API_URL", "PREFECT_API_DATABASE_CONNECTION_URL", "PREFECT_S
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
+    from prefect.client.schemas.objects import FlowRun
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _OUTERMOST = """
@@ -44,6 +46,11 @@ _OUTERMOST = """
     FROM flow_run AS run JOIN flow_run_state AS state ON state.id = run.state_id
     WHERE run.parent_task_run_id IS NULL
     ORDER BY run.expected_start_time DESC LIMIT ?
+"""
+_NOT_ENDED = ("PAUSED", "SCHEDULED", "PENDING")  # states of runs that are not running
+_INTERRUPTED = """
+    SELECT id FROM flow_run
+    WHERE parent_task_run_id IS NULL AND start_time IS NOT NULL AND state_type IN (?, ?, ?)
 """
 _TASKS = "SELECT name FROM task_run WHERE flow_run_id = ? AND state_type = 'RUNNING'"
 _LOGS = "SELECT message FROM log WHERE flow_run_id = ? ORDER BY timestamp DESC LIMIT ?"
@@ -74,11 +81,13 @@ class Run:
 class Runs(Protocol):
     """Where the runs are read.
 
-    `newest` returns the newest runs, `running_tasks` the names of a run's tasks that run, and `newest_logs` the last
-    lines of a run's log, the newest first.
+    `newest` returns the newest runs, `waiting` the ids of those that began and are to continue (suspended, resumed or
+    retried), `running_tasks` the names of a run's tasks that run, and `newest_logs` the last lines of a run's log, the
+    newest first.
     """
 
     def newest(self, count: int) -> list[Run]: ...
+    def waiting(self) -> set[str]: ...
     def running_tasks(self, run: str) -> list[str]: ...
     def newest_logs(self, run: str, count: int) -> list[str]: ...
 
@@ -92,22 +101,23 @@ def status_command(args: argparse.Namespace) -> int:
         login = os.environ.get(PREFECT_CLIENT_SECRET, "")
         if silent := silence(last_heartbeat(service.prefect_api, login, worker_name(service.pid))):
             print(f"worker: {silent}")
-    with _runs_of(args.root, service) as runs:
+    with runs_of(args.root, service) as runs:
         rows = [(run.name, run.state_name, _when(run), _now(runs, run)) for run in runs.newest(_RUNS)] if runs else []
+        waiting = runs.waiting() if runs else set()
     if rows:
         print_table("Runs", ("run", "state", "started (UTC)", "now"), rows, sys.stdout.isatty())
     else:
         print("it has no run yet")
     if (side_dir(args.root) / ROOT_MARK).is_file():
-        _print_bytes(args.root, service)
+        _print_bytes(args.root, service, waiting)
     return 0
 
 
-def _print_bytes(root: StorePath, service: ServiceRecord | None) -> None:
+def _print_bytes(root: StorePath, service: ServiceRecord | None, waiting: set[str]) -> None:
     """Print the bytes of each stage on this machine, and what `athanor gc` would free if that is known without another
     program."""
     here = side_dir(root)
-    live = live_runs(here)
+    live = live_runs(here, waiting)
     line = "`athanor gc` says what can be deleted" if is_local(root) else f"the artifacts are in {root}"
     has_own = os.environ.get("MLFLOW_TRACKING_URI") in (None, service and service.mlflow)
     is_known = is_local(root) and has_own and not live.names
@@ -124,7 +134,7 @@ def _print_bytes(root: StorePath, service: ServiceRecord | None) -> None:
 
 
 @contextlib.contextmanager
-def _runs_of(root: StorePath, service: ServiceRecord | None) -> Iterator[Runs | None]:
+def runs_of(root: StorePath, service: ServiceRecord | None) -> Iterator[Runs | None]:
     home = prefect_home(root)
     database = home / "prefect.db"
     has_server = service is not None or any(name in os.environ for name in _SERVERS)
@@ -175,9 +185,13 @@ def stored_runs(database: Path) -> Iterator[Runs]:
 class _StoredRuns:
     connection: sqlite3.Connection
 
+    def _has_tables(self) -> bool:
+        """Whether the first start was not interrupted before it made the tables."""
+        return self.connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'flow_run'").fetchone() is not None
+
     def newest(self, count: int) -> list[Run]:
-        if not self.connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'flow_run'").fetchone():
-            return []  # a first start was interrupted before it made the tables
+        if not self._has_tables():
+            return []
         runs = []
         for key, name, kind, state, message, start, expected, took in self.connection.execute(_OUTERMOST, (count,)):
             at = _time(start) or _time(expected)
@@ -186,6 +200,11 @@ class _StoredRuns:
             seconds = 0.0 if took == "0" else (_time(took) - _EPOCH) / timedelta(seconds=1)
             runs.append(Run(key, name, kind, state, message or "", at, due, seconds))
         return runs
+
+    def waiting(self) -> set[str]:
+        if not self._has_tables():
+            return set()
+        return {str(UUID(key)) for (key,) in self.connection.execute(_INTERRUPTED, _NOT_ENDED)}
 
     def running_tasks(self, run: str) -> list[str]:
         return [name for (name,) in self.connection.execute(_TASKS, (run,))]
@@ -230,6 +249,15 @@ class _ServedRuns:
             for run in found
             if run.parent_task_run_id is None and run.state is not None
         ][:count]
+
+    def waiting(self) -> set[str]:
+        from prefect.client.schemas.filters import FlowRunFilter
+
+        chosen = FlowRunFilter.model_validate({"state": {"type": {"any_": _NOT_ENDED}}})
+        found: list[FlowRun] = []
+        while page := self.client.read_flow_runs(flow_run_filter=chosen, offset=len(found)):
+            found += page
+        return {str(run.id) for run in found if run.parent_task_run_id is None and run.start_time is not None}
 
     def running_tasks(self, run: str) -> list[str]:
         from prefect.client.schemas.filters import FlowRunFilter, TaskRunFilter

@@ -77,14 +77,13 @@ class RegisteredVersion:
     """A version of a registered model.
 
     Attributes:
-        run_id: the MLflow run that registered it; "" if none is known.
-        texts: all texts in which it may name an artifact: its addresses and the values of its tags.
+        texts: all texts in which it may name an artifact: its addresses, and the values of its tags and of the tags
+            and parameters of its run.
     """
 
     name: str
     number: int
     aliases: tuple[str, ...]
-    run_id: str
     texts: tuple[str, ...]
 
 
@@ -106,6 +105,13 @@ def read_registry(database: Path, seconds: float) -> tuple[list[RegisteredVersio
         tags: dict[tuple[str, int], list[str]] = {}
         for name, number, value in connection.execute("SELECT name, version, value FROM model_version_tags"):
             tags.setdefault((name, int(number)), []).append(value or "")
+        of_runs: dict[str, list[str]] = {}
+        query = " UNION ALL ".join(
+            f"SELECT run_uuid, value FROM {table} WHERE run_uuid IN (SELECT run_id FROM model_versions)"
+            for table in ("tags", "params")
+        )
+        for run_id, value in connection.execute(query):
+            of_runs.setdefault(run_id, []).append(value or "")
         query = (
             "SELECT name, version, run_id, source, storage_location FROM model_versions WHERE current_stage IS NOT ?"
         )
@@ -114,8 +120,7 @@ def read_registry(database: Path, seconds: float) -> tuple[list[RegisteredVersio
                 name=name,
                 number=int(number),
                 aliases=tuple(sorted(aliases.get((name, int(number)), ()))),
-                run_id=run_id or "",
-                texts=(source or "", place or "", *tags.get((name, int(number)), ())),
+                texts=(source or "", place or "", *tags.get((name, int(number)), ()), *of_runs.get(run_id, ())),
             )
             for name, number, run_id, source, place in connection.execute(query, (_DELETED_STAGE,))
         ]

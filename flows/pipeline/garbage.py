@@ -29,16 +29,14 @@ from dataset_builders.contracts.manifest import MANIFEST, Manifest, load_manifes
 from dataset_builders.errors import InputError, one_line
 from dataset_builders.storage.files import read_object
 from dataset_builders.storage.store import DOOMED, is_local, rename_doomed
-from flows.pipeline.needs import LiveRuns, Need, fingerprints_in
+from flows.pipeline.needs import DAY, KEPT_DAYS, LiveRuns, Need, fingerprints_in
 from stages.shared.artifacts.artifact import Artifact
 from stages.shared.launchers.processes import running_jobs
 from trainer.contract.checkpoint import checkpoints_to_delete, read_checkpoint_record
 from trainer.contract.names import CHECKPOINTS, RUN_JSON
 from trainer.contract.run import CheckpointConfig
 
-KEPT_DAYS = 7.0
 _SETTLED_SECONDS = 3600.0  # a temporary file without a change for this time has lost its writer
-_DAY = 86_400.0
 _UNREADABLE = (ValueError, LookupError, TypeError)  # errors of a JSON file of another form
 _INTERRUPTED = "a killed process left it"
 TRAIN, RELEASE = "train", "release"  # stages
@@ -229,10 +227,9 @@ def _further_needs(root: Path, made: Mapping[str, _Made], live: LiveRuns, found:
     for each in made.values():
         if each.path in found.strangers and each.manifest is not None:
             yield Need(_below(each.path, root), each.parents)
-    for run in live.untracked:
-        who = f"flow run {run.flow_run_id}, which goes on (process {run.pid} of {run.host})"
+    for run, state in live.untracked.items():
         known = frozenset(name for name, each in made.items() if each.manifest is not None)
-        yield Need(f"{who} and may need any artifact", known)
+        yield Need(f"flow run {run}, which {state} and may need any artifact", known)
 
 
 def _unfinished(root: Path, found: Survey) -> dict[str, Path]:
@@ -256,12 +253,14 @@ def _idle(works: Mapping[str, Path], needs: Iterable[Need], days: float) -> dict
     wanted = {name for need in needs for name in need.fingerprints}
     for key, path in works.items():
         has_job = any(Path(job) == path or path in Path(job).parents for job in jobs)
-        age = time.time() - max((file.changed for file in files_below(path)), default=path.stat().st_mtime)
-        if has_job or key.rpartition("-")[2] in wanted or age < days * _DAY:
+        # The parents are written anew when work continues in an old artifact that is damaged. See `run_stage`.
+        files = [*files_below(path), *files_below(_parents_file(path))]
+        age = time.time() - max((file.changed for file in files), default=path.stat().st_mtime)
+        if has_job or key.rpartition("-")[2] in wanted or age < days * DAY:
             continue
         with _held(path.parent, key) as is_held:
             if is_held:
-                idle[key] = f"unfinished, and nothing was written for {age / _DAY:.1f} days"
+                idle[key] = f"unfinished, and nothing was written for {age / DAY:.1f} days"
     return idle
 
 
@@ -280,11 +279,15 @@ def _held(scratch: Path, key: str) -> Iterator[bool]:
         lock.release()
 
 
+def _parents_file(work: Path) -> Path:
+    return work.with_name(f"{work.name}.parents.json")
+
+
 def _parents_of(work: Path, made: Mapping[str, _Made]) -> frozenset[str]:
     """Return the fingerprints of the artifacts from which unfinished work is made. See `run_stage`."""
     digests: set[object] = set()
     with contextlib.suppress(InputError):
-        digests |= {*read_object(work.with_name(f"{work.name}.parents.json"), "").values()}
+        digests |= {*read_object(_parents_file(work), "").values()}
     return frozenset(
         name for name, each in made.items() if each.manifest is not None and each.manifest.digest in digests
     )

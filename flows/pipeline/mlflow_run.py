@@ -16,6 +16,7 @@ from flows.pipeline.config import PipelineConfig
 from flows.pipeline.plan import Plan
 from flows.pipeline.recipe import known_recipes, load_recipe
 from flows.tracking.notes import run_name
+from flows.tracking.record import FLOW_RUN_TAG, SWEEP_TAG
 from flows.tracking.tracker import Opening, Tracker, open_run
 
 
@@ -56,12 +57,12 @@ def open_tracking(plan: Plan) -> str | None:
         "athanor.base_model": config.model if isinstance(config.model, str) else "random weights",
         "athanor.differs": ", ".join(f"{key}={value}" for key, value in differs.items()) or "nothing",
         "athanor.root": str(absolute(plan.root)),
-        "prefect.flow_run_id": str(flow_run.id or ""),
+        FLOW_RUN_TAG: str(flow_run.id or ""),
         "athanor.git_dirty": source.get("dirty", "unknown"),
         "mlflow.source.git.commit": source.get("commit", "unknown"),
         "mlflow.source.name": "athanor run",
     }
-    tags |= {"athanor.sweep": plan.sweep} if plan.sweep else {}
+    tags |= {SWEEP_TAG: plan.sweep} if plan.sweep else {}
     usual_name = run_name(recipe, differs)
     opening = Opening(
         experiment=config.mlflow_name,

@@ -1,15 +1,15 @@
-"""Who needs which artifacts of a root: registered versions, runs that go on or that MLflow does not hold whole, and
+"""Who needs which artifacts of a root: registered versions; runs that go on, may continue, or are not whole in MLflow;
 recipes that a person names.
 
-An artifact is known by its fingerprint, which is searched in texts: the addresses and tags of a version, the record of
-a run, a recipe that continues from an earlier model. A text that happens to hold one fingerprint too many keeps an
-artifact, and no more.
+An artifact is known by its fingerprint, which is searched in texts: the addresses and tags of a version, the tags and
+parameters of its run, the record of a run, a recipe that continues from an earlier model. A text that happens to hold
+one fingerprint too many keeps an artifact, and no more.
 """
 
 import contextlib
 import re
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,16 +20,20 @@ from dataset_builders.contracts.manifest import fingerprint
 from dataset_builders.errors import InputError, one_line
 from dataset_builders.storage.store import without_userinfo
 from flows.libraries.mlflow_private import RegisteredVersion, read_registry
-from flows.pipeline.run_record import RunRecord, read_runs
-from flows.tracking.record import TrackedRun, records_dir
+from flows.pipeline.run_record import read_runs
+from flows.tracking.record import FLOW_RUN_TAG, SWEEP_TAG, TrackedRun, now_ms, records_dir
 from flows.tracking.servers import mlflow_database
 from stages.shared.artifacts.artifact import stage_identity
+from stages.shared.launchers.processes import Owner
 
 if TYPE_CHECKING:
     from flows.pipeline.plan import Plan
 
+KEPT_DAYS = 7.0  # for runs and work that may continue
+DAY = 86_400.0  # seconds
 _FINGERPRINT = re.compile(r"(?<![0-9a-f])[0-9a-f]{16}(?![0-9a-f])")
 _SECONDS = 10.0  # for a writer of MLflow's database
+_WAITS = "waits in Prefect to continue"
 _UNKNOWN = "so it is unknown which models are registered"
 
 
@@ -48,41 +52,61 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class LiveRuns:
-    """The runs of a root that go on, or are on another host, where only that host can tell.
+    """The runs of a root that go on, are on another host, where only that host can tell, or wait in Prefect to
+    continue.
 
     Attributes:
         tracked: key -> record.
-        untracked: flow runs without such a record, as those of `prepare-data`, whose recipe is not known.
+        untracked: id -> state in words, of flow runs without such a record, as those of `prepare-data`, whose recipe is
+            not known.
     """
 
     tracked: dict[str, TrackedRun]
-    untracked: list[RunRecord]
+    untracked: dict[str, str]
 
     @property
     def names(self) -> set[str]:
         """The keys and ids of all, which no other run has."""
-        return {*self.tracked, *(run.flow_run_id for run in self.untracked)}
+        return {*self.tracked, *self.untracked}
+
+    @property
+    def sweeps(self) -> set[str]:
+        """The sweeps of these runs."""
+        return {sweep for record in self.tracked.values() if (sweep := record.opening.tags.get(SWEEP_TAG))}
 
 
 def fingerprints_in(*texts: str) -> frozenset[str]:
     return frozenset(found for text in texts for found in _FINGERPRINT.findall(text))
 
 
-def live_runs(root: Path) -> LiveRuns:
-    """Return the runs that go on, from their records."""
+def live_runs(root: Path, waiting: Collection[str] = ()) -> LiveRuns:
+    """Return the runs that go on, from their records.
+
+    Args:
+        waiting: ids of the flow runs that wait in Prefect to continue.
+    """
     records = {key: record for key, _, record in _records(root) if record is not None}
-    tracked = {key: each for key, each in records.items() if each.status is None and not each.owner.is_dead()}
-    owners = {(record.owner.pid, record.owner.host) for record in tracked.values()}
-    others = [run for run in read_runs(root) if not run.is_dead() and (run.pid, run.host) not in owners]
-    return LiveRuns(tracked, others)
+    running = {key: each for key, each in records.items() if each.status is None and not each.owner.is_dead()}
+    resumable = {key: each for key, each in records.items() if each.opening.tags.get(FLOW_RUN_TAG) in waiting}
+    untracked = dict.fromkeys(waiting, _WAITS)
+    for record in resumable.values():
+        untracked.pop(record.opening.tags[FLOW_RUN_TAG], None)
+    owners = {(record.owner.pid, record.owner.host) for record in running.values()}
+    for run in read_runs(root):
+        if not run.is_dead() and (run.pid, run.host) not in owners:
+            untracked[run.flow_run_id] = _goes_on(run)
+    return LiveRuns(resumable | running, untracked)
 
 
-def needs_of(root: Path, live: LiveRuns, uri: str | None, recipes: Sequence[str] = ()) -> list[Need]:
+def needs_of(
+    root: Path, live: LiveRuns, uri: str | None, recipes: Sequence[str] = (), days: float = KEPT_DAYS
+) -> list[Need]:
     """Return all needs of a root but those of untracked runs.
 
     Args:
         uri: address of an MLflow to ask beside the root's own database; None: there is none.
         recipes: names or paths of the recipes to keep.
+        days: for how long a run that did not finish is kept after its end.
 
     Raises:
         InputError: MLflow cannot be read, or a recipe is wrong or cannot be opened.
@@ -93,7 +117,7 @@ def needs_of(root: Path, live: LiveRuns, uri: str | None, recipes: Sequence[str]
         aliases = f" ({', '.join(version.aliases)})" if version.aliases else ""
         needs.append(Need(f"{version.name} version {version.number}{aliases}", fingerprints_in(*version.texts)))
     for key, text, record in _records(root):
-        if (who := _why_needed(key, record, live, has_run)) is not None:
+        if (who := _why_needed(key, record, live, has_run, days)) is not None:
             named = fingerprints_in(text)
             needs.append(Need(who, named | _named_by_run(root, record) if key in live.tracked else named))
     for name in recipes:
@@ -142,17 +166,27 @@ def _records(root: Path) -> Iterator[tuple[str, str, TrackedRun | None]]:
         yield path.stem, text, record
 
 
-def _why_needed(key: str, record: TrackedRun | None, live: LiveRuns, has_run: Callable[[str], bool]) -> str | None:
+def _goes_on(owner: Owner) -> str:
+    return f"goes on (process {owner.pid} of {owner.host})"
+
+
+def _why_needed(
+    key: str, record: TrackedRun | None, live: LiveRuns, has_run: Callable[[str], bool], days: float
+) -> str | None:
     """Return a run in words if it needs its artifacts, else None."""
     if record is None:
         return f"tracking/{key}.json, which cannot be read"
     name, run_id, asked = record.opening.name, record.learnt.run_id, record.registration
     if key in live.tracked:
-        return f"run {name}, which goes on (process {record.owner.pid} of {record.owner.host})"
+        return f"run {name}, which {_goes_on(record.owner) if record.status is None else _WAITS}"
+    if record.opening.tags.get(SWEEP_TAG) in live.sweeps:
+        return f"run {name}, of a sweep that goes on"
     if record.is_waiting() and not record.is_empty():
         return f"run {name}, until `athanor sync` has sent it"
     if asked is not None and not asked.refusals and not (run_id and has_run(run_id)):
         return f"run {name}, in an MLflow that only MLFLOW_TRACKING_URI can name"
+    if record.status != "FINISHED" and now_ms() - record.changed_ms < days * DAY * 1000:
+        return f"run {name}, which did not finish and may be tried again"
     return None
 
 
@@ -166,8 +200,9 @@ def _named_by_run(root: Path, record: TrackedRun) -> frozenset[str]:
         config = PipelineConfig.model_validate(read_yaml(record.opening.recipe_yaml, f"the recipe of run {name}"))
         return named_by(Plan.open(Recipe(name, config, {}), root))
     except (InputError, ValidationError) as error:
-        why = f"run {name} goes on, and what it still needs is unknown ({one_line(error)})"
-        raise InputError(f"{why}; wait for its end") from error
+        why = f"run {name} {_goes_on(record.owner) if record.status is None else _WAITS}"
+        why += f", and what it still needs is unknown ({one_line(error)})"
+        raise InputError(f"{why}; wait for its end, or cancel it") from error
 
 
 def _named_by_recipe(root: Path, name: str) -> frozenset[str]:

@@ -27,6 +27,7 @@ from flows.tracking.config import ArtifactLevel, RegistryConfig
 from stages.shared.launchers.processes import Owner
 
 REFUSED = "REFUSED"  # status of a run that ended with an error of its input before its first stage
+FLOW_RUN_TAG, SWEEP_TAG = "prefect.flow_run_id", "athanor.sweep"  # of an opening; not every run has a sweep
 log = logging.getLogger("athanor.tracking")
 
 

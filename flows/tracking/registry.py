@@ -9,6 +9,7 @@ compared only if they are from the same held-out samples (HELDOUT_TAG).
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -274,6 +275,18 @@ def versions_at(uri: str) -> tuple[list[RegisteredVersion], Callable[[str], bool
         MlflowException: it does not answer, or not with success.
     """
     client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+
+    @functools.cache
+    def texts_of(run_id: str) -> tuple[str, ...] | None:
+        """Return the values of a run's tags and parameters; None if there is no such run."""
+        try:
+            data = client.get_run(run_id).data
+        except MlflowException as error:
+            if may_pass(error):
+                raise
+            return None
+        return (*data.tags.values(), *data.params.values())
+
     aliases: dict[tuple[str, int], list[str]] = {}
     for model in _all_pages(client.search_registered_models):
         for alias, number in sorted(model.aliases.items()):
@@ -283,22 +296,11 @@ def versions_at(uri: str) -> tuple[list[RegisteredVersion], Callable[[str], bool
             name=version.name,
             number=int(version.version),
             aliases=tuple(aliases.get((version.name, int(version.version)), ())),
-            run_id=version.run_id or "",
-            texts=(version.source or "", *version.tags.values()),
+            texts=(version.source or "", *version.tags.values(), *(texts_of(version.run_id or "") or ())),
         )
         for version in _all_pages(client.search_model_versions)  # whose own aliases are empty
     ]
-
-    def has_run(run_id: str) -> bool:
-        try:
-            client.get_run(run_id)
-        except MlflowException as error:
-            if may_pass(error):
-                raise
-            return False
-        return True
-
-    return versions, has_run
+    return versions, lambda run_id: texts_of(run_id) is not None
 
 
 def _all_pages(search: Callable[..., Any]) -> Iterator[Any]:

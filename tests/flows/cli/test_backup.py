@@ -44,6 +44,7 @@ def test_a_backup_is_a_root_when_the_other_is_gone(root, tmp_path, monkeypatch, 
     assert "It is a root" in capsys.readouterr().out
     model = backup / "artifacts" / "export" / ("e" * 16) / "hf" / "model.safetensors"
     assert model.stat().st_nlink == 2, "the model's files are in it once"
+    assert (backup / "artifacts" / "evaluate" / ("f" * 16) / "predictions.parquet").is_file()
     assert not (backup / "artifacts" / "train").exists() and not (backup / "service").exists()
     assert backup.stat().st_mode & 0o077 == 0
     with sqlite3.connect(backup / "prefect" / "prefect.db") as database:

@@ -69,7 +69,7 @@ def test_a_silent_worker_is_told_of(age, line, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PREFECT_API_AUTH_STRING", "athanor:word")
     monkeypatch.setattr(status, "read_service", lambda root: record)
     monkeypatch.setattr(status, "last_heartbeat", last_heartbeat)
-    monkeypatch.setattr(status, "_runs_of", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(status, "runs_of", lambda *_: contextlib.nullcontext())
     assert main(["status", "--root", str(tmp_path)]) == 0
     assert asked == [("http://here/api", "athanor:word", worker_name(7))]
     told = f"worker: no heartbeat since {beat:%Y-%m-%d %H:%M:%S} UTC\n" if line else ""

@@ -1,10 +1,12 @@
 """`athanor gc` on made roots: what it deletes, what it keeps and for whom, and when it refuses."""
 
+import json
 import os
 import re
 import shutil
 import sqlite3
 import time
+import uuid
 from pathlib import Path
 
 import filelock
@@ -18,8 +20,9 @@ from flows.libraries.mlflow_private import read_registry
 from flows.pipeline import garbage
 from flows.pipeline.plan import Plan
 from flows.pipeline.recipe import load_recipe
-from flows.tracking.record import changed
+from flows.tracking.record import FLOW_RUN_TAG, SWEEP_TAG, changed, records_dir
 from flows.tracking.registry import EVALUATION_TAG, EXPORT_TAG, register, versions_at
+from flows.tracking.run_writer import FINGERPRINT
 from flows.tracking.servers import mlflow_database
 from flows.tracking.store import connect, tracking_uri
 from stages.shared.artifacts.artifact import Artifact, stage_identity
@@ -39,6 +42,7 @@ CHAIN = ("convert", "tokenize", "plan_bins", "train", "export", "evaluate", "rel
 @pytest.fixture(autouse=True)
 def nobody_sends(monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.delenv("PREFECT_HOME")
     monkeypatch.setattr("flows.tracking.tracker.sender_of", lambda root: Nobody())
 
 
@@ -69,13 +73,14 @@ def make_chain(root: Path, letters: str) -> dict[str, Artifact]:
 
 
 def register_model(root: Path, made: dict[str, Artifact], name: str = "athanor-digits") -> str:
-    """Register a model as a version, and return its number."""
+    """Register a model as a version, of which only its run names the evaluation and the release, and return its
+    number."""
     client = connect(root)
-    run_id = client.create_run("0").info.run_id
+    tags = {EVALUATION_TAG: made["evaluate"].dir.name, f"{FINGERPRINT}release": made["release"].dir.name}
+    run_id = client.create_run("0", tags=tags).info.run_id
     model = client.create_logged_model("0", source_run_id=run_id)
-    hf_dir = made["release"].dir / "hf"
-    tags = {"hf_dir": str(hf_dir), EXPORT_TAG: made["export"].dir.name, EVALUATION_TAG: made["evaluate"].dir.name}
-    return str(register(client, name, hf_dir.parent.as_uri(), run_id, model.model_id, tags).version)
+    tags = {EXPORT_TAG: made["export"].dir.name}
+    return str(register(client, name, model.artifact_location, run_id, model.model_id, tags).version)
 
 
 def artifacts_of(root: Path) -> str:
@@ -128,6 +133,18 @@ def test_a_version_keeps_all_it_was_made_from_and_the_rest_goes_if_told(root, ca
     assert gc(root, "--delete") == 0 and "nothing can be deleted" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("where", ["own", "other"])
+def test_a_version_keeps_what_only_its_run_names(root, tmp_path, where, monkeypatch, capsys):
+    if where == "other":
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'other.db'}")
+    made = make_chain(root, "0123456")
+    make(root, "answer", "8", make(root, "compare", "7", made["evaluate"]))
+    register_model(root, made)
+    assert gc(root, "--delete") == 0
+    assert artifacts_of(root) == "0123456"
+    assert re.search(r"athanor-digits version 1 +7 ", capsys.readouterr().out)
+
+
 def test_a_version_that_was_deleted_keeps_nothing(root):
     register_model(root, make_chain(root, "0123456"))
     connect(root).delete_model_version("athanor-digits", "1")
@@ -146,12 +163,12 @@ def test_the_tables_say_what_mlflow_says(root):
     others, has_run = versions_at(tracking_uri(root))
 
     def told(found):
-        return {(v.name, v.number, v.aliases, v.run_id, frozenset(filter(None, v.texts))) for v in found}
+        return {(v.name, v.number, v.aliases, frozenset(filter(None, v.texts))) for v in found}
 
     assert {(each[0], each[1]) for each in told(versions)} == {("athanor-a", 2), ("athanor-b", 1)}
     places = {each.texts[1] for each in versions}  # an address that the client does not tell
-    assert {(*each[:4], each[4] - places) for each in told(versions)} == {
-        (*each[:4], each[4] - places) for each in told(others)
+    assert {(*each[:3], each[3] - places) for each in told(versions)} == {
+        (*each[:3], each[3] - places) for each in told(others)
     }
     assert len(run_ids) == 3 and all(map(has_run, run_ids)) and not has_run("0" * 32)
 
@@ -160,7 +177,7 @@ def test_a_run_keeps_its_artifacts_until_mlflow_holds_it(root, capsys):
     tracker = open_tracker(root, "run")
     tracker.log_stage(make(root, "train", "1", make(root, "convert", "0")))
     make(root, "convert", "2")
-    assert "goes on, and what it still needs is unknown" in refusal(root, capsys)  # its recipe is one of a test
+    assert "and what it still needs is unknown" in refusal(root, capsys)  # its recipe is one of a test
     tracker.finish("FAILED")
     assert gc(root, "--delete") == 0
     assert artifacts_of(root) == "01"
@@ -168,7 +185,63 @@ def test_a_run_keeps_its_artifacts_until_mlflow_holds_it(root, capsys):
     with changed(root, "run") as record:
         record.learnt.published = record.revision + 1
     assert gc(root, "--delete") == 0
+    assert artifacts_of(root) == "01"
+    assert "which did not finish and may be tried again" in capsys.readouterr().out
+    assert gc(root, "--delete", "--days", "0") == 0
     assert artifacts_of(root) == ""
+
+
+def ended_run(root: Path, key: str, flow_run: str, *stages: Artifact, **tags: str) -> None:
+    """Write the record of a run of the recipe embedded, which was stopped a month ago and which MLflow has."""
+    tracker = open_tracker(root, key)
+    for stage in stages:
+        tracker.log_stage(stage)
+    tracker.finish("KILLED")
+    with changed(root, key) as record:
+        config = Plan.open(load_recipe("embedded"), root).config
+        record.opening.recipe_yaml = yaml.safe_dump(config.model_dump(mode="json"))
+        record.opening.tags |= {FLOW_RUN_TAG: flow_run, **tags}
+        record.learnt.published = record.revision + 1
+    path = records_dir(root) / f"{key}.json"
+    write_json(path, json.loads(path.read_text()) | {"changed_ms": 1})
+
+
+@pytest.mark.parametrize(("state", "stays"), [("PAUSED", "01"), ("SCHEDULED", "01"), ("CANCELLED", "")])
+def test_a_suspended_run_keeps_its_artifacts_until_it_ends(root, state, stays, capsys):
+    flow_run = str(uuid.uuid4())
+    ended_run(root, "run", flow_run, make(root, "train", "1", make(root, "convert", "0")))
+    make(root, "convert", "2")
+    (root / "prefect").mkdir()
+    with sqlite3.connect(root / "prefect" / "prefect.db") as database:
+        database.execute("CREATE TABLE flow_run (id, parent_task_run_id, start_time, state_type)")
+        database.execute("INSERT INTO flow_run VALUES (?, NULL, '2026-01-01', ?)", (flow_run, state))
+        database.execute("INSERT INTO flow_run VALUES (?, NULL, NULL, 'SCHEDULED')", (str(uuid.uuid4()),))
+    assert gc(root, "--delete", "--days", "0") == 0
+    assert artifacts_of(root) == stays
+    assert ("which waits in Prefect to continue" in capsys.readouterr().out) == bool(stays)
+
+
+def test_a_suspended_run_without_a_record_may_need_anything(root, capsys):
+    make(root, "convert", "0")
+    work = work_of(root, "1", 30, make(root, "plan_bins", "1"))
+    (root / "prefect").mkdir()
+    with sqlite3.connect(root / "prefect" / "prefect.db") as database:
+        database.execute("CREATE TABLE flow_run (id, parent_task_run_id, start_time, state_type)")
+        database.execute("INSERT INTO flow_run VALUES (?, NULL, '2026-01-01', 'PAUSED')", (str(uuid.uuid4()),))
+    assert gc(root, "--delete") == 0
+    assert artifacts_of(root) == "01" and work.is_dir()
+    assert "which waits in Prefect to continue and may need any artifact" in capsys.readouterr().out
+
+
+def test_a_sweep_that_goes_on_keeps_the_artifacts_of_its_finished_runs(root):
+    sweep = {SWEEP_TAG: "embedded by train.seed 01234567"}
+    ended_run(root, "first", "", make(root, "train", "1"), **sweep)
+    ended_run(root, "other", "", make(root, "train", "2"), **{SWEEP_TAG: "another"})
+    ended_run(root, "second", "", **sweep)
+    with changed(root, "second") as record:
+        record.status = None
+    assert gc(root, "--delete", "--days", "0") == 0
+    assert artifacts_of(root) == "1"
 
 
 def test_a_registered_run_of_another_mlflow_keeps_its_artifacts(root):
@@ -219,8 +292,9 @@ def work_of(root: Path, letter: str, days: float, parent: Artifact) -> Path:
     work = root / "scratch" / f"train-{letter * 16}"
     work.mkdir(parents=True)
     (work / "half").write_text("x")
-    write_json(work.with_name(f"{work.name}.parents.json"), {"bins": parent.parent().digest})
-    make_old(work, days)
+    write_json(parents := work.with_name(f"{work.name}.parents.json"), {"bins": parent.parent().digest})
+    for path in (work, parents):
+        make_old(path, days)
     return work
 
 
@@ -234,6 +308,13 @@ def test_unfinished_work_goes_a_week_after_its_last_write(root, capsys):
     assert "nothing was written for 7.1 days" in capsys.readouterr().out
     assert gc(root, "--delete", "--days", "6") == 0
     assert not young.exists() and artifacts_of(root) == ""
+
+
+def test_an_old_artifact_in_which_work_continues_is_young(root):
+    work = work_of(root, "1", 30, make(root, "plan_bins", "1"))
+    work.with_name(f"{work.name}.parents.json").touch()
+    assert gc(root, "--delete") == 0
+    assert work.is_dir() and artifacts_of(root) == "1"
 
 
 @pytest.mark.parametrize("how", ["lock", "job"])
@@ -375,5 +456,10 @@ def test_it_refuses_in_one_line_where_it_cannot_know(root, capsys, monkeypatch, 
     assert "MLFLOW_TRACKING_URI=http://127.0.0.1:9 cannot be read (" in refusal(root, capsys)
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
     database.write_bytes(whole)
+    (root / "prefect").mkdir()
+    with sqlite3.connect(root / "prefect" / "prefect.db") as prefect:
+        prefect.execute("CREATE TABLE flow_run (id)")
+    assert f"Prefect at {root}/prefect/prefect.db cannot be read (no such column" in refusal(root, capsys)
+    shutil.rmtree(root / "prefect")
     assert "--keep nope: there is no recipe 'nope'" in refusal(root, capsys, "--keep", "nope")
     assert "no .athanor-root" in refusal(tmp_path, capsys)

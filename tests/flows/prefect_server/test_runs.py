@@ -5,12 +5,13 @@ import time
 from collections import Counter
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from uuid import UUID
 
 import pytest
 from prefect import flow, get_run_logger, task
 from prefect.client.schemas.actions import DeploymentScheduleCreate
 from prefect.client.schemas.schedules import CronSchedule
-from prefect.states import Completed, Scheduled
+from prefect.states import Completed, Scheduled, Suspended
 
 from flows.cli.status import served_runs, stored_runs
 from flows.service.prometheus import RootNumbers
@@ -65,6 +66,10 @@ def test_the_file_says_what_the_client_says(database):
         assert [run.name for run in ours] == ["later", "ends", "goes-on"]
         assert ours == theirs
         assert "no more" in ours[1].message and not ours[0].is_due
+        for state in (Suspended(), Scheduled()):  # and then resumed
+            served.client.set_flow_run_state(UUID(ours[1].id), state, force=True)
+            assert ours[1].id in stored.waiting() and stored.waiting() == served.waiting()
+            assert not {ours[0].id, ours[2].id} & stored.waiting()
         logs = [store.newest_logs(ours[2].id, 9) for store in (stored, served)]
         assert logs[0] == logs[1]
 
