@@ -97,7 +97,7 @@ class _NoNewRun:
     """Whether no run has begun since the needs of a root were read. Records are read again only after a change."""
 
     def __init__(self, root: Path, live: LiveRuns) -> None:
-        self._root, self._known = root, live.names
+        self._root, self._known = root, live
         self._seen: dict[Path, int] = {}
 
     def __call__(self) -> bool:
@@ -107,7 +107,8 @@ class _NoNewRun:
                 now[path] = path.stat().st_mtime_ns
         if now != self._seen:
             self._seen = now
-            return live_runs(self._root).names <= self._known
+            live = live_runs(self._root)
+            return live.begun <= self._known.begun and live.untracked.keys() <= self._known.untracked.keys()
         return True
 
 

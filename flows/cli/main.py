@@ -283,6 +283,7 @@ def make_parser() -> argparse.ArgumentParser:
     collect.add_argument("--delete", action="store_true", help="delete what is listed")
     collect.add_argument(
         "--keep",
+        action="extend",
         nargs="+",
         default=[],
         metavar="RECIPE",

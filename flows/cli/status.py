@@ -117,17 +117,16 @@ def _print_bytes(root: StorePath, service: ServiceRecord | None, waiting: set[st
     """Print the bytes of each stage on this machine, and what `athanor gc` would free if that is known without another
     program."""
     here = side_dir(root)
-    live = live_runs(here, waiting)
+    live, needs = live_runs(here, waiting), []
     line = "`athanor gc` says what can be deleted" if is_local(root) else f"the artifacts are in {root}"
     has_own = os.environ.get("MLFLOW_TRACKING_URI") in (None, service and service.mlflow)
-    is_known = is_local(root) and has_own and not live.names
+    is_known = is_local(root) and has_own and not (live.tracked or live.untracked)
     try:
-        found = survey(here, needs_of(here, live, None) if is_known else [], live)
+        needs = needs_of(here, live, None) if is_known else []
     except InputError as error:
-        line = f"`athanor gc` would refuse: {error}"
-        found = survey(here, [], live)
-    else:
-        line = f"`athanor gc` would free {bytes_text(found.freed)}" if is_known else line
+        is_known, line = False, f"`athanor gc` would refuse: {error}"
+    found = survey(here, needs, live)
+    line = f"`athanor gc` would free {bytes_text(found.freed)}" if is_known else line
     rows = [(name, bytes_text(size)) for name, size in found.sizes.most_common() if size]
     print_table(f"Bytes, {bytes_text(found.sizes.total())} in all", ("of", "bytes"), rows, sys.stdout.isatty())
     print(f"\n{line}")

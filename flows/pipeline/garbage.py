@@ -112,11 +112,16 @@ class Survey:
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """An artifact; without a manifest if that cannot be read."""
+    """An artifact; without a manifest if that cannot be read.
+
+    Attributes:
+        stays: whether it is not understood or behind a link.
+    """
 
     path: Path
     manifest: Manifest | None
     files: Sequence[File]
+    stays: bool
 
     @property
     def parents(self) -> frozenset[str]:
@@ -129,10 +134,8 @@ def survey(root: Path, needs: Sequence[Need], live: LiveRuns, days: float = KEPT
     """Look at everything in a root, and change nothing.
 
     Args:
+        root: without links in its path.
         days: for how long unfinished work without a process is kept after its last write.
-
-    Raises:
-        InputError: the manifest of a needed artifact cannot be read.
     """
     found = Survey()
     made, works = _artifacts(root, found), _unfinished(root, found)
@@ -151,9 +154,9 @@ def survey(root: Path, needs: Sequence[Need], live: LiveRuns, days: float = KEPT
     for key, why in idle.items():
         found.garbage.append(Garbage(works[key], why, files_below(works[key]), key))
     _look_at_checkpoints(made, needed, found)
-    unneeded = [each for name, each in made.items() if name not in needed and each.path not in found.strangers]
+    unneeded = [each for name, each in made.items() if name not in needed and not each.stays]
     # The newest first: what was made from another artifact goes before it.
-    for each in sorted(unneeded, key=lambda each: (each.path / MANIFEST).stat().st_mtime, reverse=True):
+    for each in sorted(unneeded, key=lambda each: max(file.changed for file in each.files), reverse=True):
         why, key = "no registered version, run or recipe needs it", f"{each.path.parent.name}-{each.path.name}"
         found.garbage.append(Garbage(each.path, why, each.files, key))
     _look_beside(root, {f"{each.path.parent.name}-{name}" for name, each in made.items()} | works.keys(), found)
@@ -164,11 +167,12 @@ def survey(root: Path, needs: Sequence[Need], live: LiveRuns, days: float = KEPT
 def _artifacts(root: Path, found: Survey) -> dict[str, _Made]:
     """Return fingerprint -> artifact. Those that are not understood are among the strangers too."""
     made: dict[str, _Made] = {}
-    for folder in _entries(root / "artifacts"):
+    for folder in sorted((root / "artifacts").glob("*")):
         if folder.is_symlink() or not folder.is_dir():
             found.strangers[folder] = _kind(folder)
-        for path in _entries(folder):
-            if path.name.startswith(DOOMED) and not path.is_symlink():
+        for path in sorted(folder.glob("*")):  # also behind a link, since what is there needs what it was made from
+            is_own = path.resolve() == path
+            if path.name.startswith(DOOMED) and is_own:
                 found.garbage.append(Garbage(path, _INTERRUPTED, files_below(path)))
                 continue
             manifest = None
@@ -178,11 +182,11 @@ def _artifacts(root: Path, found: Survey) -> dict[str, _Made]:
             if not is_artifact or path.is_symlink():
                 found.strangers[path] = _kind(path)
             elif manifest is None:
-                found.strangers[path] = f"its {MANIFEST} is missing or damaged"
+                found.strangers[path] = f"its {MANIFEST} is missing or damaged; all stays while something needs it"
             elif (manifest.stage, manifest.fingerprint) != (folder.name, path.name):
                 found.strangers[path] = f"its {MANIFEST} is that of {manifest.stage}/{manifest.fingerprint}"
             if is_artifact:
-                made[path.name] = _Made(path, manifest, files_below(path))
+                made[path.name] = _Made(path, manifest, files_below(path), path in found.strangers or not is_own)
     return made
 
 
@@ -225,11 +229,10 @@ def _file(about: os.stat_result) -> File:
 def _further_needs(root: Path, made: Mapping[str, _Made], live: LiveRuns, found: Survey) -> Iterator[Need]:
     """Yield the needs of what is not understood, and of runs whose recipe is not known."""
     for each in made.values():
-        if each.path in found.strangers and each.manifest is not None:
+        if each.stays and each.manifest is not None:
             yield Need(_below(each.path, root), each.parents)
     for run, state in live.untracked.items():
-        known = frozenset(name for name, each in made.items() if each.manifest is not None)
-        yield Need(f"flow run {run}, which {state} and may need any artifact", known)
+        yield Need(f"flow run {run}, which {state} and may need any artifact", frozenset(made))
 
 
 def _unfinished(root: Path, found: Survey) -> dict[str, Path]:
@@ -253,14 +256,17 @@ def _idle(works: Mapping[str, Path], needs: Iterable[Need], days: float) -> dict
     wanted = {name for need in needs for name in need.fingerprints}
     for key, path in works.items():
         has_job = any(Path(job) == path or path in Path(job).parents for job in jobs)
-        # The parents are written anew when work continues in an old artifact that is damaged. See `run_stage`.
-        files = [*files_below(path), *files_below(_parents_file(path))]
-        age = time.time() - max((file.changed for file in files), default=path.stat().st_mtime)
-        if has_job or key.rpartition("-")[2] in wanted or age < days * DAY:
+        if has_job or key.rpartition("-")[2] in wanted:
             continue
-        with _held(path.parent, key) as is_held:
-            if is_held:
-                idle[key] = f"unfinished, and nothing was written for {age / DAY:.1f} days"
+        with contextlib.suppress(OSError):  # it is published now, or another user's
+            changed = [path.stat().st_mtime, *(file.changed for file in files_below(path))]
+            # The parents are written anew when work continues in an old artifact that is damaged. See `run_stage`.
+            age = time.time() - max(*changed, *(file.changed for file in files_below(_parents_file(path))))
+            if age < days * DAY:
+                continue
+            with _held(path.parent, key) as is_held:
+                if is_held:
+                    idle[key] = f"unfinished, and nothing was written for {age / DAY:.1f} days"
     return idle
 
 
@@ -268,13 +274,10 @@ def _idle(works: Mapping[str, Path], needs: Iterable[Need], days: float) -> dict
 def _held(scratch: Path, key: str) -> Iterator[bool]:
     """Hold the lock with which `run_stage` makes an artifact; yield False if another process holds it."""
     lock = filelock.FileLock(scratch / f"{key}.lock")
-    try:
+    with contextlib.suppress(filelock.Timeout):
         lock.acquire(timeout=0)
-    except (filelock.Timeout, OSError):
-        yield False
-        return
     try:
-        yield True
+        yield lock.is_locked
     finally:
         lock.release()
 
@@ -300,12 +303,8 @@ def _reached(made: Mapping[str, _Made], need: Need) -> set[str]:
     while left:
         name = min(left)
         reached.add(name)
-        if made[name].manifest is None:
-            raise InputError(
-                f"{made[name].path / MANIFEST} is missing or damaged, and {need.who} needs what it was made from; "
-                f"delete {made[name].path} and run the command that made it again"
-            )
-        left = (left | made[name].parents & made.keys()) - reached
+        parents = made.keys() if made[name].manifest is None else made[name].parents & made.keys()
+        left = (left | parents) - reached
     return reached
 
 
@@ -319,7 +318,7 @@ def _look_at_checkpoints(made: Mapping[str, _Made], needed: Collection[str], fou
     }
     for name in sorted(needed):
         training = made[name]
-        if training.manifest is None or training.manifest.stage != TRAIN or training.path in found.strangers:
+        if training.manifest is None or training.manifest.stage != TRAIN or training.stays:
             continue
         key = f"{TRAIN}-{name}"
         for path in _entries(training.path / CHECKPOINTS):
@@ -411,19 +410,23 @@ def delete(root: Path, garbage: Iterable[Garbage], may_go_on: Callable[[], bool]
     for each in garbage:
         if not may_go_on():
             return
-        with _held(root / "scratch", each.key) if each.key else contextlib.nullcontext(True) as is_held:
-            if not is_held:
-                yield each, "a process works there"
-                continue
-            try:
-                if each.path.is_dir():
-                    shutil.rmtree(each.path if each.path.name.startswith(DOOMED) else rename_doomed(each.path))
+        problem = ""
+        try:
+            with _held(root / "scratch", each.key) if each.key else contextlib.nullcontext(True) as is_held:
+                if is_held:
+                    _remove(root, each)
                 else:
-                    each.path.unlink()
-                if _KEY.fullmatch(each.key) and each.path.name in (each.key, each.key.rpartition("-")[2]):
-                    for path in (root / "scratch").glob(f"{each.key}.*.json"):
-                        path.unlink()
-            except OSError as error:
-                yield each, one_line(error)
-                continue
-        yield each, ""
+                    problem = "a process works there"
+        except OSError as error:
+            problem = one_line(error)
+        yield each, problem
+
+
+def _remove(root: Path, each: Garbage) -> None:
+    if each.path.is_dir():
+        shutil.rmtree(each.path if each.path.name.startswith(DOOMED) else rename_doomed(each.path))
+    else:
+        each.path.unlink()
+    if each.key and each.path.name in (each.key, each.key.rpartition("-")[2]):
+        for path in (root / "scratch").glob(f"{each.key}.*.json"):
+            path.unlink()

@@ -59,15 +59,12 @@ class LiveRuns:
         tracked: key -> record.
         untracked: id -> state in words, of flow runs without such a record, as those of `prepare-data`, whose recipe is
             not known.
+        begun: key and time of the last try of each run with a record, also of those that have ended.
     """
 
     tracked: dict[str, TrackedRun]
     untracked: dict[str, str]
-
-    @property
-    def names(self) -> set[str]:
-        """The keys and ids of all, which no other run has."""
-        return {*self.tracked, *self.untracked}
+    begun: set[tuple[str, int]]
 
     @property
     def sweeps(self) -> set[str]:
@@ -95,7 +92,7 @@ def live_runs(root: Path, waiting: Collection[str] = ()) -> LiveRuns:
     for run in read_runs(root):
         if not run.is_dead() and (run.pid, run.host) not in owners:
             untracked[run.flow_run_id] = _goes_on(run)
-    return LiveRuns(resumable | running, untracked)
+    return LiveRuns(resumable | running, untracked, {(key, each.opened_ms) for key, each in records.items()})
 
 
 def needs_of(
@@ -176,15 +173,17 @@ def _why_needed(
     """Return a run in words if it needs its artifacts, else None."""
     if record is None:
         return f"tracking/{key}.json, which cannot be read"
-    name, run_id, asked = record.opening.name, record.learnt.run_id, record.registration
+    name, run_id = record.opening.name, record.learnt.run_id
     if key in live.tracked:
         return f"run {name}, which {_goes_on(record.owner) if record.status is None else _WAITS}"
+    if record.is_empty():
+        return None
     if record.opening.tags.get(SWEEP_TAG) in live.sweeps:
         return f"run {name}, of a sweep that goes on"
-    if record.is_waiting() and not record.is_empty():
+    if record.is_waiting():
         return f"run {name}, until `athanor sync` has sent it"
-    if asked is not None and not asked.refusals and not (run_id and has_run(run_id)):
-        return f"run {name}, in an MLflow that only MLFLOW_TRACKING_URI can name"
+    if run_id and not has_run(run_id):
+        return f"run {name}, which is not in the MLflow that was asked"
     if record.status != "FINISHED" and now_ms() - record.changed_ms < days * DAY * 1000:
         return f"run {name}, which did not finish and may be tried again"
     return None

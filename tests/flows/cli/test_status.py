@@ -1,6 +1,7 @@
 """`athanor status`: the line for each state of a run, and a root without a run."""
 
 import contextlib
+import re
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 
@@ -98,3 +99,9 @@ def test_the_bytes_of_each_stage_and_what_could_be_freed(tmp_path, capsys, monke
     (tmp_path / "mlflow.db").write_bytes(b"x" * 9000)
     assert main(["status", "--root", str(tmp_path)]) == 0
     assert "`athanor gc` would refuse: " in capsys.readouterr().out
+    (made.dir / "manifest.json").write_text("{")
+    make_artifact(tmp_path, "tokenize", "2" * 16, parents={"samples": made.parent()}).dir.rename(
+        tmp_path / "artifacts" / "tokenize" / ("3" * 16)
+    )
+    assert main(["status", "--root", str(tmp_path)]) == 0, "whatever is damaged"
+    assert re.search(r"convert +1 MB", capsys.readouterr().out)

@@ -244,11 +244,10 @@ def test_a_sweep_that_goes_on_keeps_the_artifacts_of_its_finished_runs(root):
     assert artifacts_of(root) == "1"
 
 
-def test_a_registered_run_of_another_mlflow_keeps_its_artifacts(root):
-    made = make_chain(root, "0123456")
-    tracker = open_tracker(root, "run")
-    evaluated = Artifact(made["evaluate"].dir, made["evaluate"].manifest.model_copy(update={"stats": {"scores": {}}}))
-    tracker.register(made["export"], evaluated, made["release"].dir / "hf", "athanor-digits")
+def test_a_run_of_another_mlflow_keeps_its_artifacts(root):
+    tracker = open_tracker(root, "run")  # whose model a person may have registered there
+    for made in make_chain(root, "0123456").values():
+        tracker.log_stage(made)
     tracker.finish("FINISHED")
     with changed(root, "run") as record:
         record.learnt.published, record.learnt.run_id = record.revision + 1, "f" * 32
@@ -270,6 +269,11 @@ def test_what_a_recipe_or_a_run_that_goes_on_would_reuse_stays(root, who):
             record.opening.recipe_yaml = yaml.safe_dump(plan.config.model_dump(mode="json"))
     assert gc(root, "--delete", *(["--keep", "embedded"] if who == "recipe" else [])) == 0
     assert [path.name for path in root.glob("artifacts/*/*")] == [name]
+    if who == "recipe":
+        (other := root.with_name("other.yaml")).write_text(yaml.safe_dump(plan.config.model_dump(mode="json")))
+        other.write_text(other.read_text().replace("seed: 0", "seed: 1"))
+        assert gc(root, "--delete", "--keep", "embedded", "--keep", str(other)) == 0
+        assert [path.name for path in root.glob("artifacts/*/*")] == [name], "each --keep adds recipes"
     if who == "recipe":  # which is not needed without being named
         assert gc(root, "--delete") == 0
         assert artifacts_of(root) == ""
@@ -350,6 +354,58 @@ def test_a_run_that_begins_meanwhile_ends_the_deletion(root, capsys, monkeypatch
     monkeypatch.setattr(garbage.shutil, "rmtree", remove_and_begin)
     assert gc(root, "--delete") == 1
     assert "a run has begun, so 1 of 2 stay" in capsys.readouterr().out and len(artifacts_of(root)) == 1
+
+
+def test_a_run_that_begins_and_ends_meanwhile_ends_the_deletion_too(root, capsys, monkeypatch):
+    made = [make(root, "convert", letter) for letter in "12"]
+    ended_run(root, "again", "")
+    remove = shutil.rmtree
+
+    def remove_and_run(path):
+        remove(path)
+        tracker = open_tracker(root, "again")
+        tracker.log_stage(made[0])
+        tracker.finish("FINISHED")
+        with changed(root, "again") as record:
+            record.learnt.published = record.revision + 1
+
+    monkeypatch.setattr(garbage.shutil, "rmtree", remove_and_run)
+    assert gc(root, "--delete", "--days", "0") == 1
+    assert "a run has begun, so 1 of 2 stay" in capsys.readouterr().out and artifacts_of(root) == "1"
+
+
+@pytest.mark.parametrize("name", ["artifacts", "artifacts/train"])
+def test_what_is_behind_a_link_keeps_what_it_was_made_from(root, tmp_path, name, capsys):
+    chain: dict[str, Artifact] = {}
+    for stage, letter in zip(CHAIN, "0123456", strict=True):
+        chain[stage] = make(root, stage, letter, *[*chain.values()][-1:])
+    register_model(root, chain)
+    make(root, "train", "7")
+    (root / "scratch").mkdir()
+    digests = root / "scratch" / f"train-{'3' * 16}.whole.json"
+    digests.write_text("{}")
+    (root / name).rename(tmp_path / "moved")
+    (root / name).symlink_to(tmp_path / "moved")
+    assert gc(root, "--delete") == 0
+    assert artifacts_of(root) == "01234567" and digests.exists()
+    assert re.search(rf"{name} +a link, which is not followed", capsys.readouterr().out)
+
+
+def test_what_cannot_be_written_is_left_with_the_reason(root, capsys, monkeypatch):
+    make(root, "convert", "1")
+
+    def refuse(lock, **_):
+        raise PermissionError(13, "Permission denied", lock.lock_file)
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", refuse)
+    assert gc(root, "--delete") == 1
+    assert re.search("left artifacts/convert/1+: .*Permission denied", capsys.readouterr().out)
+
+
+def test_work_that_is_published_meanwhile_is_no_error(root, monkeypatch):
+    work = work_of(root, "1", 30, make(root, "plan_bins", "1"))
+    monkeypatch.setattr(garbage, "running_jobs", lambda: work.rename(root / "published") and set())
+    assert gc(root) == 0
 
 
 def test_links_and_what_is_not_understood_are_named_and_stay(root, tmp_path, capsys):
@@ -435,14 +491,22 @@ def test_an_unreleased_training_keeps_its_checkpoints(root):
     assert len(list((made["train"].dir / "checkpoints").iterdir())) == 2
 
 
+def test_a_needed_artifact_with_a_damaged_manifest_keeps_everything(root, capsys):
+    made = make_chain(root, "0123456")
+    register_model(root, made)
+    make(root, "convert", "7")
+    (made["train"].dir / "manifest.json").write_text("{}")
+    assert gc(root, "--delete") == 0
+    assert artifacts_of(root) == "01234567"
+    assert re.search(r"version 1 +8 .* damaged; all stays while something needs it", capsys.readouterr().out, re.S)
+    connect(root).delete_model_version("athanor-digits", "1")
+    assert gc(root, "--delete") == 0
+    assert artifacts_of(root) == "3"
+
+
 def test_it_refuses_in_one_line_where_it_cannot_know(root, capsys, monkeypatch, tmp_path):
     made = make_chain(root, "0123456")
     register_model(root, made)
-    manifest = made["train"].dir / "manifest.json"
-    text = manifest.read_text()
-    manifest.write_text("{}")
-    assert "athanor-digits version 1 needs what it was made from; delete " in refusal(root, capsys)
-    manifest.write_text(text)
     database = mlflow_database(root)
     whole = database.read_bytes()
     with sqlite3.connect(database) as connection:
