@@ -60,7 +60,7 @@ def gc_command(args: argparse.Namespace) -> int:
 
 
 def _waiting_runs(root: Path) -> set[str]:
-    """Return the ids of the flow runs that wait in Prefect to continue.
+    """Return the ids of the flow runs that wait in Prefect.
 
     Raises:
         InputError: Prefect's server or database cannot be read.
@@ -70,7 +70,7 @@ def _waiting_runs(root: Path) -> set[str]:
             return runs.waiting() if runs else set()
     except Exception as error:  # every transport library has its own kinds
         where = os.environ.get("PREFECT_API_URL") or prefect_home(root) / "prefect.db"
-        why = f"Prefect at {where} cannot be read ({one_line(error)}), so it is unknown which runs wait to continue"
+        why = f"Prefect at {where} cannot be read ({one_line(error)}), so it is unknown which runs wait"
         raise InputError(f"{why}; start it, or correct PREFECT_API_URL") from error
 
 

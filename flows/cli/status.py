@@ -48,9 +48,10 @@ _OUTERMOST = """
     ORDER BY run.expected_start_time DESC LIMIT ?
 """
 _NOT_ENDED = ("PAUSED", "SCHEDULED", "PENDING")  # states of runs that are not running
-_INTERRUPTED = """
+_WAITING = """
     SELECT id FROM flow_run
-    WHERE parent_task_run_id IS NULL AND start_time IS NOT NULL AND state_type IN (?, ?, ?)
+    WHERE parent_task_run_id IS NULL AND state_type IN (?, ?, ?)
+          AND (start_time IS NOT NULL OR expected_start_time <= datetime('now'))
 """
 _TASKS = "SELECT name FROM task_run WHERE flow_run_id = ? AND state_type = 'RUNNING'"
 _LOGS = "SELECT message FROM log WHERE flow_run_id = ? ORDER BY timestamp DESC LIMIT ?"
@@ -81,9 +82,9 @@ class Run:
 class Runs(Protocol):
     """Where the runs are read.
 
-    `newest` returns the newest runs, `waiting` the ids of those that began and are to continue (suspended, resumed or
-    retried), `running_tasks` the names of a run's tasks that run, and `newest_logs` the last lines of a run's log, the
-    newest first.
+    `newest` returns the newest runs, `waiting` the ids of those that are to continue (suspended, resumed or retried)
+    or whose time to start has come, `running_tasks` the names of a run's tasks that run, and `newest_logs` the last
+    lines of a run's log, the newest first.
     """
 
     def newest(self, count: int) -> list[Run]: ...
@@ -203,7 +204,7 @@ class _StoredRuns:
     def waiting(self) -> set[str]:
         if not self._has_tables():
             return set()
-        return {str(UUID(key)) for (key,) in self.connection.execute(_INTERRUPTED, _NOT_ENDED)}
+        return {str(UUID(key)) for (key,) in self.connection.execute(_WAITING, _NOT_ENDED)}
 
     def running_tasks(self, run: str) -> list[str]:
         return [name for (name,) in self.connection.execute(_TASKS, (run,))]
@@ -256,7 +257,8 @@ class _ServedRuns:
         found: list[FlowRun] = []
         while page := self.client.read_flow_runs(flow_run_filter=chosen, offset=len(found)):
             found += page
-        return {str(run.id) for run in found if run.parent_task_run_id is None and run.start_time is not None}
+        starts = {run.id: run.start_time or run.expected_start_time for run in found if run.parent_task_run_id is None}
+        return {str(key) for key, start in starts.items() if start is not None and start <= datetime.now(UTC)}
 
     def running_tasks(self, run: str) -> list[str]:
         from prefect.client.schemas.filters import FlowRunFilter, TaskRunFilter

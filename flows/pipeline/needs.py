@@ -33,7 +33,7 @@ KEPT_DAYS = 7.0  # for runs and work that may continue
 DAY = 86_400.0  # seconds
 _FINGERPRINT = re.compile(r"(?<![0-9a-f])[0-9a-f]{16}(?![0-9a-f])")
 _SECONDS = 10.0  # for a writer of MLflow's database
-_WAITS = "waits in Prefect to continue"
+_WAITS = "waits in Prefect"
 _UNKNOWN = "so it is unknown which models are registered"
 
 
@@ -52,8 +52,7 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class LiveRuns:
-    """The runs of a root that go on, are on another host, where only that host can tell, or wait in Prefect to
-    continue.
+    """The runs of a root that go on, are on another host, where only that host can tell, or wait in Prefect.
 
     Attributes:
         tracked: key -> record.
@@ -80,7 +79,7 @@ def live_runs(root: Path, waiting: Collection[str] = ()) -> LiveRuns:
     """Return the runs that go on, from their records.
 
     Args:
-        waiting: ids of the flow runs that wait in Prefect to continue.
+        waiting: ids of the flow runs that wait in Prefect.
     """
     records = {key: record for key, _, record in _records(root) if record is not None}
     running = {key: each for key, each in records.items() if each.status is None and not each.owner.is_dead()}
@@ -119,7 +118,7 @@ def needs_of(
             needs.append(Need(who, named | _named_by_run(root, record) if key in live.tracked else named))
     for name in recipes:
         needs.append(Need(f"recipe {name}", _named_by_recipe(root, name)))
-    return needs
+    return [*dict.fromkeys(needs)]  # the MLflow at an address may be the root's own
 
 
 def registered(root: Path, uri: str | None) -> tuple[list[RegisteredVersion], Callable[[str], bool]]:

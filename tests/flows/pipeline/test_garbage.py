@@ -36,6 +36,7 @@ pytestmark = pytest.mark.promise(
 )
 
 DAY = 86_400
+FLOW_RUNS = "CREATE TABLE flow_run (id, parent_task_run_id, start_time, expected_start_time, state_type)"
 CHAIN = ("convert", "tokenize", "plan_bins", "train", "export", "evaluate", "release")
 
 
@@ -111,15 +112,17 @@ def refusal(root: Path, capsys: pytest.CaptureFixture, *arguments: str) -> str:
     return line
 
 
-def test_a_version_keeps_all_it_was_made_from_and_the_rest_goes_if_told(root, capsys):
+def test_a_version_keeps_all_it_was_made_from_and_the_rest_goes_if_told(root, capsys, monkeypatch):
     first = make_chain(root, "0123456")
     second = {stage: made for stage, made in first.items() if stage in ("convert", "tokenize", "plan_bins")}
     for stage, letter in zip(CHAIN[3:], "789a", strict=True):
         second[stage] = make(root, stage, letter, *second.values())
     register_model(root, first)
     connect(root).set_registered_model_alias("athanor-digits", "champion", "1")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", tracking_uri(root))  # that of its own service, as it were
     assert gc(root) == 0
     printed = capsys.readouterr().out
+    assert printed.count("athanor-digits version 1") == 1
     assert re.search(r"athanor-digits version 1 \(champion\) +7 ", printed)
     assert "artifacts/train/7777777777777777" in printed and "0000" not in printed
     assert artifacts_of(root) == "0123456789a"
@@ -213,24 +216,27 @@ def test_a_suspended_run_keeps_its_artifacts_until_it_ends(root, state, stays, c
     make(root, "convert", "2")
     (root / "prefect").mkdir()
     with sqlite3.connect(root / "prefect" / "prefect.db") as database:
-        database.execute("CREATE TABLE flow_run (id, parent_task_run_id, start_time, state_type)")
-        database.execute("INSERT INTO flow_run VALUES (?, NULL, '2026-01-01', ?)", (flow_run, state))
-        database.execute("INSERT INTO flow_run VALUES (?, NULL, NULL, 'SCHEDULED')", (str(uuid.uuid4()),))
+        database.execute(FLOW_RUNS)
+        database.execute("INSERT INTO flow_run VALUES (?, NULL, '2026-01-01', '2026-01-01', ?)", (flow_run, state))
+        later = "INSERT INTO flow_run VALUES (?, NULL, NULL, '2999-01-01', 'SCHEDULED')"
+        database.execute(later, (str(uuid.uuid4()),))
     assert gc(root, "--delete", "--days", "0") == 0
     assert artifacts_of(root) == stays
-    assert ("which waits in Prefect to continue" in capsys.readouterr().out) == bool(stays)
+    assert ("which waits in Prefect" in capsys.readouterr().out) == bool(stays)
 
 
-def test_a_suspended_run_without_a_record_may_need_anything(root, capsys):
+@pytest.mark.parametrize(("start", "state"), [("2026-01-01", "PAUSED"), (None, "SCHEDULED"), (None, "PENDING")])
+def test_a_waiting_run_without_a_record_may_need_anything(root, start, state, capsys):
     make(root, "convert", "0")
     work = work_of(root, "1", 30, make(root, "plan_bins", "1"))
     (root / "prefect").mkdir()
     with sqlite3.connect(root / "prefect" / "prefect.db") as database:
-        database.execute("CREATE TABLE flow_run (id, parent_task_run_id, start_time, state_type)")
-        database.execute("INSERT INTO flow_run VALUES (?, NULL, '2026-01-01', 'PAUSED')", (str(uuid.uuid4()),))
+        database.execute(FLOW_RUNS)
+        values = (str(uuid.uuid4()), None, start, "2026-01-01", state)
+        database.execute("INSERT INTO flow_run VALUES (?, ?, ?, ?, ?)", values)
     assert gc(root, "--delete") == 0
     assert artifacts_of(root) == "01" and work.is_dir()
-    assert "which waits in Prefect to continue and may need any artifact" in capsys.readouterr().out
+    assert "which waits in Prefect and may need any artifact" in capsys.readouterr().out
 
 
 def test_a_sweep_that_goes_on_keeps_the_artifacts_of_its_finished_runs(root):
