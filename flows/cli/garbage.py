@@ -1,7 +1,6 @@
 """`athanor gc`: list what nothing in a root needs any more, and delete it with --delete."""
 
 import argparse
-import contextlib
 import os
 import sys
 from pathlib import Path
@@ -76,8 +75,13 @@ def _waiting_runs(root: Path) -> set[str]:
 
 def _delete(root: Path, garbage: list[Garbage], live: LiveRuns) -> int:
     """Delete, print a line for each, and return the exit status."""
+
+    def no_run_has_begun() -> bool:
+        now = live_runs(root)
+        return now.begun <= live.begun and now.untracked.keys() <= live.untracked.keys()
+
     freed, done, status = 0, 0, 0
-    for each, problem in delete(root, garbage, _NoNewRun(root, live)):
+    for each, problem in delete(root, garbage, no_run_has_begun):
         done += 1
         name = _below(each.path, root)
         if problem:
@@ -91,25 +95,6 @@ def _delete(root: Path, garbage: list[Garbage], live: LiveRuns) -> int:
         status = EXIT_FAILED
     print(f"freed {bytes_text(freed)}")
     return status
-
-
-class _NoNewRun:
-    """Whether no run has begun since the needs of a root were read. Records are read again only after a change."""
-
-    def __init__(self, root: Path, live: LiveRuns) -> None:
-        self._root, self._known = root, live
-        self._seen: dict[Path, int] = {}
-
-    def __call__(self) -> bool:
-        now = {}
-        for path in (*self._root.glob("tracking/*.json"), *self._root.glob("service/runs/*.json")):
-            with contextlib.suppress(FileNotFoundError):
-                now[path] = path.stat().st_mtime_ns
-        if now != self._seen:
-            self._seen = now
-            live = live_runs(self._root)
-            return live.begun <= self._known.begun and live.untracked.keys() <= self._known.untracked.keys()
-        return True
 
 
 def _below(path: Path, root: Path) -> str:

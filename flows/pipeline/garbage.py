@@ -3,8 +3,8 @@
     artifacts/<stage>/<fingerprint>/         finished; kept with all that it was made from while something needs it
     artifacts/train/<fingerprint>/checkpoints/step-000500/   of a released training: see `surplus_checkpoints`
     scratch/<stage>-<fingerprint>/           unfinished; kept while a process works there, and for days after that
-    scratch/<stage>-<fingerprint>.<...>      digests and the owner beside these
-    deleting-<...>/  saving-<...>/  .<...>.tmp   left by killed processes
+    scratch/<stage>-<fingerprint>.<...>      digests and the owner beside these; they go with them
+    deleting-<...>/  saving-<...>/           left by killed processes
 
 Only these forms are ever deleted. A link is never followed; it and all that is not understood are named, and stay.
 `needs.py` says who needs an artifact. What is deleted is held by the lock of its stage meanwhile.
@@ -36,21 +36,19 @@ from trainer.contract.checkpoint import checkpoints_to_delete, read_checkpoint_r
 from trainer.contract.names import CHECKPOINTS, RUN_JSON
 from trainer.contract.run import CheckpointConfig
 
-_SETTLED_SECONDS = 3600.0  # a temporary file without a change for this time has lost its writer
 _UNREADABLE = (ValueError, LookupError, TypeError)  # errors of a JSON file of another form
 _INTERRUPTED = "a killed process left it"
 TRAIN, RELEASE = "train", "release"  # stages
 SAVING, DAMAGED = "saving-", "damaged-"  # starts of the names of checkpoints
 _NAME = re.compile("[0-9a-f]{16}")
 _KEY = re.compile(r"[a-z][a-z0-9_]*-[0-9a-f]{16}")
-_BESIDE = re.compile(rf"(?P<key>{_KEY.pattern})\.(?P<kind>lock|owner\.json|parents\.json|whole\.json)")
+_BESIDE = re.compile(rf"{_KEY.pattern}\.(lock|owner\.json|parents\.json|whole\.json)")
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp|mlflow\.db\.tmp.*")
 # The entries of a root that athanor, MLflow and Prefect make.
 _OURS = re.compile(
     r"artifacts|scratch|tracking|prefect|service|logs|previews|init|mlflow-artifacts|mlflow\.db.*|\.athanor-root|"
     r"example\.png|raw-digests\.json"
 )
-_WITH_TEMPORARY = (".", "scratch", "tracking", "service", "service/runs", "logs", "previews")
 log = logging.getLogger("athanor.garbage")
 
 
@@ -159,7 +157,9 @@ def survey(root: Path, needs: Sequence[Need], live: LiveRuns, days: float = KEPT
     for each in sorted(unneeded, key=lambda each: max(file.changed for file in each.files), reverse=True):
         why, key = "no registered version, run or recipe needs it", f"{each.path.parent.name}-{each.path.name}"
         found.garbage.append(Garbage(each.path, why, each.files, key))
-    _look_beside(root, {f"{each.path.parent.name}-{name}" for name, each in made.items()} | works.keys(), found)
+    for path in _entries(root):
+        if path.is_symlink() or not (_OURS.fullmatch(path.name) or _TEMPORARY.fullmatch(path.name)):
+            found.strangers[path] = _kind(path)
     _measure(root, {each.path: each.files for each in made.values()}, found)
     return found
 
@@ -361,22 +361,6 @@ def prune_released(training: Artifact) -> None:
             shutil.rmtree(rename_doomed(path))
     except (OSError, *_UNREADABLE) as error:
         log.warning("the older checkpoints of %s are not deleted (%s)", training.dir, one_line(error))
-
-
-def _look_beside(root: Path, keys: Collection[str], found: Survey) -> None:
-    """Add small files that lost their artifact or their writer, and name what athanor does not know."""
-    for path in _entries(root / "scratch"):
-        beside = _BESIDE.fullmatch(path.name)
-        if beside and beside["key"] not in keys and beside["kind"] != "lock" and not path.is_symlink():
-            found.garbage.append(Garbage(path, "its artifact is gone", files_below(path), beside["key"]))
-    for folder in _WITH_TEMPORARY:
-        for path in _entries(root / folder):
-            is_ours = _TEMPORARY.fullmatch(path.name) and path.is_file() and not path.is_symlink()
-            if is_ours and time.time() - path.stat().st_mtime > _SETTLED_SECONDS:
-                found.garbage.append(Garbage(path, "a killed process was writing it", files_below(path)))
-    for path in _entries(root):
-        if path.is_symlink() or not (_OURS.fullmatch(path.name) or _TEMPORARY.fullmatch(path.name)):
-            found.strangers[path] = _kind(path)
 
 
 def _measure(root: Path, known: Mapping[Path, Sequence[File]], found: Survey) -> None:

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import threading
 import time
@@ -124,6 +125,29 @@ def test_a_released_training_has_one_checkpoint_and_everything_is_needed_by_its_
     printed = capsys.readouterr().out
     assert re.search(r"athanor-embedded version 1 \(candidate\) +15 ", printed) and "Not understood" not in printed
     assert sorted(finished.glob("artifacts/*/*")) == there
+
+
+@pytest.mark.full
+@pytest.mark.promise(
+    "`athanor gc` keeps what a registered version, a run, a named recipe or unfinished work needs and what it does not "
+    "understand, and frees what it says."
+)
+def test_gc_frees_and_a_run_after_it_still_registers_and_so_does_one_in_a_backup(small_run, tmp_path):
+    root = small_run.copy(tmp_path)
+    with stand_in_trainer():
+        first = set(root.glob("artifacts/*/*"))
+        assert athanor("run", root, **{"train.seed": 1}) == 0
+        connect(root).delete_model_version("athanor-embedded", "2")
+        extra = set(root.glob("artifacts/*/*")) - first
+        shutil.rmtree(root / "service" / "runs")  # as at the end of the process of a run
+        assert extra and main(["gc", "--root", str(root), "--delete"]) == 0
+        assert set(root.glob("artifacts/*/*")) == first
+        assert athanor("run", root, **{"train.seed": 2}) == 0
+        assert len(connect(root).search_model_versions()) == 2
+        backup = tmp_path / "backup"
+        assert main(["backup", str(backup), "--root", str(root)]) == 0
+        assert athanor("run", backup, **{"train.seed": 3}) == 0
+        assert len(connect(backup).search_model_versions()) == 3
 
 
 def test_prefect_shows_stages_reports_scores_and_the_mlflow_run(second):
