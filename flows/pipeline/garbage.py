@@ -143,18 +143,22 @@ def survey(root: Path, needs: Sequence[Need], live: LiveRuns, days: float = KEPT
     own = {f"{_below(path, root)}, which is unfinished": path for path in works_kept}
     needs += [Need(who, _parents_of(path, made)) for who, path in own.items()]
     needed: set[str] = set()
+    to_send: set[str] = set()
     for need in needs:
         reached = _reached(made, need)
         needed |= reached
+        to_send |= reached if need.to_send else set()
         files = [file for name in reached for file in made[name].files]
         files += files_below(own[need.who]) if need.who in own else []
         found.kept.append((need.who, len(reached), sum(file.size for file in files)))
     for key, why in idle.items():
         found.garbage.append(Garbage(works[key], why, files_below(works[key]), key))
-    _look_at_checkpoints(made, needed, found)
+    _look_at_checkpoints(made, needed - to_send, found)
     unneeded = [each for name, each in made.items() if name not in needed and not each.stays]
     # The newest first: what was made from another artifact goes before it.
-    for each in sorted(unneeded, key=lambda each: max(file.changed for file in each.files), reverse=True):
+    for each in sorted(
+        unneeded, key=lambda each: max((file.changed for file in each.files), default=0.0), reverse=True
+    ):
         why, key = "no registered version, run or recipe needs it", f"{each.path.parent.name}-{each.path.name}"
         found.garbage.append(Garbage(each.path, why, each.files, key))
     for path in _entries(root):
@@ -232,7 +236,7 @@ def _further_needs(root: Path, made: Mapping[str, _Made], live: LiveRuns, found:
         if each.stays and each.manifest is not None:
             yield Need(_below(each.path, root), each.parents)
     for run, state in live.untracked.items():
-        yield Need(f"flow run {run}, which {state} and may need any artifact", frozenset(made))
+        yield Need(f"flow run {run}, which {state} and may need any artifact", frozenset(made), to_send=True)
 
 
 def _unfinished(root: Path, found: Survey) -> dict[str, Path]:

@@ -44,10 +44,12 @@ class Need:
     Attributes:
         who: what it is, for people.
         fingerprints: what it names; other fingerprints may be among them.
+        to_send: whether MLflow may still get every file of them, also the older checkpoints.
     """
 
     who: str
     fingerprints: frozenset[str]
+    to_send: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,8 @@ def needs_of(
     for key, text, record in _records(root):
         if (who := _why_needed(key, record, live, has_run, days)) is not None:
             named = fingerprints_in(text)
-            needs.append(Need(who, named | _named_by_run(root, record) if key in live.tracked else named))
+            named |= _named_by_run(root, record) if key in live.tracked else set()
+            needs.append(Need(who, named, to_send=record is None or record.is_waiting() or key in live.tracked))
     for name in recipes:
         needs.append(Need(f"recipe {name}", _named_by_recipe(root, name)))
     return [*dict.fromkeys(needs)]  # the MLflow at an address may be the root's own

@@ -457,8 +457,8 @@ def test_what_killed_processes_left_goes(root, capsys):
     assert artifacts_of(root) == "" and "Not understood" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("settings", "left"), [({}, [9]), ({"keep_released": 2}, [6, 9]), ({"keep_every": 6}, [6, 9])])
-def test_a_released_training_keeps_the_checkpoints_that_its_settings_say(root, settings, left, capsys):
+def released_checkpoints(root: Path, settings: dict) -> Path:
+    """Return the directory of the checkpoints of steps 3, 6 and 9, the last of which was exported and registered."""
     made = make_chain(root, "0123456")
     training = make(root, "train", "3", made["plan_bins"], stats={"checkpoint": "checkpoints/step-000009"})
     make(root, "release", "6", training, made["export"], made["evaluate"])
@@ -468,6 +468,25 @@ def test_a_released_training_keeps_the_checkpoints_that_its_settings_say(root, s
     for step in (3, 6, 9):
         (checkpoints / f"step-00000{step}").mkdir(parents=True)
         write_checkpoint_record(checkpoints / f"step-00000{step}", {"step": step})
+    return checkpoints
+
+
+def test_checkpoints_that_are_still_to_be_sent_stay(root):
+    checkpoints = released_checkpoints(root, {})
+    tracker = open_tracker(root, "run")
+    tracker.log_stage(Artifact.load(checkpoints.parent))
+    tracker.finish("FINISHED")
+    assert gc(root, "--delete") == 0
+    assert len(list(checkpoints.iterdir())) == 3
+    with changed(root, "run") as record:
+        record.learnt.published = record.revision + 1
+    assert gc(root, "--delete") == 0
+    assert len(list(checkpoints.iterdir())) == 1
+
+
+@pytest.mark.parametrize(("settings", "left"), [({}, [9]), ({"keep_released": 2}, [6, 9]), ({"keep_every": 6}, [6, 9])])
+def test_a_released_training_keeps_the_checkpoints_that_its_settings_say(root, settings, left, capsys):
+    checkpoints = released_checkpoints(root, settings)
     for name in ("saving-step-000006", "damaged-step-000003"):
         (checkpoints / name).mkdir()
     assert gc(root, "--delete") == 0
