@@ -263,9 +263,9 @@ def _idle(works: Mapping[str, Path], needs: Iterable[Need], days: float) -> dict
         if has_job or key.rpartition("-")[2] in wanted:
             continue
         with contextlib.suppress(OSError):  # it is published now, or another user's
-            changed = [path.stat().st_mtime, *(file.changed for file in files_below(path))]
             # The parents are written anew when work continues in an old artifact that is damaged. See `run_stage`.
-            age = time.time() - max(*changed, *(file.changed for file in files_below(_parents_file(path))))
+            files = [*files_below(path), *files_below(_parents_file(path)), _file(path.lstat())]
+            age = time.time() - max(file.changed for file in files)
             if age < days * DAY:
                 continue
             with _held(path.parent, key) as is_held:

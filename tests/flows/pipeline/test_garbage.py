@@ -320,6 +320,12 @@ def test_unfinished_work_goes_a_week_after_its_last_write(root, capsys):
     assert not young.exists() and artifacts_of(root) == ""
 
 
+def test_an_empty_work_directory_goes_too(root):
+    (work := root / "scratch" / f"train-{'1' * 16}").mkdir(parents=True)
+    make_old(work, 30)
+    assert gc(root, "--delete") == 0 and not work.exists()
+
+
 def test_an_old_artifact_in_which_work_continues_is_young(root):
     work = work_of(root, "1", 30, make(root, "plan_bins", "1"))
     work.with_name(f"{work.name}.parents.json").touch()
