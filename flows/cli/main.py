@@ -293,7 +293,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--days",
         type=_not_negative,
         metavar="DAYS",
-        help="days after which a run or work that did not finish is not needed (default: 7)",
+        help="days for which every run and unfinished work is needed (default: 7)",
     )
     backup = commands.add_parser("backup", help="copy databases, records and registered models while runs go on")
     backup.add_argument("directory", type=Path, metavar="DIR", help="new directory for the copy")

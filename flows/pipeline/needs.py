@@ -104,7 +104,7 @@ def needs_of(
     Args:
         uri: address of an MLflow to ask beside the root's own database; None: there is none.
         recipes: names or paths of the recipes to keep.
-        days: for how long a run that did not finish is kept after its end.
+        days: for how long every run is kept after its last change.
 
     Raises:
         InputError: MLflow cannot be read, or a recipe is wrong or cannot be opened.
@@ -186,8 +186,8 @@ def _why_needed(
         return f"run {name}, until `athanor sync` has sent it"
     if run_id and not has_run(run_id):
         return f"run {name}, which is not in the MLflow that was asked"
-    if record.status != "FINISHED" and now_ms() - record.changed_ms < days * DAY * 1000:
-        return f"run {name}, which did not finish and may be tried again"
+    if now_ms() - record.changed_ms < days * DAY * 1000:
+        return f"run {name}, of the last {days:g} days"
     return None
 
 

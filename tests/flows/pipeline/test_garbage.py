@@ -189,7 +189,7 @@ def test_a_run_keeps_its_artifacts_until_mlflow_holds_it(root, capsys):
         record.learnt.published = record.revision + 1
     assert gc(root, "--delete") == 0
     assert artifacts_of(root) == "01"
-    assert "which did not finish and may be tried again" in capsys.readouterr().out
+    assert "run embedded, of the last 7 days" in capsys.readouterr().out
     assert gc(root, "--delete", "--days", "0") == 0
     assert artifacts_of(root) == ""
 
