@@ -288,6 +288,12 @@ def remove_tree(path: StorePath) -> None:
         path.fs.rm(path.path, recursive=True)
 
 
+def free_bytes(directory: Path) -> int:
+    """Return the free bytes of the disk on which a directory is or would be made."""
+    directory = directory.absolute()
+    return shutil.disk_usage(next(path for path in (directory, *directory.parents) if path.exists())).free
+
+
 DOOMED = "deleting-"  # start of the name of a local directory that is being deleted
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from dataset_builders.errors import InputError
 from dataset_builders.readers.source_files import ROOT_MARK
 from dataset_builders.storage.files import check_database
-from dataset_builders.storage.store import side_dir
+from dataset_builders.storage.store import free_bytes, side_dir
 from flows.cli.terminal import bytes_text
 from flows.pipeline.needs import fingerprints_in, registered
 from flows.service.access import make_private_root
@@ -79,13 +79,12 @@ def _files(directory: Path) -> Iterator[Path]:
 
 
 def _check_room(to: Path, files: list[Path]) -> None:
-    place = next(path for path in (to, *to.parents) if path.exists())
     sizes = {}
     for path in files:
         with contextlib.suppress(FileNotFoundError):
             about = path.stat()
             sizes[about.st_ino] = about.st_size
-    needed, free = sum(sizes.values()), shutil.disk_usage(place).free
+    needed, free = sum(sizes.values()), free_bytes(to)
     if needed > free:
         raise InputError(f"{to}: {bytes_text(needed)} are wanted and {bytes_text(free)} are free; choose another disk")
 

@@ -20,7 +20,7 @@ from dataset_builders.pictures.images import ImageLimits, read_rgb
 from dataset_builders.recognise.columns import CLASSIFY
 from dataset_builders.recognise.layouts import unread
 from dataset_builders.recognise.recognise import Reading, Recognised, Survey, Trial, survey, try_reading
-from dataset_builders.storage.store import StorePath, is_local
+from dataset_builders.storage.store import StorePath, free_bytes, is_local
 from flows.cli.fit import FEW_STEPS
 from flows.cli.terminal import bytes_text
 from flows.pipeline.config import PipelineConfig
@@ -139,8 +139,7 @@ def rows_table(plan: RowsPlan, config: PipelineConfig, root: StorePath) -> list[
     need = sum(plan.disk.values())
     disk = f"about {bytes_text(need)} ({', '.join(f'{name} {bytes_text(value)}' for name, value in plan.disk.items())})"
     if is_local(root):
-        place = next(parent for parent in (Path(root), *Path(root).resolve().parents) if parent.exists())
-        free = shutil.disk_usage(place).free
+        free = free_bytes(Path(root))
         disk += f"; {bytes_text(free)} are free{'' if need < free else ': TOO LITTLE'}"
     return [*rows, ("disk", disk)]
 

@@ -5,6 +5,7 @@ The command makes nothing. A table says which processes encode the images, with 
 
 import argparse
 import dataclasses
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from dataset_builders.contracts.manifest import FeatureStore
 from dataset_builders.contracts.sample import SPLITS
-from dataset_builders.storage.store import StorePath, side_dir
+from dataset_builders.storage.store import StorePath, free_bytes, is_local, side_dir
 from flows.cli.first_rows import plan_rows, rows_table
 from flows.cli.fit import check_memory, fit_sizes
 from flows.cli.terminal import bytes_text, print_table
@@ -238,7 +239,31 @@ def _memory_rows(plan: Plan, job: PlacementJob) -> Iterator[tuple[str, str]]:
         sizes = {"pieces": job.pieces, "dp": dp, "adapters": job.adapters}
         copied = bytes_text(estimate_saved(job.shape, execution.parallel, train, **sizes))
         yield "host memory", f"{copied} in the fullest process, page-locked: checkpoints are written from it"
+    yield "disk", _disk(plan, job)
     yield "processes", str(execution.cluster.processes)
+
+
+def _disk(plan: Plan, job: PlacementJob) -> str:
+    """Return the bytes of a training's checkpoints and model in words, and how many such trainings the root's disk has
+    room for."""
+    settings, train, shape = plan.config.execution.checkpoint, job.train, job.shape
+    pieces = (range(shape.language.num_layers),)
+    # In every layout all ranks together write what one rank alone would.
+    saved = estimate_saved(shape, ParallelConfig(), train, pieces=pieces, dp=1, adapters=job.adapters)
+    model = (4 if train.precision == "float32" else 2) * sum(shape.parameters.values())
+    most, for_good = settings.keep_last + 1, 0  # an old checkpoint is deleted when the new one is whole
+    if train.num_steps is not None:
+        most = min(most, math.ceil(train.num_steps / settings.save_interval))
+        if settings.keep_every is not None:
+            for_good = train.num_steps // math.lcm(settings.save_interval, settings.keep_every)
+    at_most = (most + for_good) * saved + model
+    stays = (min(settings.keep_released, most) + for_good) * saved + model
+    said = f"{bytes_text(at_most)} while it trains, {bytes_text(stays)} with its model afterwards"
+    if not is_local(plan.root):
+        return said
+    free = free_bytes(plan.root)
+    room = 0 if free < at_most else 1 + (free - at_most) // stays
+    return f"{said}; {bytes_text(free)} are free, room for {room:,} such training{'s' * (room != 1)}"
 
 
 def _placement_job(plan: Plan) -> PlacementJob:

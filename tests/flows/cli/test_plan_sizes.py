@@ -51,6 +51,18 @@ def test_host_memory_is_named_where_a_save_comes_before_the_last():
     assert host_memory("execution.checkpoint.save_interval=10", "execution.checkpoint.asynchronous=false") is None
 
 
+def test_the_room_on_the_disk_counts_checkpoints_at_a_time_and_those_that_stay(monkeypatch):
+    parameters = 631_520  # in float32: a checkpoint has 16 bytes of each, the model 4
+    for free, room in ((32e6, "0 such trainings"), (33e6, "1 such training"), (59e6, "3 such trainings")):
+        monkeypatch.setattr("flows.cli.plan.free_bytes", lambda place, free=free: int(free))
+        said = rows_of("train.num_steps=1000", "execution.checkpoint.save_interval=100")["disk"]
+        assert said.startswith("32.8 MB while it trains, 12.6 MB with its model afterwards; ") and said.endswith(room)
+    assert round((3 * 16 + 4) * parameters / 1e6, 1) == 32.8 and round((16 + 4) * parameters / 1e6, 1) == 12.6
+    assert rows_of("train.num_steps=100")["disk"].startswith("12.6 MB while it trains, 12.6 MB ")
+    more = ("execution.checkpoint.keep_every=400", "execution.checkpoint.save_interval=100", "train.num_steps=1000")
+    assert rows_of(*more)["disk"].startswith("53 MB while it trains, 32.8 MB ")  # those of steps 400 and 800 stay
+
+
 def test_the_time_of_a_large_model_is_told_for_an_h200():
     assert "time" not in rows_of()  # float32
     large = ("model={variant: qwen3_vl_2b, seed: 0}", "train.precision=bfloat16", "tokenize.max_pixels=262144")
