@@ -186,8 +186,13 @@ def fingerprint(value: object) -> str:
 def describe_drift(old: Mapping[str, object], new: Mapping[str, object]) -> str:
     """Describe how two nested mappings differ, by dotted field: `optim.lr: 0.001 -> 0.002; seed: 1 -> 2`."""
     before, after = flatten(old), flatten(new)
-    changed = sorted(k for k in before.keys() | after.keys() if before.get(k, None) != after.get(k, None))
-    return "; ".join(f"{k}: {before.get(k, 'absent')!r} -> {after.get(k, 'absent')!r}" for k in changed)
+    return "; ".join(f"{k}: {before.get(k, 'absent')!r} -> {after.get(k, 'absent')!r}" for k in drifted(old, new))
+
+
+def drifted(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:
+    """Return the dotted fields in which two nested mappings differ."""
+    before, after = flatten(old), flatten(new)
+    return sorted(k for k in before.keys() | after.keys() if before.get(k, None) != after.get(k, None))
 
 
 def flatten(value: Mapping[str, object], prefix: str = "") -> dict[str, object]:

@@ -4,6 +4,7 @@ Every run is a whole `vlm-sft` with an MLflow run of its own. The first run make
 and the later runs reuse them.
 """
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from flows.pipeline.recipe import Recipe, expand, load_recipe, parse_grid
 from flows.tracking.notes import run_name, score_text
 from flows.tracking.tracker import compare_page
 from stages.shared.artifacts.artifact import Artifact
+from stages.shared.scoring.names import OVERALL
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +102,19 @@ def run_variants(variants: Sequence[Variant], root: StorePath) -> list[Outcome]:
 
 
 def tabulate(outcomes: Sequence[Outcome]) -> tuple[list[str], list[list[str]]]:
-    """Return the columns, and one row per run: point, state, overall scores, last losses, stages made, seconds."""
+    """Return the columns, and one row per run: point, state, overall scores, last losses, stages made, seconds. The
+    score by which models are compared is the first, and the best run; failed runs are the last."""
     fields = list(outcomes[0].variant.point)
-    overall = [outcome.result.get("scores", {}).get("overall", {}) for outcome in outcomes]
+    name, _, subset = outcomes[0].variant.recipe.config.execution.registry.metric.partition("/")
+
+    def place(outcome: Outcome) -> tuple[bool, float]:
+        score = outcome.result.get("scores", {}).get(subset or OVERALL, {}).get(name)
+        return bool(outcome.error), math.inf if score is None else -score
+
+    outcomes = sorted(outcomes, key=place)
+    overall = [outcome.result.get("scores", {}).get(OVERALL, {}) for outcome in outcomes]
     metrics = [m for m in dict.fromkeys(m for scores in overall for m in scores) if not m.startswith("mean_")]
+    metrics.sort(key=lambda metric: metric != name)
     rows = []
     for outcome, scores in zip(outcomes, overall):
         stages = outcome.result.get("stages", [])

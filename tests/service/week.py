@@ -8,6 +8,7 @@ jumps. At the end each night must have one run with an end of its own, and no pr
 because it takes an hour.
 """
 
+import contextlib
 import shutil
 import struct
 import subprocess
@@ -19,6 +20,8 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from tests.bench.command import bench_folder, make_parser, print_report, table_head, table_row
 from tests.helpers.service import ENDED, RunningService, lines, processes_with, wait_for
@@ -59,7 +62,8 @@ class Week:
         self.service.prefect(f"/deployments/{nightly['id']}/schedules/{schedule['id']}", body, method="PATCH")
 
     def wait_for_training(self) -> None:
-        """Delete what the nights have trained, and wait until the next one trains."""
+        """Delete what the nights have trained, once no night trains, and wait until the next one does."""
+        wait_for(lambda: not any(self.root.glob("scratch/train-*/metrics.jsonl")), 900, "end", self.service.tell)
         for path in self.root.glob("artifacts/train/*"):
             shutil.rmtree(path)
         wait_for(lambda: any(self.root.glob("scratch/train-*/metrics.jsonl")), 400, "training", self.service.tell)
@@ -71,7 +75,8 @@ class Week:
         process = self.service.program(part)
         process.suspend()
         time.sleep(90)
-        process.resume()
+        with contextlib.suppress(psutil.NoSuchProcess):  # it was taken for dead, and started anew
+            process.resume()
 
     def kill_watcher(self) -> None:
         self.service.kill()

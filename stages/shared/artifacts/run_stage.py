@@ -27,7 +27,7 @@ from typing import Any
 import filelock
 from pydantic import BaseModel
 
-from dataset_builders.contracts.manifest import MANIFEST, Manifest, describe_drift, fingerprint, load_manifest
+from dataset_builders.contracts.manifest import MANIFEST, Manifest, describe_drift, drifted, fingerprint, load_manifest
 from dataset_builders.contracts.shard_io import remove_entries
 from dataset_builders.errors import DamagedFile, InputError, damaged
 from dataset_builders.storage.files import check_directory, read_object, write_json, write_text
@@ -47,6 +47,7 @@ from stages.shared.pages.page import artifact_page
 from stages.shared.pages.report import REPORT_HTML
 
 LOCK_POLL_SECONDS = 0.5
+MOST_COMPARED = 20  # artifacts, to say why there is no finished one
 _HEX = re.compile("[0-9a-f]+")
 
 log = logging.getLogger("athanor.stage")
@@ -268,20 +269,23 @@ def _locked(work: StorePath, name: Path) -> Iterator[None]:
 
 
 def why_rebuild(root: StorePath, stage: Stage, identity: Mapping[str, Any]) -> str:
-    """Explain why there is no artifact of this identity, compared with the newest artifact of the same stage."""
+    """Explain why there is no artifact of this identity, compared with the nearest of the newest of the same stage."""
     if scratch_dir(root, stage, identity).is_dir():  # in a store: a prefix that is not empty
         return "unfinished: an earlier run was interrupted, its finished parts will be used"
-    artifacts = [d for d in (root / "artifacts" / stage.name).glob("*") if (d / MANIFEST).is_file()]
-    if not artifacts:
-        return "never made in this root"
-    newest = load_manifest(max(artifacts, key=lambda d: modified(d / MANIFEST)))
+    places = [d for d in (root / "artifacts" / stage.name).glob("*") if (d / MANIFEST).is_file()]
+    places.sort(key=lambda place: modified(place / MANIFEST), reverse=True)
 
     def fields(version: int, config: Mapping[str, Any], parents: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
         made_from = {f"input {role}": f"{p['name']}@{p['fingerprint'][:8]}" for role, p in parents.items()}
         return {"version": version, **config, **made_from}
 
-    old_parents = {role: parent.model_dump() for role, parent in newest.parents.items()}
-    return describe_drift(
-        fields(newest.version, newest.config, old_parents),
-        fields(identity["version"], identity["config"], identity["parents"]),
-    )
+    made = []
+    for place in places[:MOST_COMPARED]:
+        with contextlib.suppress(InputError):  # it is damaged, which is said where it is needed
+            one = load_manifest(place)
+            parents = {role: parent.model_dump() for role, parent in one.parents.items()}
+            made.append(fields(one.version, one.config, parents))
+    if not made:
+        return "never made in this root"
+    wanted = fields(identity["version"], identity["config"], identity["parents"])
+    return describe_drift(min(made, key=lambda one: len(drifted(one, wanted))), wanted)

@@ -97,6 +97,15 @@ def test_data_stages_are_made_once_and_every_run_has_its_own_mlflow_run(root, ca
     assert [row[head.index("stages made")] for row in rows] == ["0 of 15"] * 2 and len(runs_of(root)) == len(runs)
 
 
+def test_the_best_run_is_the_first_of_the_table_and_its_score_the_first_number():
+    variants = check_grid("embedded", [], ["train.seed=[0,1,2,3]"])
+    scores = [{"empty_rate": 0.0, "exact_match": score} for score in (0.5, 0.75, None)]
+    outcomes = [module.Outcome(one, {"scores": {"overall": found}}) for one, found in zip(variants, scores)]
+    columns, rows = module.tabulate([module.Outcome(variants[3], error="no"), *outcomes])
+    assert columns[:4] == ["train.seed", "state", "exact_match", "empty_rate"]
+    assert [row[0] for row in rows] == ["1", "0", "2", "3"] and rows[-1][1] == "failed"
+
+
 def test_a_run_that_fails_does_not_stop_the_others(small_run, tmp_path, capsys, monkeypatch):
     """The first of two runs fails in its export with a full disk, which is not an error of athanor's own. The second
     one finds every stage finished."""
@@ -114,7 +123,7 @@ def test_a_run_that_fails_does_not_stop_the_others(small_run, tmp_path, capsys, 
     text = capsys.readouterr().out
     assert started == [0.003, 0.002] and "1 of 2 runs failed" in text
     head, *rows = table_of(text)
-    assert [row[head.index("state")] for row in rows] == ["failed", "finished"]
+    assert [row[head.index("state")] for row in rows] == ["finished", "failed"]
     assert "\n  lr=0.003 seed=0: disk full while export wrote; make room and run again\n" in text
     assert "compare-runs" not in text  # of one run
     assert len(runs_of(root, "tags.`athanor.sweep` LIKE 'embedded by train.optim.lr, train.seed %'")) == 1

@@ -192,10 +192,13 @@ def test_another_parent_version_or_config_is_another_artifact(tmp_path):
     assert len({result.artifact.dir for result in made}) == len(runs)
 
 
-def test_why_it_is_made_again_is_told_against_the_newest(root):
+def test_why_it_is_made_again_is_told_against_the_nearest(root):
     identity = stage_identity(stage(), Config(value=2), {})
     assert why_rebuild(root, stage(), identity) == "never made in this root"
     run_stage(stage(), Config(), {}, root)
+    newest = run_stage(replace(stage(), version=3), Config(value=3), {}, root).artifact.dir
+    assert why_rebuild(root, stage(), identity) == "value: 1 -> 2"
+    (newest / "manifest.json").write_text("{")
     assert why_rebuild(root, stage(), identity) == "value: 1 -> 2"
 
 
