@@ -22,6 +22,7 @@ from dataset_builders.readers.source_files import ROOT_MARK
 from dataset_builders.storage.files import check_database
 from dataset_builders.storage.store import free_bytes, side_dir
 from flows.cli.terminal import bytes_text
+from flows.libraries.prefect_private import free_slots
 from flows.pipeline.needs import fingerprints_in, registered
 from flows.service.access import make_private_root
 from flows.tracking.record import records_dir
@@ -53,6 +54,8 @@ def backup_command(args: argparse.Namespace) -> int:
     for path, name in databases.items():
         (to / name).parent.mkdir(exist_ok=True)
         copy_database(path, to / name)
+    if (prefect := to / "prefect/prefect.db").exists():
+        free_slots(prefect)
     files = _named_files(root)  # again, since the copied database may name files that are new
     _copy({path: str(path.relative_to(root)) for path in files}, to)
     size = sum(path.lstat().st_size for path in {p.stat().st_ino: p for p in _files(to)}.values())

@@ -6,11 +6,15 @@
 - `StateProposer.propose_cancelled` is replaced: a worker calls it with the message of a run that it has cancelled.
 - The engine reads the entrypoint of its flow from an environment variable.
 - A RunnerDeployment holds the schema of its parameters.
+- The table of concurrency limits in Prefect's database has the number of slots in use.
 
 `tests/flows/libraries/test_prefect_private.py` compares them with the installed Prefect.
 """
 
+import contextlib
+import sqlite3
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 from uuid import UUID
@@ -30,6 +34,14 @@ def replace_result_readers(read: Callable[..., Any]) -> None:
     """Make Prefect call `read` in this process where it would turn the bytes of a stored result into an object."""
     ResultRecord.deserialize = read
     ResultRecord.deserialize_from_result_and_metadata = read
+
+
+def free_slots(database: Path) -> None:
+    """Free all slots of concurrency limits in a SQLite database that is a copy: nobody holds a slot there, and Prefect
+    would keep them for ever, because the leases that end them are files beside the database."""
+    with contextlib.closing(sqlite3.connect(database)) as connection, connection:
+        if connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'concurrency_limit_v2'").fetchone():
+            connection.execute("UPDATE concurrency_limit_v2 SET active_slots = 0")
 
 
 def replace_flow_loader(worker_module: ModuleType, load: Callable[..., Any]) -> None:

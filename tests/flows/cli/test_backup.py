@@ -34,6 +34,8 @@ def root(tmp_path, monkeypatch) -> Path:
     with sqlite3.connect(root / "prefect" / "prefect.db") as database:
         database.execute("PRAGMA journal_mode=wal")
         database.execute("CREATE TABLE flow_run (id)")
+        database.execute("CREATE TABLE concurrency_limit_v2 (name, active_slots)")
+        database.execute("INSERT INTO concurrency_limit_v2 VALUES ('gpu-host', 1)")
     return root
 
 
@@ -49,6 +51,7 @@ def test_a_backup_is_a_root_when_the_other_is_gone(root, tmp_path, monkeypatch, 
     assert backup.stat().st_mode & 0o077 == 0
     with sqlite3.connect(backup / "prefect" / "prefect.db") as database:
         assert database.execute("SELECT count(*) FROM flow_run").fetchone() == (0,)
+        assert database.execute("SELECT * FROM concurrency_limit_v2").fetchone() == ("gpu-host", 0)
     shutil.rmtree(root)
     assert holdings(connect(backup), "one") == expected
     assert load_record(backup, "one").learnt.refused == {} and load_record(backup, "two").is_waiting()

@@ -27,6 +27,7 @@ def changes() -> Iterator[str]:
     from prefect._internal import result_records
     from prefect.deployments.runner import RunnerDeployment
     from prefect.flow_engine import load_flow
+    from prefect.server.database.orm_models import Base
     from prefect.workers.process import ProcessWorker
 
     from flows.libraries.prefect_private import ENTRYPOINT_VARIABLE
@@ -35,6 +36,8 @@ def changes() -> Iterator[str]:
     unpickling = {function.name for function in functions if ".loads(" in ast.unparse(function)}
     yield from differing("the unpickling of stored results", unpickling, UNPICKLING)
     yield from differing("RunnerDeployment", RunnerDeployment.__private_attributes__.keys() & SCHEMA, SCHEMA)
+    columns = set(Base.metadata.tables["concurrency_limit_v2"].columns.keys())
+    yield from differing("concurrency_limit_v2", columns & {"active_slots"}, {"active_slots"})
     yield from unmentioned(ProcessWorker.run, "load_flow_from_flow_run")
     yield from unmentioned(load_flow, ENTRYPOINT_VARIABLE)
 
