@@ -136,9 +136,9 @@ def experiment_note(names: Sequence[str], run_ids: Sequence[str], experiment_id:
     """Return an experiment's description: a link to the page that compares the newest runs, and their names."""
     link = compare_url(run_ids, experiment_id, "").removeprefix("/")  # relative, so that a server may have any prefix
     view = f"#/experiments/{experiment_id}/runs?viewStateShareKey=athanor&compareRunsMode=CHART"
+    answers = f"#/experiments/{experiment_id}/runs?compareRunsMode=ARTIFACT"
     newest = "\n".join(f"- {name}" for name in names)
     return (
-        f"[Score and loss of all runs]({view}), [what differs between the {len(run_ids)} newest]({link})\n\n{newest}"[
-            :_MAX_NOTE
-        ]
-    )
+        f"[Score and loss of all runs]({view}), [their answers side by side]({answers}), "
+        f"[what differs between the {len(run_ids)} newest]({link})\n\n{newest}"
+    )[:_MAX_NOTE]

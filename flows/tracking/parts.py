@@ -52,7 +52,7 @@ from flows.tracking.run_writer import (
 )
 from flows.tracking.store import tracking_uri
 from flows.tracking.system import CPU_METRIC
-from stages.evaluate.predictions import COMPARISON, PREDICTIONS
+from stages.evaluate.predictions import COMPARISON, PREDICTIONS, read_predictions
 from stages.release.flavor import FLAVOR_FILES
 from stages.shared.artifacts.artifact import Artifact
 from stages.shared.scoring.names import OVERALL, flat_scores
@@ -61,8 +61,9 @@ from trainer.contract.result import MetricsRow, read_metrics
 _LOSS = "loss"  # a metric of every row of a training
 RECIPE_YAML, EXECUTION_YAML = "recipe.yaml", "execution.yaml"
 PREDICTIONS_TABLE, COMPARISON_TABLE = "predictions.json", "comparison.json"
+ANSWERS_TABLE = "answers.json"  # logged first, so that MLflow's view of several runs side by side opens with it
 _FIRST_COLUMNS = ("image", "question", "reference", "answer", "base", "tuned", "score", "gain")  # of both tables
-MAX_ANSWERS = 64
+MAX_ANSWERS, MAX_SIDE_BY_SIDE = 64, 200
 COMPARED_RUNS = 8
 _MAX_DATA_NAME = 500  # characters that MLflow stores
 # The samples of `dataset_builders/contracts/sample.py`.
@@ -150,6 +151,8 @@ def _stage(run: OpenRun, name: str, entry: StageEntry) -> None:
         chosen = thinned([row.model_dump() for row in rows], rows[-1].step)
         run.count("step", writer.log_rows(chosen, made_ms, _LOSS))
         writer.log_metrics(training_figures(rows), rows[-1].time_ms or made_ms, rows[-1].step)
+    if name == "evaluate" and not _has_table(writer, ANSWERS_TABLE):
+        writer.client.log_table(writer.run_id, side_by_side(artifact.dir, MAX_SIDE_BY_SIDE), ANSWERS_TABLE)
     if (artifact.dir / COMPARISON).is_file():
         writer.log_metrics(gain_metrics(artifact.manifest.stats["subsets"]), made_ms)
         differing = pq.read_table(local_copy(artifact.dir / COMPARISON))  # the most different answers come first
@@ -353,7 +356,7 @@ def headline(metrics: Mapping[str, float], scores: Collection[str]) -> list[str]
 def log_answers(writer: RunWriter, name: str, rows: list[dict[str, Any]]) -> None:
     """Log answers with their images as a table, whose columns begin with those that a person reads, unless the table
     exists: MLflow would append to an existing table."""
-    if not rows or any(item.path == name for item in writer.client.list_artifacts(writer.run_id)):
+    if not rows or _has_table(writer, name):
         return
     with tempfile.TemporaryDirectory() as folder:
         for number, row in enumerate(rows):
@@ -362,6 +365,19 @@ def log_answers(writer: RunWriter, name: str, rows: list[dict[str, Any]]) -> Non
             row["image"] = mlflow.Image(str(picture))
         columns = dict.fromkeys([*(column for column in _FIRST_COLUMNS if column in rows[0]), *rows[0]])
         writer.client.log_table(writer.run_id, {column: [row[column] for row in rows] for column in columns}, name)
+
+
+def _has_table(writer: RunWriter, name: str) -> bool:
+    return any(item.path == name for item in writer.client.list_artifacts(writer.run_id))
+
+
+def side_by_side(directory: StorePath, limit: int) -> dict[str, list[Any]]:
+    """Return the columns of at most `limit` answers, which are those of the same samples for every model that was asked
+    the same held-out samples. MLflow's view of several runs has a row for each `sample`."""
+    table = read_predictions(directory, ("key", "turn", "question", "answer", "reference", "score"))
+    rows = table.to_pylist()[:: max(1, math.ceil(len(table) / limit))]
+    samples = [f"{row['key']}:{row['turn']} {row['question']} Reference: {row['reference']}" for row in rows]
+    return {"sample": samples} | {name: [row[name] for row in rows] for name in ("answer", "score")}
 
 
 def wrong_first(directory: StorePath, limit: int) -> list[dict[str, Any]]:

@@ -103,6 +103,7 @@ def make_evaluated(root: Path, fingerprint: str, num_answers: int = 100, num_wro
     artifact = make_artifact(root, "evaluate", fingerprint, parents=parents, stats=stats)
     answers = {
         "key": [f"a/{i:08d}" for i in range(num_answers)],
+        "turn": [0] * num_answers,
         "subset": ["a"] * num_answers,
         "question": ["Which digit?"] * num_answers,
         "reference": ["1"] * num_answers,

@@ -12,7 +12,7 @@ import flows.tracking.tracker
 from dataset_builders.contracts.manifest import ShardEntry
 from dataset_builders.contracts.sample import to_fields
 from dataset_builders.contracts.shard_io import ShardWriter
-from flows.tracking.parts import wrong_first
+from flows.tracking.parts import side_by_side, wrong_first
 from flows.tracking.record import load_record, records_dir
 from flows.tracking.run_writer import metric_name
 from flows.tracking.servers import reserve_ports
@@ -70,6 +70,7 @@ def test_a_run_holds_everything_and_nothing_twice(root):
         tracker = open_tracker(root, "whole")
         tracker.log_stage(samples, dataset="samples")
         tracker.log_stage(trained)
+        tracker.log_stage(evaluated)
         tracker.register(exported, evaluated, exported.dir / "hf", "athanor-test")
         tracker.finish("FINISHED")
         run_id = _delivered(tracker)
@@ -105,11 +106,13 @@ def test_a_run_holds_everything_and_nothing_twice(root):
     assert len(pictures) == 2 * 64  # an image and its thumbnail for each of 64 rows
     table = json.loads(Path(client.download_artifacts(run_id, "predictions.json")).read_text())
     first = ["image", "question", "reference", "answer", "score"]
-    assert table["columns"] == [*first, "key", "subset", "references", "pictures"] and len(table["data"]) == 64
+    assert table["columns"] == [*first, "key", "turn", "subset", "references", "pictures"] and len(table["data"]) == 64
+    logged = [table["path"] for table in json.loads(run.data.tags["mlflow.loggedArtifacts"])]
+    assert logged == ["answers.json", "predictions.json"], "MLflow's view of several runs opens with the first"
     note = run.data.tags["mlflow.note.content"]
     first, reports, decision = note.split("\n\n")[:3]
     assert first == "**exact_match 0.7500, loss 0.3333, 400 tokens/s over the training**"
-    assert decision.startswith("Registered model: exact_match 0.7500 (0.9") and reports.startswith("Reports: [train](#")
+    assert decision.startswith("Registered model: exact_match 0.7500 (0.9") and reports.startswith("Reports: [evaluate](#")
     assert "What it is." in note and "| overall&emsp; | 0.7500 | 1.0000 |" in note
     assert f"runs/{run_id}/artifacts/stages/convert/report.html" in note
     assert Path(client.download_artifacts(run_id, "recipe.yaml")).read_text() == "name: embedded\n"
@@ -329,6 +332,12 @@ def test_calls_return_at_once_while_mlflow_is_away(tmp_path, monkeypatch, caplog
 def test_wrong_answers_come_first(root):
     rows = wrong_first(make_evaluated(root, "8" * 16).dir, 4)
     assert [row["answer"] for row in rows] == ["2", "", "1", "1"]
+
+
+def test_answers_side_by_side_are_of_the_same_samples_whatever_the_model_answered(root):
+    one, other = (side_by_side(make_evaluated(root, 16 * c, num_wrong=n).dir, 40) for c, n in (("8", 2), ("9", 50)))
+    assert one["sample"] == other["sample"] and one["answer"] != other["answer"]
+    assert len(one["sample"]) == 34 and one["sample"][1] == "a/00000003:0 Which digit? Reference: 1"
 
 
 def test_addresses(tmp_path, monkeypatch):

@@ -55,6 +55,7 @@ def test_an_experiment_links_to_the_compare_page():
     assert note.startswith(
         "[Score and loss of all runs](#/experiments/7/runs?viewStateShareKey=athanor&compareRunsMode="
     )
+    assert "[their answers side by side](#/experiments/7/runs?compareRunsMode=ARTIFACT)" in note
     assert "2 newest](#/compare-runs?runs=%5B%22r1%22%2C%20%22r2%22%5D&experiments" in note
     assert "- a lr=1" in note
 
