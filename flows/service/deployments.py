@@ -13,6 +13,7 @@ any case.
 
 import contextlib
 import importlib.metadata
+import json
 import logging
 import re
 from collections.abc import Callable, Mapping
@@ -307,9 +308,9 @@ def _register(client: SyncPrefectClient, offer: Offer, pool: str) -> str:
     deployment = make_deployment(offer, pool)
     full_name = f"{deployment.flow_name}/{offer.name}"
     try:
-        known = client.read_deployment_by_name(full_name).id
+        known = client.read_deployment_by_name(full_name)
     except ObjectNotFound:
-        known = deployment.apply()
+        known = client.read_deployment(deployment.apply())
     # Registering a second time would reset the schedules, so only the other fields are updated.
     fresh: dict[str, Any] = {
         "version": deployment.version,
@@ -321,8 +322,12 @@ def _register(client: SyncPrefectClient, offer: Offer, pool: str) -> str:
         "job_variables": {},
         "pull_steps": [],
     }
+    # An update deletes the coming runs of a schedule, and Prefect makes them anew only some time later: without this, a
+    # night that is due meanwhile would be lost at the start of a worker.
+    if json.loads(json.dumps(fresh)) == {name: getattr(known, name) for name in fresh}:
+        return full_name
     try:
-        client.update_deployment(known, DeploymentUpdate(**fresh))
+        client.update_deployment(known.id, DeploymentUpdate(**fresh))
     except PrefectHTTPStatusError as error:
         reason = " ".join(str(error.response.json().get("detail")).split())
         log.warning("deployment %s keeps default parameters that no longer fit: %s; edit them", full_name, reason)

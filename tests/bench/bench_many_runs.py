@@ -1,6 +1,6 @@
 r"""A root with hundreds of runs: what one more costs MLflow, and how long its pages and `athanor status` take.
 
-    make run && python -m tests.bench.bench_many_runs athanor-root --runs 300 --out runs.md    # 20 minutes of two cores
+    make run && python -m tests.bench.bench_many_runs athanor-root --runs 300 --out runs.md    # 30 minutes of two cores
 
 The root, which is copied, has a finished run. Its record is published again and again as runs of other identities, by
 the code of the pipeline, each with all metrics and files and each a version of the registered model. Then `athanor up`

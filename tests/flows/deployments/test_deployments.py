@@ -85,6 +85,9 @@ def test_registered_again_it_keeps_what_people_have_set():
         assert kept.parameters == asked
         assert after.parameters == own["parameters"] and after.paused and after.version != "old"
         assert after.id == nightly.id and len(client.read_deployments()) >= len(OFFERS)
+        changed = {each.id: each.updated for each in client.read_deployments()}
+        register()
+        assert {each.id: each.updated for each in client.read_deployments()} == changed, "an update deletes coming runs"
 
 
 @pytest.mark.full

@@ -112,7 +112,9 @@ def test_a_run_holds_everything_and_nothing_twice(root):
     note = run.data.tags["mlflow.note.content"]
     first, reports, decision = note.split("\n\n")[:3]
     assert first == "**exact_match 0.7500, loss 0.3333, 400 tokens/s over the training**"
-    assert decision.startswith("Registered model: exact_match 0.7500 (0.9") and reports.startswith("Reports: [evaluate](#")
+    assert decision.startswith("Registered model: exact_match 0.7500 (0.9") and reports.startswith(
+        "Reports: [evaluate](#"
+    )
     assert "What it is." in note and "| overall&emsp; | 0.7500 | 1.0000 |" in note
     assert f"runs/{run_id}/artifacts/stages/convert/report.html" in note
     assert Path(client.download_artifacts(run_id, "recipe.yaml")).read_text() == "name: embedded\n"
