@@ -41,8 +41,9 @@ def backup_command(args: argparse.Namespace) -> int:
     root, to = side_dir(args.root).resolve(), args.directory.absolute()
     if not (root / ROOT_MARK).is_file():
         raise InputError(f"--root {args.root} is not a directory of earlier runs (no {ROOT_MARK}); give theirs")
-    if (to.exists() and (not to.is_dir() or any(to.iterdir()))) or to.resolve().is_relative_to(root):
-        raise InputError(f"{to} is not empty or is in the root; give a new directory, as {to.parent / 'backup-1'}")
+    if (in_root := to.resolve().is_relative_to(root)) or (to.exists() and (not to.is_dir() or any(to.iterdir()))):
+        new = (root if in_root else to).with_name("backup-1")
+        raise InputError(f"{to} is {'in the root' if in_root else 'not empty'}; give a new directory, as {new}")
     databases = {mlflow_database(root): "mlflow.db", prefect_home(root) / "prefect.db": "prefect/prefect.db"}
     databases = {path: name for path, name in databases.items() if path.is_file() and path.stat().st_size}
     for path in databases:

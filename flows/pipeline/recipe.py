@@ -69,7 +69,7 @@ def load_recipe(
     for dotted, value in (changes or {}).items():
         _place(raw, dotted, value, f"{dotted}={shown(value)}")
     _replace_alternatives(raw, {*placed, *(changes or ())})
-    what = f"recipe {path.stem}" + (" with --set" if overrides else " with overrides" if changes else "")
+    what = f"recipe {path.stem}" + (" with --set" if overrides else " with settings" if changes else "")
     config = _validate(raw, what)
     before = flatten(base.identity()) if base else {}
     after = flatten(config.identity())

@@ -90,7 +90,7 @@ def test_a_backup_is_refused_in_one_line(root, tmp_path, where, capsys):
         to.mkdir()
         (to / "mine").touch()
     elif where == "inside":
-        to = root / "backup"
+        to, words = root / "backup", f"is in the root; give a new directory, as {root.with_name('backup-1')}"
     elif where == "nothing":
         root, words = tmp_path / "nothing", "no .athanor-root"
     else:

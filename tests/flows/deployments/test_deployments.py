@@ -124,7 +124,7 @@ def test_a_wrong_request_is_one_line_of_its_state(served, flow):
     assert state.is_failed()
     with get_client(sync_client=True) as client:
         assert client.read_flow_run(state.state_details.flow_run_id).name == "embedded max_seq_len=99999"
-    assert state.message.startswith("recipe embedded with overrides: tokenize.max_seq_len=99999 is more than a bin")
+    assert state.message.startswith("recipe embedded with settings: tokenize.max_seq_len=99999 is more than a bin")
     assert "\n" not in state.message and not (served / "artifacts").exists()
 
 

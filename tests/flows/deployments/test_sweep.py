@@ -134,7 +134,7 @@ def test_the_deployed_flow_refuses_in_its_state_and_keeps_the_table(root, monkey
     monkeypatch.setenv("ATHANOR_ROOT", str(root))
     settings = {"convert.heldout_fraction": 0.3}
     state = sweep_request("embedded", grid={"train.optim.lr": [0.1, 7]}, settings=settings, return_state=True)
-    assert state.is_failed() and state.message.startswith("recipe embedded with overrides: train.optim.lr=7 should be")
+    assert state.is_failed() and state.message.startswith("recipe embedded with settings: train.optim.lr=7 should be")
 
     grid = {"train.optim.lr": [0.001, 0.003], "train.seed": [0]}
     state = sweep_request("embedded", grid=grid, set=lines(SETTINGS), return_state=True)
