@@ -141,6 +141,8 @@ def test_gc_frees_and_a_run_after_it_still_registers_and_so_does_one_in_a_backup
         extra = set(root.glob("artifacts/*/*")) - first
         shutil.rmtree(root / "service" / "runs")  # as at the end of the process of a run
         assert extra and main(["gc", "--root", str(root), "--delete"]) == 0
+        assert set(root.glob("artifacts/*/*")) == first | extra  # a run of this week
+        assert main(["gc", "--root", str(root), "--days", "0", "--delete"]) == 0
         assert set(root.glob("artifacts/*/*")) == first
         assert athanor("run", root, **{"train.seed": 2}) == 0
         assert len(connect(root).search_model_versions()) == 2
