@@ -129,7 +129,7 @@ def vlm_sft(plan: Plan) -> dict[str, Any]:
     if mlflow_url is None:
         publish_mlflow(mlflow_url := tracker.url())
     if tracker.is_sent():  # otherwise a later sender may be about to link the files of a checkpoint
-        prune_released(plan.artifact("train"))
+        prune_released(plan.root, plan.artifact("train"))
     return {
         "stages": stage_runs(plan),
         "hf_dir": str(plan.artifact("release").dir / HF_EXPORT),

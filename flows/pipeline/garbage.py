@@ -28,8 +28,8 @@ import filelock
 from dataset_builders.contracts.manifest import MANIFEST, Manifest, load_manifest
 from dataset_builders.errors import InputError, one_line
 from dataset_builders.storage.files import read_object
-from dataset_builders.storage.store import DOOMED, is_local, rename_doomed
-from flows.pipeline.needs import DAY, KEPT_DAYS, LiveRuns, Need, fingerprints_in
+from dataset_builders.storage.store import DOOMED, StorePath, is_local, rename_doomed
+from flows.pipeline.needs import DAY, KEPT_DAYS, LiveRuns, Need, fingerprints_in, is_to_be_sent
 from stages.shared.artifacts.artifact import Artifact
 from stages.shared.launchers.processes import running_jobs
 from trainer.contract.checkpoint import checkpoints_to_delete, read_checkpoint_record
@@ -357,11 +357,13 @@ def surplus_checkpoints(training: Path, manifest: Manifest) -> list[Path]:
     return [path for path in older if path != exported and not path.is_symlink()]
 
 
-def prune_released(training: Artifact) -> None:
-    """Delete the checkpoints that a training in a local root no longer needs, now that its model is released. An error
-    is only logged: `athanor gc` finds them later."""
+def prune_released(root: StorePath, training: Artifact) -> None:
+    """Delete the checkpoints that a training in a local root no longer needs, now that its model is released, unless a
+    run that shares it is still to send them to MLflow. An error is only logged: `athanor gc` finds them later."""
     try:
-        for path in surplus_checkpoints(training.dir, training.manifest) if is_local(training.dir) else ():
+        if not is_local(training.dir) or is_to_be_sent(root, training.manifest.fingerprint):
+            return
+        for path in surplus_checkpoints(training.dir, training.manifest):
             shutil.rmtree(rename_doomed(path))
     except (OSError, *_UNREADABLE) as error:
         log.warning("the older checkpoints of %s are not deleted (%s)", training.dir, one_line(error))

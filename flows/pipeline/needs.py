@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from dataset_builders.contracts.manifest import fingerprint
 from dataset_builders.errors import InputError, one_line
-from dataset_builders.storage.store import without_userinfo
+from dataset_builders.storage.store import StorePath, without_userinfo
 from flows.libraries.mlflow_private import RegisteredVersion, read_registry
 from flows.pipeline.run_record import read_runs
 from flows.tracking.record import FLOW_RUN_TAG, SWEEP_TAG, TrackedRun, now_ms, records_dir
@@ -156,13 +156,21 @@ def registered(root: Path, uri: str | None) -> tuple[list[RegisteredVersion], Ca
     return [*versions, *others], lambda run_id: run_id in run_ids or has_run(run_id)
 
 
-def _records(root: Path) -> Iterator[tuple[str, str, TrackedRun | None]]:
+def _records(root: StorePath) -> Iterator[tuple[str, str, TrackedRun | None]]:
     """Yield key, text and record of each run; None for a record that cannot be read."""
     for path in sorted(records_dir(root).glob("*.json")):
         text, record = path.read_text(encoding="utf-8", errors="replace"), None
         with contextlib.suppress(ValidationError):
             record = TrackedRun.model_validate_json(text)
         yield path.stem, text, record
+
+
+def is_to_be_sent(root: StorePath, fingerprint: str) -> bool:
+    """Whether MLflow may still get files of an artifact, for a run that goes on, or that it does not hold whole."""
+    return any(
+        fingerprint in text and (record is None or record.status is None or record.is_waiting())
+        for _, text, record in _records(root)
+    )
 
 
 def _goes_on(owner: Owner) -> str:

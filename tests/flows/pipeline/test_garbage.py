@@ -490,6 +490,24 @@ def test_checkpoints_that_are_still_to_be_sent_stay(root):
     assert len(list(checkpoints.iterdir())) == 1
 
 
+@pytest.mark.parametrize("other", ["waits", "goes on", "cannot be read", "is sent", "shares nothing"])
+def test_a_run_that_ends_keeps_the_checkpoints_that_another_is_still_to_send(root, other):
+    checkpoints = released_checkpoints(root, {})
+    training = Artifact.load(checkpoints.parent)
+    tracker = open_tracker(root, "other")
+    tracker.log_stage(make(root, "train", "9") if other == "shares nothing" else training)
+    if other in ("waits", "is sent"):
+        tracker.finish("FINISHED")
+    if other == "cannot be read":
+        (records_dir(root) / "other.json").write_text(f'{{"stages": "{training.dir.name}')
+    elif other != "waits":
+        with changed(root, "other") as record:
+            record.learnt.published = record.revision + 1
+    garbage.prune_released(root, training)
+    left = [1, 3][other in ("waits", "goes on", "cannot be read")]
+    assert len(list(checkpoints.iterdir())) == left
+
+
 @pytest.mark.parametrize(("settings", "left"), [({}, [9]), ({"keep_released": 2}, [6, 9]), ({"keep_every": 6}, [6, 9])])
 def test_a_released_training_keeps_the_checkpoints_that_its_settings_say(root, settings, left, capsys):
     checkpoints = released_checkpoints(root, settings)

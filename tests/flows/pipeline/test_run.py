@@ -127,31 +127,6 @@ def test_a_released_training_has_one_checkpoint_and_everything_is_needed_by_its_
     assert sorted(finished.glob("artifacts/*/*")) == there
 
 
-@pytest.mark.full
-@pytest.mark.promise(
-    "`athanor gc` keeps what a registered version, a run, a named recipe or unfinished work needs and what it does not "
-    "understand, and frees what it says."
-)
-def test_gc_frees_and_a_run_after_it_still_registers_and_so_does_one_in_a_backup(small_run, tmp_path):
-    root = small_run.copy(tmp_path)
-    with stand_in_trainer():
-        first = set(root.glob("artifacts/*/*"))
-        assert athanor("run", root, **{"train.seed": 1}) == 0
-        connect(root).delete_model_version("athanor-embedded", "2")
-        extra = set(root.glob("artifacts/*/*")) - first
-        shutil.rmtree(root / "service" / "runs")  # as at the end of the process of a run
-        assert extra and main(["gc", "--root", str(root), "--delete"]) == 0
-        assert set(root.glob("artifacts/*/*")) == first | extra  # a run of this week
-        assert main(["gc", "--root", str(root), "--days", "0", "--delete"]) == 0
-        assert set(root.glob("artifacts/*/*")) == first
-        assert athanor("run", root, **{"train.seed": 2}) == 0
-        assert len(connect(root).search_model_versions()) == 2
-        backup = tmp_path / "backup"
-        assert main(["backup", str(backup), "--root", str(root)]) == 0
-        assert athanor("run", backup, **{"train.seed": 3}) == 0
-        assert len(connect(backup).search_model_versions()) == 3
-
-
 def test_prefect_shows_stages_reports_scores_and_the_mlflow_run(second):
     from prefect.client.orchestration import get_client
 
@@ -337,3 +312,28 @@ def test_sixty_damages_of_a_finished_root_are_accounted_for(finished, tmp_path, 
     assert all(line for _, _, line in told)
     stages, kinds = {stage for stage, _, _ in told}, {kind for _, kind, _ in told}
     assert kinds == set(KINDS) and len(stages) > 10
+
+
+@pytest.mark.full
+@pytest.mark.promise(
+    "`athanor gc` keeps what a registered version, a run, a named recipe or unfinished work needs and what it does not "
+    "understand, and frees what it says."
+)
+def test_gc_frees_and_a_run_after_it_still_registers_and_so_does_one_in_a_backup(small_run, tmp_path):
+    root = small_run.copy(tmp_path)
+    with stand_in_trainer():
+        first = set(root.glob("artifacts/*/*"))
+        assert athanor("run", root, **{"train.seed": 1}) == 0
+        connect(root).delete_model_version("athanor-embedded", "2")
+        extra = set(root.glob("artifacts/*/*")) - first
+        shutil.rmtree(root / "service" / "runs")  # as at the end of the process of a run
+        assert extra and main(["gc", "--root", str(root), "--delete"]) == 0
+        assert set(root.glob("artifacts/*/*")) == first | extra  # a run of this week
+        assert main(["gc", "--root", str(root), "--days", "0", "--delete"]) == 0
+        assert set(root.glob("artifacts/*/*")) == first
+        assert athanor("run", root, **{"train.seed": 2}) == 0
+        assert len(connect(root).search_model_versions()) == 2
+        backup = tmp_path / "backup"
+        assert main(["backup", str(backup), "--root", str(root)]) == 0
+        assert athanor("run", backup, **{"train.seed": 3}) == 0
+        assert len(connect(backup).search_model_versions()) == 3
