@@ -17,10 +17,11 @@ from dataset_builders.storage.store import StorePath, free_bytes, is_local, side
 from flows.cli.first_rows import plan_rows, rows_table
 from flows.cli.fit import check_memory, fit_sizes
 from flows.cli.terminal import bytes_text, print_table
-from flows.pipeline.plan import Plan, first_lines
+from flows.pipeline.plan import Plan, check_subsets, first_lines
 from flows.pipeline.steps import Step
 from stages.answer.stage import answers_apart
 from stages.answer.worker import answer_job
+from stages.convert.config import subset_prefix
 from stages.encode_images.stage import JOB_DIR as ENCODE_JOB_DIR
 from stages.export.stage import JOB_DIR
 from stages.shared.artifacts.artifact import Artifact, stage_identity
@@ -99,17 +100,23 @@ def _print_rows(plan: Plan, is_terminal: bool) -> None:
     """Print a table of estimates from the first rows of each source, unless the samples are made already.
 
     Raises:
-        InputError: a run would refuse the rows.
+        InputError: a run would refuse the rows, or the recipe names a subset that they do not have.
     """
+    plan.check_subsets()
     if plan.artifact("convert") is not None:
         return
-    config = plan.config
+    config, counts = plan.config, {}
     for role, source in config.sources.items():
         found = plan_rows(config, config.convert_config.readings[role], plan.given[role].dir, plan.given.get("model"))
         title = "Rows" if len(config.sources) == 1 else f"Rows of {source}"
         print_table(title, ("", "value"), rows_table(found, config, plan.root), is_terminal)
         for line in found.warnings:
             print(f"look at: {line}")
+        counts |= {
+            f"{subset_prefix(role)}{name}": {"train": n, "heldout": n} for name, n in found.trial.subsets.items()
+        }
+    if counts:
+        check_subsets(config, counts)
 
 
 def _print_fits(plan: Plan, gigabytes: float, is_terminal: bool) -> None:

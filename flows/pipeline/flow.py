@@ -47,9 +47,11 @@ def run_steps(plan: Plan, flow_name: str, tracking_run: str | None) -> None:
     the same time, also those of later flows. If a step ends with an error, the steps beside it are stopped.
 
     Raises:
-        InputError: a file or directory of the root is in the way of a step; said before the first step works.
+        InputError: a file or directory of the root is in the way of a step, said before the first step works; or the
+            recipe names a subset that the samples do not have, said before they are tokenized.
     """
     check_places(plan.root, {step.stage.name for step in plan.steps})
+    plan.check_subsets()
     waiting = [step for step in plan.steps if step.artifact is None]
     main = [step for step in waiting if step.flow == flow_name]
     names = {step.name for step in main}
@@ -66,6 +68,8 @@ def run_steps(plan: Plan, flow_name: str, tracking_run: str | None) -> None:
                     futures.append(task.submit(plan, other.name, tracking_run, stop))
                 if stage_task.with_options(name=step.name)(plan, step.name, tracking_run) is not None:
                     raise TerminationSignal(signal.SIGTERM)
+                if step.name == "convert":
+                    plan.check_subsets()
             for future in futures:
                 future.result()
         except BaseException:

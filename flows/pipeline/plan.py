@@ -10,8 +10,10 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, PlainSerializer, PrivateAttr, SkipValidation
 
 from dataset_builders.contracts.manifest import MANIFEST
+from dataset_builders.contracts.sample import SPLITS
 from dataset_builders.contracts.strict import StrictModel
-from dataset_builders.errors import InputError
+from dataset_builders.errors import InputError, without_middle
+from dataset_builders.readers.source_files import nearest
 from dataset_builders.sources.embedded import check_easy_vqa
 from dataset_builders.storage.store import StorePath, side_dir
 from flows.pipeline.config import PipelineConfig
@@ -107,6 +109,11 @@ class Plan(StrictModel):
         made, in words. Nothing is run or written."""
         return {step.name: self._find(step) for step in self.steps}
 
+    def check_subsets(self) -> None:
+        """Check the subsets that the recipe names, once its samples are made; see `check_subsets`."""
+        if (samples := self.artifact("convert")) is not None:
+            check_subsets(self.config, samples.manifest.stats["samples"])
+
     def _find(self, step: Step) -> str:
         if (before := step.missing()) is not None:
             return f"its input {before.name} will be made first"
@@ -120,6 +127,29 @@ class Plan(StrictModel):
             return f"its input {changed[0]} was made again with other content"
         step.artifact = artifact
         return f"{directory.name} is finished"
+
+
+def check_subsets(config: PipelineConfig, counts: Mapping[str, Mapping[str, int]]) -> None:
+    """Check that the subsets are there for which a recipe has a mixture, metrics, a gate or the champion's metric.
+
+    Args:
+        counts: subset -> split -> number of samples.
+
+    Raises:
+        InputError: one has no samples, of the split that the setting is about.
+    """
+    registry = config.execution.registry
+    scores = {f"execution.registry.gates.{name}": name for name in registry.gates}
+    scores[f"execution.registry.metric={registry.metric}"] = registry.metric
+    named = [(f"plan_bins.mixture.{name}", name, ("train",)) for name in config.plan_bins.mixture]
+    named += [(f"evaluate.metrics.{name}", name, SPLITS) for name in config.evaluate.metrics]
+    named += [(field, name.partition("/")[2], ("heldout",)) for field, name in scores.items() if "/" in name]
+    for field, subset, splits in named:
+        there = sorted(name for name, numbers in counts.items() if any(numbers.get(split) for split in splits))
+        if subset not in there:
+            kind = {"train": "training ", "heldout": "held-out "}[splits[0]] if len(splits) == 1 else ""
+            known = without_middle(", ".join(there), 400)
+            raise InputError(f"{field}: no {kind}sample is of {subset!r}, only of {known}{nearest(subset, there)}")
 
 
 def _open_inputs(config: PipelineConfig, root: StorePath) -> Iterator[tuple[str, Input]]:

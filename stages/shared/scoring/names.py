@@ -42,6 +42,8 @@ def check_score(name: str) -> None:
         raise InputError(f"no score {score!r}{nearest(score, SCORE_NAMES)}; known: {', '.join(SCORE_NAMES)}")
     if slash and not subset:
         raise InputError(f"{name!r} names no subset; give {score}, or {score}/SUBSET")
+    if slash and score == SAME_ANSWERS:
+        raise InputError(f"{name!r}: {score} is measured over all subsets together; give {score}")
 
 
 def check_overrides(overrides: Mapping[str, Sequence[str]]) -> None:

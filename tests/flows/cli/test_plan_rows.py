@@ -72,8 +72,13 @@ BAD, ROWS = [{"messages": []}], [chat(number) for number in range(30)]
         (ROWS[:12], (), "convert.min_heldout=10: of 12 usable samples only 6 can be held out"),
         (ROWS, ("convert.subsets=[other]",), "no subset 'other'"),
         ([], (), "hold no rows"),
+        (
+            ROWS,
+            ("plan_bins.mixture={chat: {weight: 2}}",),
+            "mixture.chat: no training sample is of 'chat', only of chats; did you mean",
+        ),
     ],
-    ids=["too many are bad", "too few to hold out", "another subset", "none"],
+    ids=["too many are bad", "too few to hold out", "another subset", "none", "a mixture of another subset"],
 )
 def test_what_a_run_would_refuse_is_refused(tmp_path, capsys, rows, settings, words):
     status, _, err = plan(tmp_path, capsys, rows, *settings)

@@ -126,6 +126,10 @@ def test_an_unknown_key_names_the_nearest(override, words):
         ("execution.registry.gates={exact_match: {min: .nan}}", "should be a finite number"),
         ("execution.registry.gates={stop_rat: {min: 1}}", "no score 'stop_rat'; did you mean 'stop_rate'?"),
         ("execution.registry.metric=exact_mach/digits", "no score 'exact_mach'; did you mean 'exact_match'?"),
+        (
+            "execution.registry.gates={same_answers/a: {min: 1}}",
+            "over all subsets together; give same_answers",
+        ),
         ("verify=null", "execution.registry.gates.same_answers needs the answers of other programs"),
     ],
 )

@@ -14,8 +14,11 @@ from pathlib import Path
 import pytest
 
 from dataset_builders.contracts.manifest import load_manifest
+from dataset_builders.errors import InputError
 from flows.cli.main import main
 from flows.cli.run import registration
+from flows.pipeline.plan import check_subsets
+from flows.pipeline.recipe import load_recipe
 from flows.tracking.record import MlflowState
 from flows.tracking.store import connect
 from tests.flows.pipeline.damages import KINDS, account
@@ -138,6 +141,58 @@ def test_prefect_shows_stages_reports_scores_and_the_mlflow_run(second):
     assert "| tokenize | reused |" in newest["stages"] and "exact_match" in newest["scores"]
     assert "/runs/" in newest["mlflow-run"] and "report.html" in newest["reports"]
     assert {"vlm-sft", "prepare-data", "evaluate"} <= flows
+
+
+@pytest.mark.promise(
+    "A setting for a subset that the data does not have is refused once the samples are made, and before they are "
+    "tokenized."
+)
+@pytest.mark.parametrize("command", ["plan", "run"])
+def test_a_setting_for_a_subset_that_is_not_there_is_refused(finished, command, capsys):
+    changes = {"tokenize.system_prompt": "Be long.", "evaluate.metrics": "{digits_singel: [exact_match]}"}
+    with stand_in_trainer():
+        assert athanor(command, finished, **changes) == 2
+    assert error_line(capsys).endswith(
+        "evaluate.metrics.digits_singel: no sample is of 'digits_singel', only of digits_compare, digits_multi, "
+        "digits_single, digits_text; did you mean 'digits_single'?"
+    )
+    assert len(list(finished.glob("artifacts/tokenize/*"))) == 1
+
+
+COUNTS = {"a": {"train": 3, "heldout": 1}, "b": {"train": 2}, "c": {"heldout": 4, "train": 0}}
+
+
+@pytest.mark.promise(
+    "A setting for a subset that the data does not have is refused once the samples are made, and before they are "
+    "tokenized."
+)
+@pytest.mark.parametrize(
+    ("setting", "line"),
+    [
+        ("evaluate.metrics={a: [cer], b: [cer], c: [cer]}", ""),
+        ("evaluate.metrics={d: [cer]}", "evaluate.metrics.d: no sample is of 'd', only of a, b, c"),
+        ("plan_bins.mixture={a: {weight: 1}, b: {weight: 1}}", ""),
+        ("plan_bins.mixture={c: {weight: 1}}", "plan_bins.mixture.c: no training sample is of 'c', only of a, b"),
+        ("execution.registry.gates={score/a: {min: 0}, score: {min: 0}}", ""),
+        (
+            "execution.registry.gates={score/b: {min: 0}}",
+            "execution.registry.gates.score/b: no held-out sample is of 'b', only of a, c",
+        ),
+        ("execution.registry.metric=score/c", ""),
+        (
+            "execution.registry.metric=score/overall",
+            "execution.registry.metric=score/overall: no held-out sample is of 'overall', only of a, c",
+        ),
+    ],
+)
+def test_each_setting_of_a_subset_is_compared_with_the_samples(setting, line):
+    config = load_recipe("embedded", [setting]).config
+    try:
+        check_subsets(config, COUNTS)
+    except InputError as error:
+        assert str(error) == line
+    else:
+        assert line == ""
 
 
 def test_plan_says_which_field_changed(finished, capsys):
