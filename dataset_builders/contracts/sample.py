@@ -176,6 +176,8 @@ def _check_boxes(message: Message, num_images: int) -> None:
     if slots != len(message.boxes):
         detail = f"{slots} places for boxes in the text, and boxes for {len(message.boxes)}"
         raise SkipSample("box_count_mismatch", detail)
+    if any(BOX_SLOT in text for text in (message.reasoning, *message.references)):
+        raise SkipSample("box_count_mismatch", "a place for boxes in the reasoning or in a reference, which have none")
     for place in message.boxes:
         if not 0 <= place.image < num_images:
             raise SkipSample("bad_box", f"boxes of image {place.image}, and the row has {num_images}")

@@ -68,7 +68,7 @@ def compare(config: CompareConfig, inputs: Mapping[str, Artifact], work: Path, r
     with atomic_path(work / COMPARISON) as tmp:
         pq.write_table(table, tmp)
     keys, images_of = shown_keys(table), {}
-    for sample in heldout_samples(inputs["samples"]):
+    for sample in heldout_samples(inputs["samples"], None):
         if images_of.keys() == keys:
             break
         if sample.key in keys:

@@ -24,6 +24,8 @@ from stages.evaluate.evaluation import BOOTSTRAP, Evaluation, by_sample
 from stages.evaluate.predictions import PREDICTIONS, Prediction, Scored, predictions_table, writing_predictions
 from stages.shared.artifacts.artifact import Artifact, Stage, StageOutput
 from stages.shared.artifacts.workers import StageResources
+from stages.shared.chat_format.boxes import true_boxes
+from stages.shared.chat_format.prompt import PromptFormat
 from stages.shared.pages.report import Histogram, Picture, Pictures, Section, Table, write_report
 from stages.shared.pages.shown_numbers import show_value
 from stages.shared.scoring.names import OVERALL, SCORE
@@ -34,8 +36,8 @@ from trainer.contract.result import read_heldout
 # 2: num_images in predictions.parquet; 3: the answers come from another stage; 4: each subset's own metrics; 5:
 # contaminated samples not counted, losses of the references; 6: scores by field; 7: multiple
 # choice reads denied, joined and full-width options, and an option's text before a letter that names something else;
-# 8: what the images on the page show; subsets are known by their builder and their own name
-VERSION = 8
+# 8: what the images on the page show; subsets are known by their builder and their own name; 9: boxes
+VERSION = 9
 # Role of the training -> its file with the losses of the model that answers: the trained model, or the model before.
 _LOSSES = {"made_by": HELDOUT_JSONL, "start_of": HELDOUT_BASE_JSONL}
 WINDOW = 64  # samples in memory at a time, including images
@@ -61,13 +63,14 @@ def evaluate(
     metrics = {subset: metrics_of(subset, origin, config.metrics) for subset, origin in origins.items()}
     evaluation = Evaluation(metrics, by_sample(row for path in losses[:1] for row in read_heldout(path)))
     contaminated = contaminated_keys(inputs["contamination"].dir) if "contamination" in inputs else {}
-    for sample in heldout_samples(samples, config.max_samples_per_subset):
+    prompt = PromptFormat.model_validate(inputs["answers"].manifest.stats["prompt"])
+    for sample in heldout_samples(samples, None, config.max_samples_per_subset):
         if sample.key not in lines:
             raise InputError(
                 f"{inputs['answers'].dir / ANSWERS_JSONL} has no answer to the held-out sample {sample.key}; "
                 "score the samples that were asked"
             )
-        predictions = _predictions(sample, lines[sample.key], contaminated.get(sample.key))
+        predictions = _predictions(sample, prompt, lines[sample.key], contaminated.get(sample.key))
         evaluation.add(image_digests(sample), predictions)
     if evaluation.predictions and all(prediction.contaminated for prediction in evaluation.predictions):
         raise InputError(
@@ -77,7 +80,8 @@ def evaluate(
         )
     evaluation.score()
     gallery, num_written = Gallery(), 0
-    to_write = heldout_samples(samples, config.max_samples_per_subset)  # read again, so that no image waits in memory
+    # Read again, so that no image waits in memory; only the images are used.
+    to_write = heldout_samples(samples, None, config.max_samples_per_subset)
     with writing_predictions(work) as writer:
         while window := list(itertools.islice(to_write, WINDOW)):
             rows = [row for sample in window for row in evaluation.of(sample.key)]
@@ -95,22 +99,27 @@ def evaluate(
     return StageOutput(skips=dict(sorted(skips.items())), stats=stats)
 
 
-def _predictions(sample: Sample, lines: Sequence[Line], contaminated: str | None) -> list[Prediction]:
-    """Return the answers to a sample, with the questions and the reference answers."""
+def _predictions(
+    sample: Sample, prompt: PromptFormat, lines: Sequence[Line], contaminated: str | None
+) -> list[Prediction]:
+    """Return the answers to a sample, with the questions and the reference answers in the form of its prompts."""
+    written = prompt.with_boxes(sample)
     places = [place for place, message in enumerate(sample.messages) if message.role == "assistant"]
     predictions = []
     for answer in lines:
         if isinstance(answer, GeneratedAnswer):
-            right = sample.messages[places[answer.turn]]
+            place = places[answer.turn]
+            right = written.messages[place]
             reference = right.text.strip()
             predictions.append(
                 Prediction(
                     key=sample.key,
                     turn=answer.turn,
-                    question=sample.messages[places[answer.turn] - 1].text.replace(IMAGE_SLOT, "").strip(),
+                    question=written.messages[place - 1].text.replace(IMAGE_SLOT, "").strip(),
                     reference=reference,
                     references=right.references or (reference,),
                     answer=answer.answer,
+                    boxes=true_boxes(sample.messages[place], prompt.boxes, prompt.pixels),
                     stopped=answer.stopped,
                     num_tokens=answer.num_tokens,
                     contaminated=contaminated,

@@ -15,14 +15,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from dataset_builders.contracts.boxes import BOX_SLOT, Box, BoxPlace
+from dataset_builders.contracts.boxes import BOX_SLOT, RELATIVE, Box, BoxPlace, Convention, TrueBoxes
 from dataset_builders.contracts.sample import Message, Sample
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.contracts.tokenized import PixelConfig
 from dataset_builders.pictures.pixels import smart_resize
-
-RELATIVE = 1000
-Convention = Literal["relative_1000", "resized_pixels"]
 
 
 class BoxFormat(StrictModel):
@@ -53,6 +50,22 @@ def with_boxes_written(sample: Sample, boxes: BoxFormat, pixels: PixelConfig | N
         return sample
     messages = tuple(_written(message, boxes, pixels) for message in sample.messages)
     return dataclasses.replace(sample, messages=messages)
+
+
+def true_boxes(message: Message, boxes: BoxFormat, pixels: PixelConfig) -> TrueBoxes | None:
+    """Return the boxes of a message before they are written; None if it has no place for boxes, or places of several
+    images: nothing in an answer's text says of which image a box is."""
+    if len({place.image for place in message.boxes}) != 1:
+        return None
+    first = message.boxes[0]
+    height, width = smart_resize(first.size[1], first.size[0], pixels)
+    return TrueBoxes(
+        convention=boxes.convention,
+        image=first.image,
+        size=first.size,
+        resized=(width, height),
+        boxes=tuple(box for place in message.boxes for box in place.boxes),
+    )
 
 
 def in_convention(box: Box, size: tuple[int, int], convention: Convention, pixels: PixelConfig) -> list[int]:
