@@ -11,6 +11,7 @@ lines            cat: [10, 20, 300, 400]                                 one box
 
 import dataclasses
 import json
+import re
 from typing import Literal
 
 from pydantic import Field
@@ -20,6 +21,15 @@ from dataset_builders.contracts.sample import Message, Sample
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.contracts.tokenized import PixelConfig
 from dataset_builders.pictures.pixels import smart_resize
+
+ReadBox = tuple[tuple[float, float, float, float], str]  # four numbers as they stand in a text, and the label or ""
+
+_NUMBER = r"[-+]?\d+(?:\.\d+)?"
+_NUMBERS = re.compile(rf"\[\s*({_NUMBER}(?:\s*,\s*{_NUMBER})*)\s*\]")  # one or more in brackets
+_OTHER_KEY = re.compile(r"""[{,]\s*["'][^"'{,]*["']\s*:\s*\Z""")  # of an object, right before its value
+_NOTHING = re.compile(r"(?:```\w*\s*)?none\.?(?:\s*```)?|[^\[\]{}]*\[\s*\][^\[\]{}]*", re.IGNORECASE)
+_KEY = '"bbox_2d"'
+_LARGEST = 1e6  # no image has a side of as many pixels
 
 
 class BoxFormat(StrictModel):
@@ -98,3 +108,67 @@ def _place_text(place: BoxPlace, boxes: BoxFormat, pixels: PixelConfig) -> str:
     items = [{"bbox_2d": corners} | ({"label": label} if label else {}) for corners, label in written]
     text = json.dumps(items, ensure_ascii=False)
     return f"```json\n{text}\n```" if boxes.form == "fenced" else text
+
+
+def read_boxes(text: str) -> list[ReadBox] | None:
+    """Return the boxes that an answer states, in its order; empty where it says that there are none; None where it does
+    not parse.
+
+    A form is read with or without text around it, and whatever form the recipe chose:
+
+        JSON objects with bbox_2d, in a list, a block of code, or alone; other keys than the label are ignored. Single
+        quotes are read where the text has no double ones and no apostrophe (`man's` would end a text). Of a list that
+        was cut off, the whole objects count, as in the reader of Qwen's cookbook
+        label: [x1, y1, x2, y2], one a line; the label may have brackets
+        [x1, y1, x2, y2] anywhere: a box without a label
+        none, alone; [] as the only bracket: no boxes
+
+    Everything else is None: an object that is broken before the end, another number of coordinates, coordinates in
+    quotes, another key (`bbox` is x, y, width, height in COCO), (x1,y1),(x2,y2), "there is no cat", an empty text.
+    """
+    if "bbox_2d" in text:
+        return _read_objects(text if '"' in text else text.replace("'", '"'))
+    if _NOTHING.fullmatch(text.strip()):
+        return []
+    found: list[ReadBox] = []
+    for line in text.split("\n"):
+        groups = [(at, _corners([float(n) for n in at[1].split(",")])) for at in _NUMBERS.finditer(line)]
+        label = ""
+        if groups and not line[groups[-1][0].end() :].strip(" .,;\r"):  # the line ends with brackets
+            before = line[: groups[-1][0].start()].rstrip()
+            if before.endswith(":") and all(corners is None for _, corners in groups[:-1]):
+                label, groups = before[:-1].strip().removeprefix("- ").removeprefix("* ").strip(), groups[-1:]
+        if any(corners is None or _OTHER_KEY.search(line[: at.start()][-200:]) for at, corners in groups):
+            return None
+        found += [(corners, label) for _, corners in groups]
+    return found or None
+
+
+def _read_objects(text: str) -> list[ReadBox] | None:
+    found: list[ReadBox] = []
+    decoder, start, end = json.JSONDecoder(), -1, 0
+    while (start := text.find("{", max(start + 1, end))) >= 0:
+        try:
+            value, after = decoder.raw_decode(text, start)
+        except (ValueError, RecursionError):
+            continue
+        if "bbox_2d" not in value:  # an object around a list
+            continue
+        corners, label = _corners(value["bbox_2d"]), value.get("label", "")
+        if corners is None or not isinstance(label, str) or _KEY in text[end:start]:
+            return None
+        found.append((corners, label))
+        end = after
+    rest = text[end:]
+    is_cut = found and "}" not in rest  # while the next object was written
+    return found if found and (is_cut or _KEY not in rest) else None
+
+
+def _corners(numbers: object) -> tuple[float, float, float, float] | None:
+    """Return four numbers as floats; None for anything else."""
+    if not isinstance(numbers, list) or len(numbers) != 4:
+        return None
+    if not all(type(number) in (int, float) and -_LARGEST < number < _LARGEST for number in numbers):  # no NaN either
+        return None
+    x1, y1, x2, y2 = map(float, numbers)
+    return x1, y1, x2, y2
