@@ -74,7 +74,12 @@ def true_boxes(message: Message, boxes: BoxFormat, pixels: PixelConfig) -> TrueB
         image=first.image,
         size=first.size,
         resized=(width, height),
-        boxes=tuple(box for place in message.boxes for box in place.boxes),
+        # The place of a single box writes no label, so an answer cannot have it.
+        boxes=tuple(
+            box if place.is_list else dataclasses.replace(box, label="")
+            for place in message.boxes
+            for box in place.boxes
+        ),
     )
 
 

@@ -17,6 +17,16 @@ from typing import Any
 
 from dataset_builders.contracts.manifest import SubsetOrigin
 from dataset_builders.sources.registry import KNOWN_SUBSETS, known_name
+from stages.shared.scoring.metrics.boxes import (
+    BoxAccuracies,
+    BoxAccuracy,
+    BoxF1,
+    BoxIoU,
+    BoxPrecision,
+    BoxRecall,
+    CocoMap,
+    CocoMap50,
+)
 from stages.shared.scoring.metrics.captions import Bleu, Cider, RougeL
 from stages.shared.scoring.metrics.choices import MultipleChoice
 from stages.shared.scoring.metrics.contract import Metric
@@ -36,6 +46,7 @@ from stages.shared.scoring.names import METRIC_NAMES, check_name, check_override
 _METRICS: tuple[type[Metric], ...] = (
     *(ExactMatch, VQAExactMatch, VQAAccuracy, MultipleChoice, ANLS, RelaxedAccuracy, TableExactMatch),
     *(CER, WER, Cider, Bleu, RougeL, CordTreeEdit, CordFieldF1),
+    *(BoxIoU, BoxAccuracy, BoxAccuracies, BoxPrecision, BoxRecall, BoxF1, CocoMap, CocoMap50),
 )
 METRICS: dict[str, Metric] = {metric.name: metric() for metric in _METRICS}
 assert tuple(METRICS) == METRIC_NAMES
