@@ -39,8 +39,7 @@ def ious_of(first: Sequence[Sequence[float]], second: Sequence[Sequence[float]])
     two = np.asarray(second, np.float64).reshape(1, -1, 4)
     sides = np.minimum(one[..., 2:], two[..., 2:]) - np.maximum(one[..., :2], two[..., :2])
     common = np.maximum(sides, 0).prod(axis=-1)
-    areas = [np.maximum(boxes[..., 2:] - boxes[..., :2], 0).prod(axis=-1) for boxes in (one, two)]
-    union = areas[0] + areas[1] - common
+    union = sum((boxes[..., 2:] - boxes[..., :2]).prod(axis=-1) for boxes in (one, two)) - common
     return np.divide(common, union, out=np.zeros_like(common), where=common > 0)
 
 

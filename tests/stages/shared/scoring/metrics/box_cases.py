@@ -149,6 +149,15 @@ CASES: dict[str, Case] = {
         ap50=1,
         ap=(1 + 7 * 51 / 101) / 10,
     ),
+    # IoU 80/120 with both, so it takes the second, which the next answer equals.
+    "the last of equals": Case(
+        answers=[([a(20, 0, 120, 100), a(40, 0, 140, 100)], [ONE, a(40, 0, 140, 100)])],
+        right=1,
+        given=2,
+        true=2,
+        ap50=51 / 101,
+        ap=(4 + 6 / 2) / 10 * 51 / 101,
+    ),
     # Degenerate.
     "no width": Case(answers=[([a(50, 0, 50, 100)], [ONE])], given=1, true=1, ap50=0, iou=0, acc=0),
     "a point": Case(answers=[([a(5, 5, 5, 5)], [ONE])], given=1, true=1, ap50=0, iou=0, acc=0),

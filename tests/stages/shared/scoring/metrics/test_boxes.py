@@ -113,7 +113,7 @@ def drawn(answers: list[Judged], times: list[int]) -> list[Judged]:
 def test_a_drawn_answer_counts_as_often_as_it_is_drawn(metric):
     # Of one detection each, so that the copies of a detection and of an answer stand in the same order.
     answers = [judged(given[:1], true) for given, true in SETS["random 1"]]
-    times = np.random.default_rng(2).multinomial(30, [1 / 30] * 30, size=20)
+    times = np.random.default_rng(2).multinomial(6, [1 / 30] * 30, size=40)
     found = metric.weighted(metric.statistics(answers), times.astype(float))
     assert found == pytest.approx([metric.score(drawn(answers, row)) for row in times], **EXACT)
     assert len({*found.tolist()}) > 10
@@ -121,7 +121,7 @@ def test_a_drawn_answer_counts_as_often_as_it_is_drawn(metric):
 
 def test_the_answers_of_a_group_are_drawn_together():
     metric, answers = CocoMap(), ANSWERS["random 3"]
-    groups = np.arange(30) % 7
+    groups = np.random.default_rng(4).integers(0, 7, 30)
     statistics = metric.statistics(answers)
     by_group = metric.grouped(statistics, groups, 7)
     times = np.random.default_rng(3).integers(0, 3, (20, 7)).astype(float)
