@@ -154,10 +154,11 @@ def image_digests(sample: Sample) -> list[str]:
 
 
 def _check_text(message: Message) -> None:
-    for text in (message.text, message.reasoning):
+    labels = [box.label for place in message.boxes for box in place.boxes]  # they are written in the text
+    for text in (message.text, message.reasoning, *labels):
         if _CONTROL_CHARS.search(text):
             raise SkipSample("control_chars", repr(text[:80]))
-    for text in (message.text, message.reasoning, *message.references):
+    for text in (message.text, message.reasoning, *message.references, *labels):
         if _SURROGATES.search(text):
             raise SkipSample("schema_error", f"text that is not Unicode: {text[:80]!r}")
         if (found := _PLACEHOLDER.search(text.replace(IMAGE_SLOT, ""))) is not None:
@@ -183,6 +184,9 @@ def _check_boxes(message: Message, num_images: int) -> None:
             raise SkipSample("bad_box", f"boxes of image {place.image}, and the row has {num_images}")
         if fault := place.fault():
             raise SkipSample("bad_box", fault)
+        for box in place.boxes:
+            if any(mark in box.label for mark in (IMAGE_SLOT, BOX_SLOT, "\n")):  # it would change the text around it
+                raise SkipSample("bad_box", f"a label with a slot or a line break: {box.label[:80]!r}")
 
 
 def to_fields(sample: Sample, digests: Sequence[str] | None = None) -> dict[str, bytes]:

@@ -21,7 +21,7 @@ from stages.shared.artifacts.artifact import Artifact
 from stages.shared.artifacts.run_stage import run_stage
 from stages.shared.artifacts.verify import file_entries
 from stages.shared.artifacts.workers import StageResources
-from stages.shared.chat_format.boxes import BoxFormat
+from stages.shared.chat_format.config import BoxFormat
 from stages.shared.chat_format.prompt import PromptFormat
 from tests.helpers.drawn_pictures import encoded
 from tests.helpers.pixels import image_config

@@ -12,15 +12,12 @@ lines            cat: [10, 20, 300, 400]                                 one box
 import dataclasses
 import json
 import re
-from typing import Literal
-
-from pydantic import Field
 
 from dataset_builders.contracts.boxes import BOX_SLOT, RELATIVE, Box, BoxPlace, Convention, TrueBoxes
 from dataset_builders.contracts.sample import Message, Sample
-from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.contracts.tokenized import PixelConfig
 from dataset_builders.pictures.pixels import smart_resize
+from stages.shared.chat_format.config import BoxFormat
 
 ReadBox = tuple[tuple[float, float, float, float], str]  # four numbers as they stand in a text, and the label or ""
 
@@ -30,24 +27,6 @@ _OTHER_KEY = re.compile(r"""[{,]\s*["'][^"'{,]*["']\s*:\s*\Z""")  # of an object
 _NOTHING = re.compile(r"(?:```\w*\s*)?none\.?(?:\s*```)?|[^\[\]{}]*\[\s*\][^\[\]{}]*", re.IGNORECASE)
 _KEY = '"bbox_2d"'
 _LARGEST = 1e6  # no image has a side of as many pixels
-
-
-class BoxFormat(StrictModel):
-    """The settings of boxes in texts."""
-
-    convention: Convention = Field(
-        default="relative_1000",
-        description="coordinates: relative_1000, 0 to 1000 along each side (Qwen3-VL and later); resized_pixels, "
-        "pixels of the resized image (Qwen2.5-VL)",
-    )
-    form: Literal["bbox_2d", "fenced", "lines"] = Field(
-        default="bbox_2d",
-        description='lists of boxes: bbox_2d, [{"bbox_2d": [x1, y1, x2, y2], "label": ".."}]; fenced, the same in a '
-        "block of code; lines, label: [x1, y1, x2, y2]",
-    )
-    order: Literal["given", "sorted"] = Field(
-        default="given", description="boxes of a list: given, as in the data; sorted, by label, then y1, x1, y2, x2"
-    )
 
 
 def with_boxes_written(sample: Sample, boxes: BoxFormat, pixels: PixelConfig | None) -> Sample:

@@ -10,7 +10,8 @@ from dataset_builders.contracts.sample import Sample
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.contracts.tokenized import PixelConfig
 from dataset_builders.errors import InputError, plain_message
-from stages.shared.chat_format.boxes import BoxFormat, with_boxes_written
+from stages.shared.chat_format.boxes import with_boxes_written
+from stages.shared.chat_format.config import BoxFormat
 from stages.shared.chat_format.images import load_image_config
 from stages.shared.inputs.model_directory import ModelDirectory, read_json
 
