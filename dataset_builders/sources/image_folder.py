@@ -35,8 +35,8 @@ from typing import Literal
 from pydantic import Field
 
 from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Sample, SkipSample, Split
-from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.errors import InputError
+from dataset_builders.readers.box_places import BoxOptions, with_boxes
 from dataset_builders.readers.image_refs import ImageReader
 from dataset_builders.readers.parts import Builder, Part, SkippedRow, splits_of
 from dataset_builders.readers.source_files import IMAGE_SUFFIXES, NUMBERED, SourceFile, choose_subsets, list_files
@@ -48,7 +48,7 @@ _YOLO = re.compile(r"(\d+( +-?\d*\.?\d+(e-?\d+)?){4,}\s*)+")  # a class and numb
 _IMAGES = tuple(f".{suffix}" for suffix in (*IMAGE_SUFFIXES, "heic", "heif"))  # the last two leave their rows out
 
 
-class ImageFolderOptions(StrictModel):
+class ImageFolderOptions(BoxOptions):
     """The question about each image, and the source of its answer."""
 
     question: str = Field(min_length=1, description="the text that is asked about each image")
@@ -173,7 +173,8 @@ def _sample(key: str, name: str, reader: ImageReader, options: ImageFolderOption
     question = options.question if IMAGE_SLOT in options.question else IMAGE_SLOT + options.question
     messages = (Message(role="user", text=stripped(question)), Message(role="assistant", text=answer))
     # The "./" keeps a name such as "data:1.jpg" from being read as a data URI or an address.
-    sample = Sample(key=key, messages=messages, images=(reader.read(f"./{name}"),))
+    images = (reader.read(f"./{name}"),)
+    sample = Sample(key=key, messages=with_boxes(messages, images, options), images=images)
     sample.check()
     return sample
 
