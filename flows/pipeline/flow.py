@@ -136,6 +136,7 @@ def vlm_sft(plan: Plan) -> dict[str, Any]:
         "scores": stats["scores"],
         "counts": stats.get("counts", {}),
         "headlines": stats.get("headlines", {}),
+        "warnings": stats.get("warnings", []),
         "registered_name": plan.config.mlflow_name,
         "refusals": refusals,
         "mlflow_run": tracker.key,

@@ -8,6 +8,7 @@ an image that occurs in the training split are answered and shown, but no score 
 """
 
 import itertools
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -40,6 +41,7 @@ from trainer.contract.result import read_heldout
 VERSION = 9
 # Role of the training -> its file with the losses of the model that answers: the trained model, or the model before.
 _LOSSES = {"made_by": HELDOUT_JSONL, "start_of": HELDOUT_BASE_JSONL}
+log = logging.getLogger("athanor.evaluate")
 WINDOW = 64  # samples in memory at a time, including images
 _WRONG_PICTURES = 48
 _RIGHT_PICTURES = 12
@@ -60,8 +62,7 @@ def evaluate(
     # Empty without a training, or if the training had no held-out bins.
     losses = [inputs[role].dir / name for role, name in _LOSSES.items() if role in inputs]
     origins = read_origins(samples.manifest.stats)
-    metrics = {subset: metrics_of(subset, origin, config.metrics) for subset, origin in origins.items()}
-    evaluation = Evaluation(metrics, by_sample(row for path in losses[:1] for row in read_heldout(path)))
+    evaluation = Evaluation(by_sample(row for path in losses[:1] for row in read_heldout(path)))
     contaminated = contaminated_keys(inputs["contamination"].dir) if "contamination" in inputs else {}
     prompt = PromptFormat.model_validate(inputs["answers"].manifest.stats["prompt"])
     for sample in heldout_samples(samples, None, config.max_samples_per_subset):
@@ -78,7 +79,14 @@ def evaluate(
             "alike, so nothing is left to score; look at the page of the stage contamination, or set "
             "contamination=null to score them"
         )
-    evaluation.score()
+    metrics = {
+        subset: metrics_of(subset, origin, config.metrics, evaluation.num_boxes(subset))
+        for subset, origin in origins.items()
+    }
+    evaluation.score(metrics)
+    warnings = [found.line(subset) for subset, found in evaluation.better_readings.items()]
+    for line in warnings:
+        log.warning("%s", line)
     gallery, num_written = Gallery(), 0
     # Read again, so that no image waits in memory; only the images are used.
     to_write = heldout_samples(samples, None, config.max_samples_per_subset)
@@ -94,7 +102,7 @@ def evaluate(
     stats = {"scores": evaluation.table, "counts": evaluation.counts(), "headlines": headlines}
     stats["metrics"] = {subset: asdict(each) for subset, each in metrics.items()}
     fields = {name: scores.fields for name, scores in evaluation.subsets.items() if scores.fields}
-    sometimes = {"fields": fields, "with_contaminated": evaluation.with_contaminated}
+    sometimes = {"fields": fields, "with_contaminated": evaluation.with_contaminated, "warnings": warnings}
     stats |= {name: figures for name, figures in sometimes.items() if figures}
     return StageOutput(skips=dict(sorted(skips.items())), stats=stats)
 
@@ -165,6 +173,7 @@ def _write_report(directory: Path, evaluation: Evaluation, gallery: Gallery, ski
     pictures = {is_right: list(shown.values()) for is_right, shown in gallery.shown.items()}
     sections: list[Section] = [
         _headlines(evaluation, counts),
+        *_better_readings(evaluation),
         *_contaminated(evaluation, counts),
         Table("All metrics", ["subset", *metrics], scores),
         *_fields(evaluation),
@@ -189,6 +198,16 @@ def _headlines(evaluation: Evaluation, counts: Mapping[str, Mapping[str, int]]) 
     ]
     level = f"{BOOTSTRAP.level:.0%} interval"
     return Table("Headline of each subset", ["subset", "metric", "value", level, *counts[OVERALL], "why"], rows)
+
+
+def _better_readings(evaluation: Evaluation) -> list[Table]:
+    """Return one table of the subsets whose boxes fit better in another reading; empty if there are none."""
+    rows = [
+        [name, found.convention, found.iou, found.reading, found.reading_iou]
+        for name, found in evaluation.better_readings.items()
+    ]
+    columns = ["subset", "convention of the model", "mean IoU", "read as", "mean IoU of that"]
+    return [Table("Warning: coordinates that fit better in another reading", columns, rows)] if rows else []
 
 
 def _contaminated(evaluation: Evaluation, counts: Mapping[str, Mapping[str, int]]) -> list[Table]:
