@@ -187,8 +187,8 @@ def shrink_grey(rgb: np.ndarray, side: int) -> np.ndarray:
     return np.asarray(grey.resize((side, side), Image.Resampling.LANCZOS))
 
 
-def grey_png(pixels: np.ndarray) -> bytes:
-    """Encode (h, w) uint8 as a grey PNG."""
+def pixels_png(pixels: np.ndarray) -> bytes:
+    """Encode (h, w) or (h, w, 3) uint8 as a PNG."""
     return _png(Image.fromarray(pixels))
 
 

@@ -35,6 +35,15 @@ class EmbeddedEasyVqaConfig(StrictModel):
     version: Literal["1.0"] = Field(default="1.0", description="version of the package easy-vqa that is read")
 
 
+class EmbeddedShapesConfig(StrictModel):
+    """Drawn shapes to be found: their number and their seed."""
+
+    kind: Literal["shapes"] = Field(description="shapes: drawn shapes to be found, in place of the digits")
+    seed: int = Field(ge=0, le=2**32 - 1, description="seed of the drawing")
+    num_one: int = Field(ge=0, le=10**7, description="pictures with a question about one shape")
+    num_many: int = Field(ge=0, le=10**7, description="pictures with a question about any number of shapes")
+
+
 class _CommonSizes(StrictModel):
     """The sizes that all families have."""
 

@@ -12,7 +12,7 @@ from PIL import Image
 
 from dataset_builders.contracts.manifest import Manifest
 from dataset_builders.errors import InputError
-from dataset_builders.pictures.images import grey_png
+from dataset_builders.pictures.images import pixels_png
 from stages.compare.comparison import compare_predictions
 from stages.compare.stage import _stats, _table, shown_keys, write_comparison_report
 from stages.shared.pages.page import artifact_page
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.promise(
 )
 
 BOOTSTRAP = Bootstrap(resamples=2000, level=0.95, seed=1)
-IMAGE = grey_png(np.full((12, 12), 200, np.uint8))
+IMAGE = pixels_png(np.full((12, 12), 200, np.uint8))
 
 
 def predictions(answers: dict[str, list[str]], references: dict[str, list[str]]) -> pa.Table:
