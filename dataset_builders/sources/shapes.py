@@ -12,6 +12,7 @@ last ones.
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,21 +29,29 @@ COLOURS = {
 }
 KINDS = ("circle", "square", "triangle")
 
-_SIDES = (96, 128, 160)  # pixels, of each side of a picture
-_SIZES = (20, 48)  # of a shape's box, from and to
-_MOST = 4  # shapes of a picture
 _TRIES = 50  # places that are tried for a shape
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShapeCounts:
+    """The numbers of rows, and what their pictures hold."""
+
+    one: int  # rows of shapes_one
+    many: int
+    most: int  # shapes of a picture, at most
+    sides: tuple[int, ...]  # pixels; each side of a picture is one of them
+
 
 Row = dict[str, list[dict[str, Any]]]
 Shape = tuple[tuple[int, int, int, int], str, str]  # box, colour, kind
 
 
-def iter_shape_rows(seed: int, num_one: int, num_many: int) -> Iterator[tuple[str, Row]]:
-    """Yield (subset, row) in order of the subsets; the rows are the same for the same seed and numbers."""
-    for stream, (subset, number) in enumerate(zip(SUBSETS, (num_one, num_many))):
+def iter_shape_rows(seed: int, counts: ShapeCounts) -> Iterator[tuple[str, Row]]:
+    """Yield (subset, row) in order of the subsets; the rows are the same for the same seed and counts."""
+    for stream, (subset, number) in enumerate(zip(SUBSETS, (counts.one, counts.many))):
         rng = np.random.default_rng([seed, stream])
         for _ in range(number):
-            picture, shapes = _picture(rng)
+            picture, shapes = _picture(rng, counts)
             question, found = (_one if subset == "shapes_one" else _many)(shapes, rng)
             found.sort(key=lambda shape: (shape[0][1], shape[0][0]))
             boxes = [{"bbox_2d": list(box), "label": f"{colour} {kind}"} for box, colour, kind in found]
@@ -75,15 +84,16 @@ def _many(shapes: list[Shape], rng: np.random.Generator) -> tuple[str, list[Shap
     return "Find every shape.", list(shapes)
 
 
-def _picture(rng: np.random.Generator) -> tuple[np.ndarray, list[Shape]]:
+def _picture(rng: np.random.Generator, counts: ShapeCounts) -> tuple[np.ndarray, list[Shape]]:
     """Return (h, w, 3) uint8 pixels, and the shapes on them, at least one."""
-    width, height = (int(side) for side in rng.choice(_SIDES, 2))
+    width, height = (int(side) for side in rng.choice(counts.sides, 2))
     picture = np.empty((height, width, 3), np.uint8)
     picture[:] = rng.integers(200, 256, 3)
     looks = [(colour, kind) for colour in COLOURS for kind in KINDS]
     shapes: list[Shape] = []
-    for look in rng.permutation(len(looks))[: rng.integers(1, _MOST + 1)]:
-        across, down = (int(size) for size in rng.integers(_SIZES[0], _SIZES[1] + 1, 2))
+    for look in rng.permutation(len(looks))[: rng.integers(1, counts.most + 1)]:
+        # A fifth to a half of the shorter side.
+        across, down = (int(size) for size in rng.integers(min(width, height) // 5, min(width, height) // 2 + 1, 2))
         for _ in range(_TRIES):
             left, top = int(rng.integers(width - across + 1)), int(rng.integers(height - down + 1))
             box = (left, top, left + across, top + down)

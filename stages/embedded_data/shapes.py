@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from dataset_builders.sources.shapes import Row, iter_shape_rows
+from dataset_builders.sources.shapes import Row, ShapeCounts, iter_shape_rows
 from stages.embedded_data.digits import write_subset
 from stages.shared.artifacts.artifact import Stage, StageOutput
 from stages.shared.inputs.config import EmbeddedShapesConfig
@@ -28,16 +28,17 @@ ROW_SCHEMA = pa.schema(
 
 def _run(config: EmbeddedShapesConfig, inputs: Mapping[str, object], work: Path, resources: object) -> StageOutput:
     subsets: dict[str, list[Row]] = {}
-    for subset, row in iter_shape_rows(config.seed, config.num_one, config.num_many):
+    counts = ShapeCounts(one=config.num_one, many=config.num_many, most=config.most_shapes, sides=tuple(config.sides))
+    for subset, row in iter_shape_rows(config.seed, counts):
         subsets.setdefault(subset, []).append(row)
-    counts = {}
+    boxes = {}
     for subset, rows in subsets.items():
         write_subset(work / subset, rows, "train", ROW_SCHEMA)
-        counts[subset] = Counter(len(json.loads(row["messages"][1]["content"])) for row in rows)
-    numbers = sorted(set().union(*counts.values()))
-    table = [[subset, *(count[number] for number in numbers)] for subset, count in counts.items()]
+        boxes[subset] = Counter(len(json.loads(row["messages"][1]["content"])) for row in rows)
+    numbers = sorted(set().union(*boxes.values()))
+    table = [[subset, *(count[number] for number in numbers)] for subset, count in boxes.items()]
     columns = ["subset", *(f"{number} boxes" for number in numbers)]
-    rows_of = {subset: count.total() for subset, count in counts.items()}
+    rows_of = {subset: count.total() for subset, count in boxes.items()}
     sections = [Table("Rows by the number of boxes in the answer", columns, table)]
     write_report(work, title="Shapes to be found", summary={"rows": sum(rows_of.values())}, sections=sections)
     return StageOutput(stats={"rows": rows_of})
