@@ -19,6 +19,7 @@ from dataset_builders.errors import InputError
 from dataset_builders.storage.store import local_copy
 from stages.answer.heldout import ANSWERS_JSONL, GeneratedAnswer, Line, SkippedSample, heldout_samples, read_answers
 from stages.contamination.stage import contaminated_keys
+from stages.evaluate.answer_pictures import answer_layer, answer_picture
 from stages.evaluate.config import EvaluateConfig
 from stages.evaluate.evaluation import BOOTSTRAP, Evaluation, by_sample
 from stages.evaluate.predictions import PREDICTIONS, Prediction, Scored, predictions_table, writing_predictions
@@ -140,14 +141,12 @@ class Gallery:
 
     def add(self, window: Sequence[Sample], rows: Sequence[tuple[Prediction, Scored]]) -> None:
         """Keep the images of these samples that the page will show."""
-        images_of = {sample.key: sample.images for sample in window}
+        samples = {sample.key: sample for sample in window}
         for prediction, scored in rows:
             pictures = self.shown[is_right := _is_right(scored)]
-            images = images_of[prediction.key]
-            if images and len(pictures) < (_RIGHT_PICTURES if is_right else _WRONG_PICTURES):
-                caption = _caption(prediction, scored)
-                picture = Picture.of_sample(prediction.key, images, _THUMBNAIL_SIDE, caption)
-                pictures[prediction.key, prediction.turn] = picture
+            sample = samples[prediction.key]
+            if sample.images and len(pictures) < (_RIGHT_PICTURES if is_right else _WRONG_PICTURES):
+                pictures[prediction.key, prediction.turn] = _picture(sample, prediction, scored)
 
 
 def _write_report(directory: Path, evaluation: Evaluation, gallery: Gallery, skips: Mapping[str, int]) -> None:
@@ -211,6 +210,13 @@ def _fields(evaluation: Evaluation) -> list[Table]:
             titles = [name.replace("_", " ") for name in columns]
             tables.append(Table(f"{metric} of {subset} by field", ["field", *titles], rows))
     return tables
+
+
+def _picture(sample: Sample, prediction: Prediction, scored: Scored) -> Picture:
+    caption, truth = _caption(prediction, scored), prediction.boxes
+    layers = [] if truth is None else [answer_layer("answer", "answer", prediction.answer, truth)]
+    boxed = answer_picture(sample, prediction.turn, truth, layers, caption)
+    return boxed or Picture.of_sample(sample.key, sample.images, _THUMBNAIL_SIDE, caption)
 
 
 def _caption(prediction: Prediction, scored: Scored) -> str:
