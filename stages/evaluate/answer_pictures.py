@@ -40,7 +40,5 @@ def answer_picture(
     drawn = [BoxLayer(name="in the question", kind="asked", boxes=of_question)] if of_question else []
     if truth is not None:
         drawn += [BoxLayer(name="reference", kind="true", boxes=truth.boxes), *layers]
-    shows = f"image {image + 1} of {sample.key}"
-    return Picture(
-        preview_png([sample.images[image]], _SIDE), shows, caption, drawn_boxes(size, drawn, room=(_SIDE, _SIDE))
-    )
+    shows, drawing = f"image {image + 1} of {sample.key}", drawn_boxes(size, drawn, room=(_SIDE, _SIDE))
+    return Picture(preview_png([sample.images[image]], _SIDE), shows, caption, drawing)

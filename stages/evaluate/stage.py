@@ -65,6 +65,7 @@ def evaluate(
     evaluation = Evaluation(metrics, by_sample(row for path in losses[:1] for row in read_heldout(path)))
     contaminated = contaminated_keys(inputs["contamination"].dir) if "contamination" in inputs else {}
     prompt = PromptFormat.model_validate(inputs["answers"].manifest.stats["prompt"])
+    several = 0  # answers that should have boxes of several images
     for sample in heldout_samples(samples, None, config.max_samples_per_subset):
         if sample.key not in lines:
             raise InputError(
@@ -73,6 +74,8 @@ def evaluate(
             )
         predictions = _predictions(sample, prompt, lines[sample.key], contaminated.get(sample.key))
         evaluation.add(image_digests(sample), predictions)
+        answers = [message for message in sample.messages if message.role == "assistant"]
+        several += sum(p.boxes is None and bool(answers[p.turn].boxes) for p in predictions)
     if evaluation.predictions and all(prediction.contaminated for prediction in evaluation.predictions):
         raise InputError(
             f"{samples.dir}: every held-out sample that was answered has a picture that occurs in train or looks "
@@ -89,13 +92,13 @@ def evaluate(
             gallery.add(window, rows)
             writer.write_table(predictions_table(window, rows))
             resources.report(num_written := num_written + len(window), len(lines))
-    _write_report(work, evaluation, gallery, skips)
+    _write_report(work, evaluation, gallery, skips, several)
     headlines = {name: {"metric": s.metrics.headline} | asdict(s.headline) for name, s in evaluation.subsets.items()}
     headlines[OVERALL] = {"metric": SCORE} | asdict(evaluation.overall)
     stats = {"scores": evaluation.table, "counts": evaluation.counts(), "headlines": headlines}
     stats["metrics"] = {subset: asdict(each) for subset, each in metrics.items()}
     fields = {name: scores.fields for name, scores in evaluation.subsets.items() if scores.fields}
-    sometimes = {"fields": fields, "with_contaminated": evaluation.with_contaminated}
+    sometimes = {"fields": fields, "with_contaminated": evaluation.with_contaminated, "boxes_of_several": several}
     stats |= {name: figures for name, figures in sometimes.items() if figures}
     return StageOutput(skips=dict(sorted(skips.items())), stats=stats)
 
@@ -149,12 +152,16 @@ class Gallery:
                 pictures[prediction.key, prediction.turn] = _picture(sample, prediction, scored)
 
 
-def _write_report(directory: Path, evaluation: Evaluation, gallery: Gallery, skips: Mapping[str, int]) -> None:
+def _write_report(
+    directory: Path, evaluation: Evaluation, gallery: Gallery, skips: Mapping[str, int], several: int
+) -> None:
     """Write report.json: scores, then wrong answers, those with images first, then a few right ones."""
     counts = evaluation.counts()
     summary: dict[str, object] = {SCORE: evaluation.table[OVERALL][SCORE], **counts[OVERALL]}
     if skips:
         summary["left out"] = dict(sorted(skips.items()))
+    if several:
+        summary["boxes of several pictures"] = f"{several:,} answers, which no score of boxes counts"
     metrics = list(dict.fromkeys(metric for values in evaluation.table.values() for metric in values))
     scores = [[name, *(values.get(metric) for metric in metrics)] for name, values in evaluation.table.items()]
     wrong = [(p, s) for p, s in evaluation.scored() if not _is_right(s)]
