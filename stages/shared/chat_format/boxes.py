@@ -63,9 +63,8 @@ def in_convention(box: Box, size: tuple[int, int], convention: Convention, pixel
 
 
 def _resized(size: tuple[int, int], pixels: PixelConfig) -> tuple[int, int]:
-    from dataset_builders.pictures.pixels import (
-        smart_resize,
-    )  # not above: its module loads torch, and `plan` needs none
+    # Not imported above: its module loads torch, which `athanor plan` does not need.
+    from dataset_builders.pictures.pixels import smart_resize
 
     height, width = smart_resize(size[1], size[0], pixels)
     return width, height
