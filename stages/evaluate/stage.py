@@ -20,6 +20,7 @@ from dataset_builders.errors import InputError
 from dataset_builders.storage.store import local_copy
 from stages.answer.heldout import ANSWERS_JSONL, GeneratedAnswer, Line, SkippedSample, heldout_samples, read_answers
 from stages.contamination.stage import contaminated_keys
+from stages.evaluate.answer_pictures import answer_layer, answer_picture
 from stages.evaluate.config import EvaluateConfig
 from stages.evaluate.evaluation import BOOTSTRAP, Evaluation, by_sample
 from stages.evaluate.predictions import PREDICTIONS, Prediction, Scored, predictions_table, writing_predictions
@@ -65,6 +66,7 @@ def evaluate(
     evaluation = Evaluation(by_sample(row for path in losses[:1] for row in read_heldout(path)))
     contaminated = contaminated_keys(inputs["contamination"].dir) if "contamination" in inputs else {}
     prompt = PromptFormat.model_validate(inputs["answers"].manifest.stats["prompt"])
+    several = 0  # answers that should have boxes of several images
     for sample in heldout_samples(samples, None, config.max_samples_per_subset):
         if sample.key not in lines:
             raise InputError(
@@ -73,6 +75,8 @@ def evaluate(
             )
         predictions = _predictions(sample, prompt, lines[sample.key], contaminated.get(sample.key))
         evaluation.add(image_digests(sample), predictions)
+        answers = [message for message in sample.messages if message.role == "assistant"]
+        several += sum(p.boxes is None and bool(answers[p.turn].boxes) for p in predictions)
     if evaluation.predictions and all(prediction.contaminated for prediction in evaluation.predictions):
         raise InputError(
             f"{samples.dir}: every held-out sample that was answered has a picture that occurs in train or looks "
@@ -96,13 +100,18 @@ def evaluate(
             gallery.add(window, rows)
             writer.write_table(predictions_table(window, rows))
             resources.report(num_written := num_written + len(window), len(lines))
-    _write_report(work, evaluation, gallery, skips)
+    _write_report(work, evaluation, gallery, skips, several)
     headlines = {name: {"metric": s.metrics.headline} | asdict(s.headline) for name, s in evaluation.subsets.items()}
     headlines[OVERALL] = {"metric": SCORE} | asdict(evaluation.overall)
     stats = {"scores": evaluation.table, "counts": evaluation.counts(), "headlines": headlines}
     stats["metrics"] = {subset: asdict(each) for subset, each in metrics.items()}
     fields = {name: scores.fields for name, scores in evaluation.subsets.items() if scores.fields}
-    sometimes = {"fields": fields, "with_contaminated": evaluation.with_contaminated, "warnings": warnings}
+    sometimes = {
+        "fields": fields,
+        "with_contaminated": evaluation.with_contaminated,
+        "warnings": warnings,
+        "boxes_of_several": several,
+    }
     stats |= {name: figures for name, figures in sometimes.items() if figures}
     return StageOutput(skips=dict(sorted(skips.items())), stats=stats)
 
@@ -148,22 +157,24 @@ class Gallery:
 
     def add(self, window: Sequence[Sample], rows: Sequence[tuple[Prediction, Scored]]) -> None:
         """Keep the images of these samples that the page will show."""
-        images_of = {sample.key: sample.images for sample in window}
+        samples = {sample.key: sample for sample in window}
         for prediction, scored in rows:
             pictures = self.shown[is_right := _is_right(scored)]
-            images = images_of[prediction.key]
-            if images and len(pictures) < (_RIGHT_PICTURES if is_right else _WRONG_PICTURES):
-                caption = _caption(prediction, scored)
-                picture = Picture.of_sample(prediction.key, images, _THUMBNAIL_SIDE, caption)
-                pictures[prediction.key, prediction.turn] = picture
+            sample = samples[prediction.key]
+            if sample.images and len(pictures) < (_RIGHT_PICTURES if is_right else _WRONG_PICTURES):
+                pictures[prediction.key, prediction.turn] = _picture(sample, prediction, scored)
 
 
-def _write_report(directory: Path, evaluation: Evaluation, gallery: Gallery, skips: Mapping[str, int]) -> None:
+def _write_report(
+    directory: Path, evaluation: Evaluation, gallery: Gallery, skips: Mapping[str, int], several: int
+) -> None:
     """Write report.json: scores, then wrong answers, those with images first, then a few right ones."""
     counts = evaluation.counts()
     summary: dict[str, object] = {SCORE: evaluation.table[OVERALL][SCORE], **counts[OVERALL]}
     if skips:
         summary["left out"] = dict(sorted(skips.items()))
+    if several:
+        summary["boxes of several pictures"] = f"{several:,} answers, which no score of boxes counts"
     metrics = list(dict.fromkeys(metric for values in evaluation.table.values() for metric in values))
     scores = [[name, *(values.get(metric) for metric in metrics)] for name, values in evaluation.table.items()]
     wrong = [(p, s) for p, s in evaluation.scored() if not _is_right(s)]
@@ -230,6 +241,13 @@ def _fields(evaluation: Evaluation) -> list[Table]:
             titles = [name.replace("_", " ") for name in columns]
             tables.append(Table(f"{metric} of {subset} by field", ["field", *titles], rows))
     return tables
+
+
+def _picture(sample: Sample, prediction: Prediction, scored: Scored) -> Picture:
+    caption, truth = _caption(prediction, scored), prediction.boxes
+    layers = [] if truth is None else [answer_layer("answer", "answer", prediction.answer, truth)]
+    boxed = answer_picture(sample, prediction.turn, truth, layers, caption)
+    return boxed or Picture.of_sample(sample.key, sample.images, _THUMBNAIL_SIDE, caption)
 
 
 def _caption(prediction: Prediction, scored: Scored) -> str:

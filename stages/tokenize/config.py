@@ -38,7 +38,7 @@ class TokenizeConfig(StrictModel):
     system_prompt: str | None = Field(
         default=None, min_length=1, description="put first if a conversation has no system message; null: nothing"
     )
-    boxes: BoxFormat = Field(default=BoxFormat(), description="how boxes are written in the texts")
+    boxes: BoxFormat = BoxFormat()
     max_skip_fraction: float = Field(
         ge=0, le=1, description="if a larger share is left out, and at least 3 samples, the stage fails"
     )

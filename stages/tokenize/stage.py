@@ -178,9 +178,8 @@ def write_tokenize_report(
         learnt = "learnt" if reasoning["is_learnt"] else "left out (tokenize.learn.reasoning, or the template)"
         summary["reasoning"] = f"of {reasoning['answers']:,} answers, {learnt}"
     if boxes := stats.get("boxes"):
-        summary["boxes"] = (
-            f"in {stats['boxed']:,} conversations, {boxes['convention']}, {boxes['form']}, {boxes['order']}"
-        )
+        how = ", ".join(boxes[name] for name in ("convention", "form"))
+        summary["boxes"] = f"in {stats['boxed']:,} conversations: {how}, in the {boxes['order']} order"
     against = checked["pixels_against"].partition(";")[0]
     summary["checked"] = f"{checked['samples']} samples, with transformers' tokenizer and {against}"
     step = -(-total["num_samples"] // _COUNTED_SAMPLES) or 1

@@ -16,7 +16,6 @@ import re
 from dataset_builders.contracts.boxes import BOX_SLOT, RELATIVE, Box, BoxPlace, Convention, TrueBoxes
 from dataset_builders.contracts.sample import Message, Sample
 from dataset_builders.contracts.tokenized import PixelConfig
-from dataset_builders.pictures.pixels import smart_resize
 from stages.shared.chat_format.config import BoxFormat
 
 ReadBox = tuple[tuple[float, float, float, float], str]  # four numbers as they stand in a text, and the label or ""
@@ -47,12 +46,11 @@ def true_boxes(message: Message, boxes: BoxFormat, pixels: PixelConfig) -> TrueB
     if len({place.image for place in message.boxes}) != 1:
         return None
     first = message.boxes[0]
-    height, width = smart_resize(first.size[1], first.size[0], pixels)
     return TrueBoxes(
         convention=boxes.convention,
         image=first.image,
         size=first.size,
-        resized=(width, height),
+        resized=_resized(first.size, pixels),
         # The place of a single box writes no label, so an answer cannot have it.
         boxes=tuple(
             box if place.is_list else dataclasses.replace(box, label="")
@@ -64,10 +62,17 @@ def true_boxes(message: Message, boxes: BoxFormat, pixels: PixelConfig) -> TrueB
 
 def in_convention(box: Box, size: tuple[int, int], convention: Convention, pixels: PixelConfig) -> list[int]:
     """Return [x1, y1, x2, y2] as a model of this convention writes them; `size` is the image's (width, height)."""
-    width, height = size
-    sides = (RELATIVE,) * 2 if convention == "relative_1000" else smart_resize(height, width, pixels)[::-1]
+    sides = (RELATIVE, RELATIVE) if convention == "relative_1000" else _resized(size, pixels)
     # Divided first, as its makers do: the order decides which halves are rounded up.
     return [round(x / side * new) for x, side, new in zip(box.corners, size * 2, sides * 2)]
+
+
+def _resized(size: tuple[int, int], pixels: PixelConfig) -> tuple[int, int]:
+    # Not imported above: its module loads torch, which `athanor plan` does not need.
+    from dataset_builders.pictures.pixels import smart_resize
+
+    height, width = smart_resize(size[1], size[0], pixels)
+    return width, height
 
 
 def _written(message: Message, boxes: BoxFormat, pixels: PixelConfig) -> Message:
