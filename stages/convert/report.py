@@ -53,6 +53,7 @@ class Figures:
     scripts: dict[str, int] = field(default_factory=dict)  # Unicode's name of a script -> letters, most frequent first
     answers: list[tuple[str, int]] = field(default_factory=list)  # (first 60 characters, times), most frequent first
     with_boxes: int = 0  # samples with places for boxes
+    with_empty_lists: int = 0  # of these, samples in whose places there is no box
     labels: Counter[str] = field(default_factory=Counter)  # label of a box -> number of boxes
 
     @property
@@ -126,7 +127,12 @@ def convert_stats(converted: Converted) -> dict[str, object]:
 
 
 def _box_counts(figures: Figures) -> dict[str, int]:
-    return {"samples": figures.with_boxes, "boxes": figures.labels.total(), "labels": len(figures.labels.keys() - {""})}
+    return {
+        "samples": figures.with_boxes,
+        "samples_without_a_box": figures.with_empty_lists,
+        "boxes": figures.labels.total(),
+        "labels": len(figures.labels.keys() - {""}),
+    }
 
 
 def write_convert_report(directory: StorePath, converted: Converted, stats: Mapping[str, object]) -> None:
@@ -201,7 +207,9 @@ def gather_figures(work: StorePath, scan: Scan, plan: Plan, parts: Mapping[int, 
             counter.update(value_counts(pc.list_flatten(table[name])))
         for script, letters in zip(pc.list_flatten(table["scripts"]).to_pylist(), _flat(table, "letters").tolist()):
             scripts[script] += letters
-        figures.with_boxes += int((table["box_places"].to_numpy() > 0).sum())
+        has_places = table["box_places"].to_numpy() > 0
+        figures.with_boxes += int(has_places.sum())
+        figures.with_empty_lists += int((has_places & (pc.list_value_length(table["labels"]).to_numpy() == 0)).sum())
         figures.labels.update(value_counts(pc.list_flatten(table["labels"])))
         np.add.at(buckets, _bucket(_flat(table, "answer_hashes")), 1)
     figures.scripts = dict(sorted(scripts.items(), key=lambda item: (-item[1], item[0])))

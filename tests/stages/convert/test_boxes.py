@@ -54,7 +54,12 @@ def test_boxes_are_kept_in_the_shards_and_counted_by_label(tmp_path):
     assert [sample.messages[1].text for sample in samples] == ["<boxes>", "<boxes>", "<boxes>", "none"]
     assert samples[1].messages[1].boxes == (place,)
     assert [len(each.boxes) for sample in samples for each in sample.messages[1].boxes] == [2, 1, 0]
-    assert artifact.manifest.stats["boxes"] == {"samples": 3, "boxes": 3, "labels": 2}
+    assert artifact.manifest.stats["boxes"] == {
+        "samples": 3,
+        "samples_without_a_box": 1,
+        "boxes": 3,
+        "labels": 2,
+    }
     assert artifact.manifest.skips == {"bad_box": 1}
     report = json.loads((artifact.dir / "report.json").read_text())
     (table,) = (section for section in report["sections"] if section["title"] == "Boxes")
