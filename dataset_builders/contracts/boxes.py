@@ -46,7 +46,7 @@ class Box:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BoxPlace:
-    """The text at one `BOX_SLOT`: a list of boxes of one image, or the coordinates of a single box."""
+    """The boxes at one `BOX_SLOT`: a list of boxes of one image, or the coordinates of a single box."""
 
     image: int  # number of the image in the sample, from 0
     size: tuple[int, int]  # (width, height) of that image in pixels, as shown

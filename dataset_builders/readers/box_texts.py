@@ -16,6 +16,7 @@ keys, a mark within a sentence, whose label stays as text, and tokens and marks 
 import json
 import math
 import re
+from bisect import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -27,26 +28,32 @@ PALIGEMMA, FLORENCE = "loc_1024", "florence"
 
 _HINT = re.compile(r"<\|(?:box|object_ref)_(?:start|end)\|>|bbox_2d|<loc_?\d+>|<seg\d+>")
 # What is left of a text without its boxes must not look like one: it would be trained on in a convention of its own.
+# Repetitions that could overlap are possessive (*+): a megabyte of white space would take hours otherwise.
 _REST = re.compile(
-    r"""<\|(?:box|object_ref)_(?:start|end)\|>|bbox_2d["'\\\s]*[:=]?\s*["'\\]*[\[({][\[({"'\s]*-?\.?\d|<loc_?\d+>|<seg\d+>"""
+    r"""<\|(?:box|object_ref)_(?:start|end)\|>|bbox_2d["'\\\s]*+[:=]?["'\\\s]*+[\[({][\[({"'\s]*+-?\.?\d|<loc_?\d+>|<seg\d+>"""
 )
 _N = r"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"
 _JSON_BOX = re.compile(rf'"bbox_2d"\s*:\s*(\[\s*{_N}\s*,\s*{_N}\s*,\s*{_N}\s*,\s*{_N}\s*\])')
 _INSIDE_JSON = re.compile(r"""(?:["']\s*:|\[)\s*$""")
+_OPEN_LIST, _CLOSE_LIST = re.compile(r"\[\s*$"), re.compile(r"\s*\]")
 _OPEN_FENCE, _CLOSE_FENCE = re.compile(r"```(?:json|JSON)?\s*$"), re.compile(r"\s*```")
 _EMPTY = re.compile(r"(?:```(?:json|JSON)?\s*)?\[\s*\](?:\s*```)?")
 _MARK = r"<\|box_start\|>[^<]*<\|box_end\|>"
 _MARKED = re.compile(
-    rf"<\|object_ref_start\|>(?P<label>.*?)<\|object_ref_end\|>(?P<own>(?:\s*{_MARK})*)|{_MARK}", re.DOTALL
+    rf"<\|object_ref_start\|>(?P<label>(?:(?!<\|object_ref_).)*)<\|object_ref_end\|>(?:\s*{_MARK})*|{_MARK}", re.DOTALL
 )
 _IN_MARK = re.compile(r"<\|box_start\|>([^<]*)<\|box_end\|>")
 _PAIRS = re.compile(rf"\s*\[?\s*\(\s*({_N})\s*,\s*({_N})\s*\)\s*,\s*\(\s*({_N})\s*,\s*({_N})\s*\)\s*\]?\s*")
 _BETWEEN = re.compile(r"[\s,;.]*")
 _LOCS, _LOC_S = r"(?:<loc\d{4}>){4}", r"(?:<loc_\d{1,3}>){4}"
-_PALIGEMMA_LIST = re.compile(rf"(?:\s*{_LOCS}[^<;]*;?)+")
+_PALIGEMMA_LIST = re.compile(rf"\s*(?:{_LOCS}[^<;]*+(?:;\s*)?)+")
 _PALIGEMMA_ITEM = re.compile(rf"({_LOCS})([^<;]*)")
-_FLORENCE_LIST = re.compile(rf"(?:[^<]*{_LOC_S})+\s*")
+_FLORENCE_LIST = re.compile(rf"(?:[^<]*+{_LOC_S})+\s*")
 _FLORENCE_ITEM = re.compile(rf"([^<]*)((?:{_LOC_S})+)")
+
+
+_NEAR = 200  # characters before a list in which its bracket and fence stand
+_MOST_BROKEN = 100  # objects of one text that are tried and are no JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,28 +98,30 @@ def is_empty_list(text: str) -> bool:
 def _in_json(text: str) -> Iterator[WrittenBoxes]:
     decoder = json.JSONDecoder()
     objects: list[tuple[int, int, dict]] = []
-    end = 0
+    end = num_broken = 0
     for hit in re.finditer('"bbox_2d"', text):
+        if hit.start() < end:
+            continue
         start = text.rfind("{", end, hit.start())
-        if hit.start() < end or start < 0:
+        end = hit.end()
+        if start < 0 or num_broken > _MOST_BROKEN:
             continue
         try:
-            value, stop = decoder.raw_decode(text, start)
+            value, end = decoder.raw_decode(text, start)
         except (ValueError, RecursionError):
+            num_broken += 1
             continue
-        if "bbox_2d" not in value:
-            continue
-        objects.append((start, stop, value))
-        end = stop
+        if "bbox_2d" in value:
+            objects.append((start, end, value))
     runs: list[list[tuple[int, int, dict]]] = []
     for each in objects:  # those that only a comma or white space parts are one list
-        if runs and re.fullmatch(r"\s*,?\s*", text[runs[-1][-1][1] : each[0]]):
+        if runs and text[runs[-1][-1][1] : each[0]].strip() in ("", ","):
             runs[-1].append(each)
         else:
             runs.append([each])
     for run in runs:
         start, end = _brackets(text, run[0][0], run[-1][1])
-        is_list = _INSIDE_JSON.search(text, 0, start) is None and all(
+        is_list = _INSIDE_JSON.search(text, max(0, start - _NEAR), start) is None and all(
             value.keys() <= {"bbox_2d", "label"}
             and isinstance(value.get("label", ""), str)
             and text.count('"bbox_2d"', first, last) == 1
@@ -120,7 +129,7 @@ def _in_json(text: str) -> Iterator[WrittenBoxes]:
         )
         if is_list:
             boxes = tuple((_four(value["bbox_2d"]), value.get("label", "").strip()) for _, _, value in run)
-            fence, close = _OPEN_FENCE.search(text, 0, start), _CLOSE_FENCE.match(text, end)
+            fence, close = _OPEN_FENCE.search(text, max(0, start - _NEAR), start), _CLOSE_FENCE.match(text, end)
             if fence is not None and close is not None:
                 start, end = fence.start(), close.end()
             yield WrittenBoxes(start, end, boxes, is_list=True)
@@ -131,12 +140,17 @@ def _in_json(text: str) -> Iterator[WrittenBoxes]:
             label = label.strip() if isinstance(label, str) and len(numbers) == 1 else ""
             for each in numbers:
                 yield WrittenBoxes(*each.span(1), ((_four(json.loads(each[1])), label),), is_list=False)
+    starts = [first for first, _, _ in objects]
+    for each in _JSON_BOX.finditer(text):  # of an object around others, or of one that is no JSON
+        before = bisect(starts, each.start()) - 1
+        if before < 0 or each.start() >= objects[before][1]:
+            yield WrittenBoxes(*each.span(1), ((_four(json.loads(each[1])), ""),), is_list=False)
 
 
 def _brackets(text: str, start: int, end: int) -> tuple[int, int]:
     """Return the span with the brackets of a JSON list around it, if there are."""
-    before, after = text[:start].rstrip(), re.compile(r"\s*\]").match(text, end)
-    return (len(before) - 1, after.end()) if before.endswith("[") and after is not None else (start, end)
+    before, after = _OPEN_LIST.search(text, max(0, start - _NEAR), start), _CLOSE_LIST.match(text, end)
+    return (start, end) if before is None or after is None else (before.start(), after.end())
 
 
 def _four(value: object) -> Corners:
@@ -192,7 +206,7 @@ def _in_tokens(text: str, is_answer: bool) -> Iterator[WrittenBoxes]:
     elif is_answer and _FLORENCE_LIST.fullmatch(text):
         boxes = tuple(
             (_numbers(quad[0]), item[1].strip())
-            for item in _FLORENCE_ITEM.finditer(text)
+            for item in _FLORENCE_ITEM.finditer(text.rstrip())
             for quad in re.finditer(_LOC_S, item[2])
         )
         yield WrittenBoxes(0, len(text), boxes, is_list=True, convention=FLORENCE)

@@ -29,7 +29,6 @@ that contains `<image>` (special_token_in_text); an empty text (empty_target); a
 import json
 import re
 from collections.abc import Container, Iterator, Sequence
-from itertools import groupby
 from typing import Literal
 
 from pydantic import Field
@@ -39,7 +38,14 @@ from dataset_builders.errors import InputError
 from dataset_builders.readers.box_places import BoxOptions, with_boxes
 from dataset_builders.readers.image_refs import ImageReader
 from dataset_builders.readers.parts import Builder, Part, SkippedRow, splits_of
-from dataset_builders.readers.source_files import IMAGE_SUFFIXES, NUMBERED, SourceFile, choose_subsets, list_files
+from dataset_builders.readers.source_files import (
+    IMAGE_SUFFIXES,
+    NUMBERED,
+    SourceFile,
+    choose_subsets,
+    file_parts,
+    list_files,
+)
 from dataset_builders.readers.table_files import stripped
 from dataset_builders.storage.store import StorePath
 
@@ -87,7 +93,9 @@ def list_parts(source: StorePath, subsets: Sequence[str], options: ImageFolderOp
     if not rows_of:
         raise InputError(f"raw data {source} holds no image; the builder image_folder reads {', '.join(_IMAGES)}")
     return [
-        part for subset, files in choose_subsets(source, subsets, rows_of) for part in _parts(files, subset, options)
+        part
+        for subset, files in choose_subsets(source, subsets, rows_of)
+        for part in file_parts(files, subset, lambda name: _split(name, options), _PART_ROWS)
     ]
 
 
@@ -137,26 +145,6 @@ def _check_folders(source: StorePath, names: Sequence[str], options: ImageFolder
                 f"{source}/{unknown[0]} is named like held-out data, and its images would be trained on; set "
                 f"options.heldout_splits: {names_of}, or add it to options.train_splits"
             )
-
-
-def _parts(files: Sequence[SourceFile], subset: str, options: ImageFolderOptions) -> Iterator[Part]:
-    first_row = 0
-    for split, run in groupby(files, lambda file: _split(file.name, options)):
-        of_split = list(run)
-        for start in range(0, len(of_split), _PART_ROWS):
-            chosen = of_split[start : start + _PART_ROWS]
-            yield Part(
-                path=chosen[0].path,
-                name=chosen[0].name,
-                subset=subset,
-                span=(first_row, first_row + len(chosen)),
-                first_row=first_row,
-                file_row=0,
-                num_rows=len(chosen),
-                split=split,
-                files=tuple(file.name for file in chosen),
-            )
-            first_row += len(chosen)
 
 
 def _sample(key: str, name: str, reader: ImageReader, options: ImageFolderOptions) -> Sample:

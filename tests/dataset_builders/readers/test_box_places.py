@@ -1,8 +1,10 @@
 """Boxes of rows to pixels of the image as shown: each form of text and ms-swift's objects, with numbers by hand."""
 
+import contextlib
 import io
 import json
 import tarfile
+import time
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from dataset_builders.contracts.sample import Message, Sample, SkipSample
 from dataset_builders.pictures.images import header_size, open_rgb
 from dataset_builders.readers.box_places import BoxOptions, with_boxes
 from tests.helpers.json_rows import read_source, write_file
+from tests.helpers.patience import at_most
 from tests.helpers.raw_rows import encode, jpeg_with_exif, orientation_exif, picture
 
 pytestmark = pytest.mark.promise(
@@ -72,6 +75,12 @@ ANSWERS = {
     "a list in an object": (
         f'{{"count": 1, "found": [{JSON}]}}',
         '{"count": 1, "found": [{"bbox_2d": <boxes>, "label": "cat"}]}', [CAT], [False]),
+    "an object around another": (
+        f'{{"parts": [{JSON}], "bbox_2d": [0, 0, 10, 10]}}',
+        '{"parts": [{"bbox_2d": <boxes>, "label": "cat"}], "bbox_2d": <boxes>}',
+        [CAT, (*DOG[:4], "")], [False, False]),
+    "an object that is no JSON": (
+        f'{JSON[:-1]}, colour: red}}', '{"bbox_2d": <boxes>, "label": "cat", colour: red}', [(*CAT[:4], "")], [False]),
     "a mixed list": (
         f'[{JSON}, {{"point_2d": [1, 2]}}]', '[{"bbox_2d": <boxes>, "label": "cat"}, {"point_2d": [1, 2]}]',
         [CAT], [False]),
@@ -190,6 +199,23 @@ def test_what_cannot_be_read_right_is_refused_with_its_numbers(name):
     answer, options, reason, words = REFUSED[name]
     found, detail = skip(answer, **options)
     assert found == reason and words in detail
+
+
+HARD = (
+    *("<|object_ref_start|>", "<|object_ref_start|>a<|object_ref_end|>", "<|box_start|>", BOX, '{"bbox_2d": '),
+    *('"bbox_2d"', JSON, f"{JSON} and ", "<loc0001>", "<loc0001><loc0002><loc0003><loc0004> \n", "bbox_2d "),
+    *("a<loc_1><loc_2><loc_3><loc_4>", '"bbox_2d": [', '{"bbox_2d": "', '{"bbox_2d": [1, 2, 3, 4], "a": {', "[{"),
+)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("piece", HARD)
+def test_a_megabyte_of_anything_takes_seconds(piece):
+    started = time.process_time()
+    for text in (piece * (1_000_000 // len(piece)), piece + " " * 1_000_000, piece + " " * 1_000_000 + "x <"):
+        with contextlib.suppress(SkipSample):
+            converted(text, boxes="relative_1000")
+    assert time.process_time() - started < at_most(10)
 
 
 def test_literal_keeps_the_text():
