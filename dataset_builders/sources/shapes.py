@@ -115,6 +115,5 @@ def _mask(kind: str, width: int, height: int) -> np.ndarray:
     if kind == "square":
         return np.ones((height, width), bool)
     if kind == "circle":
-        # Half a pixel more than the ellipse, so that the middle of each side is on it.
-        return ((x - 0.5) / (0.5 + 0.5 / width)) ** 2 + ((y - 0.5) / (0.5 + 0.5 / height)) ** 2 <= 1
-    return np.abs(x - 0.5) <= y / 2 + 0.5 / width  # a triangle that stands on its base
+        return (x - 0.5) ** 2 + (y - 0.5) ** 2 <= 0.25
+    return np.abs(x - 0.5) <= y / 2 + 0.5 / width  # stands on its base; half a pixel more, so that it has a tip

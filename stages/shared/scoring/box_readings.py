@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dataset_builders.contracts.boxes import TrueBoxes
 from stages.shared.chat_format.boxes import read_boxes
 from stages.shared.scoring.intervals import Bootstrap, Subset, interval
 from stages.shared.scoring.metrics.boxes import BoxIoU, ious_of
@@ -56,9 +55,8 @@ def better_reading(answers: Sequence[Judged], groups: np.ndarray, bootstrap: Boo
     """Return the reading with the highest mean IoU, if it is clearly higher than that of the model's convention; None
     if there is none, or if fewer than `MIN_ANSWERS` answers have boxes.
 
-    Clearly: the mean IoU is higher by `MARGIN`; so is what remains of the gain after subtracting the same gain with the
-    true boxes of other answers, since larger boxes, say, hit more by chance; and the paired interval of that remainder
-    is above 0, at a level for as many readings.
+    Clearly: the mean IoU is higher by `MARGIN`, and by more than with the true boxes of other answers, since larger
+    boxes, say, hit more by chance: the paired interval of that difference is above 0, at a level for as many readings.
 
     Args:
         groups: (n,) labels; answers with the same label are drawn together.
@@ -69,15 +67,15 @@ def better_reading(answers: Sequence[Judged], groups: np.ndarray, bootstrap: Boo
     shown = [answers[row] for row in rows]
     # Half a turn away, as the next answer may be about the same image.
     others = shown[len(shown) // 2 :] + shown[: len(shown) // 2]
-    means = np.array([_mean_ious(answer, answer.boxes) for answer in shown])
-    chance = np.array([_mean_ious(answer, other.boxes) for answer, other in zip(shown, others)])
+    means = np.array([_mean_ious(answer, _shares(answer)) for answer in shown])
+    chance = np.array([_mean_ious(answer, _shares(other)) for answer, other in zip(shown, others)])
     own = READINGS.index(shown[0].boxes.convention)
     gain, by_chance = means - means[:, [own]], chance - chance[:, [own]]
-    total, remaining = gain.mean(axis=0), (gain - by_chance).mean(axis=0)
+    total = gain.mean(axis=0)
     level = 1 - (1 - bootstrap.level) / (len(READINGS) - 1)
     strict = Bootstrap(resamples=bootstrap.resamples, level=level, seed=bootstrap.seed)
     clear = []
-    for reading in np.flatnonzero((total >= MARGIN) & (remaining >= MARGIN)):
+    for reading in np.flatnonzero(total >= MARGIN):
         table = np.stack([(gain - by_chance)[:, reading], np.ones(len(rows))], axis=1)
         drawn = Subset(metric=BoxIoU(), statistics=table, groups=np.asarray(groups)[rows])  # its value is a mean
         if interval(drawn, strict).low > 0:
@@ -85,7 +83,7 @@ def better_reading(answers: Sequence[Judged], groups: np.ndarray, bootstrap: Boo
     if not clear:
         return None
     highest = max(total[clear])
-    names = [READINGS[reading] for reading in clear if total[reading] > highest - 1e-9]
+    names = [READINGS[reading] for reading in clear if total[reading] == highest]
     ious = means.mean(axis=0)
     return BetterReading(
         convention=READINGS[own],
@@ -95,9 +93,14 @@ def better_reading(answers: Sequence[Judged], groups: np.ndarray, bootstrap: Boo
     )
 
 
-def _mean_ious(answer: Judged, true: TrueBoxes) -> np.ndarray:
-    """Return (readings,) the mean over the true boxes of the highest IoU with a box of the answer; labels are ignored.
-    `true` may be those of another answer: they are compared as shares of their image."""
+def _shares(answer: Judged) -> np.ndarray:
+    """Return (boxes, 4) the corners of the true boxes, 0 to 1 along each side of the image."""
+    return np.array([box.corners for box in answer.boxes.boxes]) / (answer.boxes.size * 2)
+
+
+def _mean_ious(answer: Judged, wanted: np.ndarray) -> np.ndarray:
+    """Return (readings,) the mean over the wanted boxes, (boxes, 4) from 0 to 1, of the highest IoU with a box of the
+    answer; labels are ignored."""
     numbers = [corners for corners, _ in read_boxes(answer.answer) or []]
     if not numbers:
         return np.zeros(len(READINGS))
@@ -106,6 +109,5 @@ def _mean_ious(answer: Judged, true: TrueBoxes) -> np.ndarray:
         for sides in _SIDES.values()
         for order in _ORDERS.values()
     ]
-    wanted = np.array([box.corners for box in true.boxes]) / (true.size * 2)
     ious = ious_of(np.concatenate(read), wanted)
     return ious.reshape(len(READINGS), len(numbers), -1).max(axis=1).mean(axis=1)

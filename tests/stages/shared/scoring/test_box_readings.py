@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from dataset_builders.contracts.boxes import Box, TrueBoxes
+from stages.shared.scoring import box_readings
 from stages.shared.scoring.box_readings import MIN_ANSWERS, READINGS, better_reading
 from stages.shared.scoring.intervals import Bootstrap
 from stages.shared.scoring.metrics.boxes import BoxIoU
@@ -111,6 +112,16 @@ def test_a_poor_model_of_the_right_convention_is_not_warned_of(seed):
     boxes, draw = boxes_and_draw(seed, 100)
     texts = [written(shaken(box, draw, 5 * (1 + seed)), "relative_1000") for box in boxes]
     assert found(answers_of([[box] for box in boxes], texts)) is None
+
+
+def test_a_small_gain_is_not_warned_of_however_certain(monkeypatch):
+    # 0 to 1014 is a little nearer to 0 to 1023 than to 0 to 1000.
+    boxes, _ = boxes_and_draw(count=200)
+    monkeypatch.setitem(SIDES, "0 to 1014", (1014, 1014))
+    answers = answers_of([[box] for box in boxes], [written(box, "0 to 1014") for box in boxes])
+    assert found(answers) is None
+    monkeypatch.setattr(box_readings, "MARGIN", 0.001)
+    assert found(answers).reading == "0 to 1023"
 
 
 @pytest.mark.parametrize("seed", range(6))
