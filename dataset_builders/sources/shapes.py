@@ -73,13 +73,14 @@ def _one(shapes: list[Shape], rng: np.random.Generator) -> tuple[str, list[Shape
 
 
 def _many(shapes: list[Shape], rng: np.random.Generator) -> tuple[str, list[Shape]]:
-    """Ask for a kind, for a colour, or for all shapes, in equal parts."""
-    about = rng.integers(3)
+    """Ask for a kind, for a colour, or for all shapes, in equal parts; for a kind or colour that is there, mostly."""
+    about, is_there = rng.integers(3), rng.random() < 0.75
+    _, colour, kind = shapes[rng.integers(len(shapes))]
     if about == 0:
-        kind = KINDS[rng.integers(len(KINDS))]
+        kind = kind if is_there else KINDS[rng.integers(len(KINDS))]
         return f"Find every {kind}.", [shape for shape in shapes if shape[2] == kind]
     if about == 1:
-        colour = tuple(COLOURS)[rng.integers(len(COLOURS))]
+        colour = colour if is_there else tuple(COLOURS)[rng.integers(len(COLOURS))]
         return f"Find every {colour} shape.", [shape for shape in shapes if shape[1] == colour]
     return "Find every shape.", list(shapes)
 
