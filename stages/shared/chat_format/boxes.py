@@ -103,7 +103,7 @@ def read_boxes(text: str) -> list[ReadBox] | None:
     """Return the boxes that an answer states, in its order; empty where it says that there are none; None where it does
     not parse.
 
-    A form is read with or without text around it, and whatever form the recipe chose:
+    A form is read with or without text around it, and whatever form the recipe chose; of reasoning, only what follows:
 
         JSON objects with bbox_2d, in a list, a block of code, or alone; other keys than the label are ignored. Single
         quotes are read where the text has no double ones and no apostrophe (`man's` would end a text). Of a list that
@@ -115,6 +115,7 @@ def read_boxes(text: str) -> list[ReadBox] | None:
     Everything else is None: an object that is broken before the end, another number of coordinates, coordinates in
     quotes, another key (`bbox` is x, y, width, height in COCO), (x1,y1),(x2,y2), "there is no cat", an empty text.
     """
+    text = text.rpartition("</think>")[2]
     if "bbox_2d" in text:
         return _read_objects(text if '"' in text else text.replace("'", '"'))
     if _NOTHING.fullmatch(text.strip()):

@@ -24,6 +24,7 @@ READ = {
     "an object around the list": (f'{{"objects": {TWO}}}', [CAT, DOG]),
     "objects one a line": (TWO[1:-1].replace("}, {", "}\n{"), [CAT, DOG]),
     "no label": (f'[{{"bbox_2d": {NUMBERS}}}]', [(CAT[0], "")]),
+    "behind its reasoning": (f"<think>It may be at [1, 2, 3, 4].</think>\n\n{ONE}", [CAT]),
     "other keys": (f'[{{"label": "cat", "score": 0.5, "bbox_2d": {NUMBERS}}}]', [CAT]),
     "braces in a label": (ONE.replace("cat", "a {cat} ["), [(CAT[0], "a {cat} [")]),
     "single quotes": (TWO.replace('"', "'"), [CAT, DOG]),
@@ -46,6 +47,7 @@ READ = {
 }
 NOT_READ = {
     "an empty text": "",
+    "reasoning without an answer": f"<think>{ONE}</think>",
     "a sentence": "There is no cat.",
     "none in a sentence": "None of them is a cat",
     "cut off in the first object": ONE[:-8],
