@@ -5,11 +5,16 @@ lower right one. In which convention and form a model reads it is decided where 
 (`stages/shared/chat_format/boxes.py`), so one data set serves models of several conventions.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 BOX_SLOT = "<boxes>"  # in a text: the place where boxes are written
+
+# What the coordinates of a text are: 0 to RELATIVE along each side, or pixels of the image as resized for the model.
+Convention = Literal["relative_1000", "resized_pixels"]
+RELATIVE = 1000
 
 # EXIF orientation -> where the corner (x, y) of the stored image, of sides (w, h), is in the image as shown.
 _UPRIGHT = {
@@ -41,7 +46,7 @@ class Box:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BoxPlace:
-    """The boxes at one `BOX_SLOT`: a list of boxes of one image, or the coordinates of a single box."""
+    """The text at one `BOX_SLOT`: a list of boxes of one image, or the coordinates of a single box."""
 
     image: int  # number of the image in the sample, from 0
     size: tuple[int, int]  # (width, height) of that image in pixels, as shown
@@ -60,6 +65,50 @@ class BoxPlace:
             if not (box.x1 >= 0 and box.x2 <= width and box.y1 >= 0 and box.y2 <= height):
                 return f"{shown}, lies outside of it"
         return ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrueBoxes:
+    """The right boxes of one answer, all of one image, and what is needed to understand the boxes that a model writes.
+
+    Sizes are (width, height). An answer that should find nothing has no boxes; that is not the same as no `TrueBoxes`.
+    """
+
+    convention: Convention  # of the reference's text, and of the prompts that the model was trained on
+    image: int  # number of the image in the sample, from 0
+    size: tuple[int, int]  # in pixels, as shown
+    resized: tuple[int, int]  # in pixels, as resized for the model
+    boxes: tuple[Box, ...]  # in pixels of the image as shown, in the order of the data
+
+    def as_shown(
+        self, corners: Sequence[float], convention: Convention | None = None
+    ) -> tuple[float, float, float, float]:
+        """Return written corners x1, y1, x2, y2 in pixels of the image as shown, neither sorted nor cut to the image.
+
+        Args:
+            convention: the convention to read them in; None: the own one.
+        """
+        is_relative = (convention or self.convention) == "relative_1000"
+        width, height = (RELATIVE, RELATIVE) if is_relative else self.resized
+        x, y = self.size[0] / width, self.size[1] / height
+        return corners[0] * x, corners[1] * y, corners[2] * x, corners[3] * y
+
+    def to_json(self) -> str:
+        """Return the column `boxes` of predictions.parquet. Inverse of `from_json`."""
+        boxes = [[*box.corners, box.label] for box in self.boxes]
+        about = {"convention": self.convention, "image": self.image, "size": self.size, "resized": self.resized}
+        return json.dumps(about | {"boxes": boxes}, ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> "TrueBoxes":
+        value = json.loads(text)
+        return cls(
+            convention=value["convention"],
+            image=value["image"],
+            size=tuple(value["size"]),
+            resized=tuple(value["resized"]),
+            boxes=tuple(Box(*box) for box in value["boxes"]),
+        )
 
 
 def upright(box: Box, size: tuple[int, int], orientation: int) -> Box:

@@ -154,10 +154,11 @@ def image_digests(sample: Sample) -> list[str]:
 
 
 def _check_text(message: Message) -> None:
-    for text in (message.text, message.reasoning):
+    labels = [box.label for place in message.boxes for box in place.boxes]  # they are written in the text
+    for text in (message.text, message.reasoning, *labels):
         if _CONTROL_CHARS.search(text):
             raise SkipSample("control_chars", repr(text[:80]))
-    for text in (message.text, message.reasoning, *message.references):
+    for text in (message.text, message.reasoning, *message.references, *labels):
         if _SURROGATES.search(text):
             raise SkipSample("schema_error", f"text that is not Unicode: {text[:80]!r}")
         if (found := _PLACEHOLDER.search(text.replace(IMAGE_SLOT, ""))) is not None:
@@ -176,11 +177,16 @@ def _check_boxes(message: Message, num_images: int) -> None:
     if slots != len(message.boxes):
         detail = f"{slots} places for boxes in the text, and boxes for {len(message.boxes)}"
         raise SkipSample("box_count_mismatch", detail)
+    if any(BOX_SLOT in text for text in (message.reasoning, *message.references)):
+        raise SkipSample("box_count_mismatch", "a place for boxes in the reasoning or in a reference, which have none")
     for place in message.boxes:
         if not 0 <= place.image < num_images:
             raise SkipSample("bad_box", f"boxes of image {place.image}, and the row has {num_images}")
         if fault := place.fault():
             raise SkipSample("bad_box", fault)
+        for box in place.boxes:
+            if any(mark in box.label for mark in (IMAGE_SLOT, BOX_SLOT, "\n")):  # it would change the text around it
+                raise SkipSample("bad_box", f"a label with a slot or a line break: {box.label[:80]!r}")
 
 
 def to_fields(sample: Sample, digests: Sequence[str] | None = None) -> dict[str, bytes]:

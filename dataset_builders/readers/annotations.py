@@ -166,7 +166,8 @@ def _done(task: Mapping[str, Any]) -> list[list[dict]]:
     annotations = task.get("annotations")
     annotations = annotations if isinstance(annotations, list) else []
     done = [each for each in annotations if isinstance(each, dict) and not each.get("was_cancelled")]
-    return [[result for result in each.get("result") or () if isinstance(result, dict)] for each in done]
+    lists = [each["result"] for each in done if isinstance(each.get("result"), list)]
+    return [[result for result in results if isinstance(result, dict)] for results in lists]
 
 
 def _is_rectangle(result: Mapping[str, Any]) -> bool:
@@ -198,7 +199,7 @@ def local_path(ref: str) -> str:
 def _size(sides: Sequence[Any], where: str) -> tuple[int, int] | None:
     if None in sides:
         return None
-    if not all(type(side) in (int, float) and side == int(side) > 0 for side in sides):
+    if not all(is_number(side) and side == int(side) > 0 for side in sides):
         raise SkipSample("schema_error", f"width and height of {where} are {sides}, no whole numbers")
     return int(sides[0]), int(sides[1])
 

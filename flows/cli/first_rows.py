@@ -21,7 +21,7 @@ from dataset_builders.recognise.columns import CLASSIFY
 from dataset_builders.recognise.layouts import unread
 from dataset_builders.recognise.recognise import Reading, Recognised, Survey, Trial, survey, try_reading
 from dataset_builders.storage.store import StorePath, free_bytes, is_local
-from flows.cli.fit import FEW_STEPS
+from flows.cli.fit import FEW_STEPS, written
 from flows.cli.terminal import bytes_text
 from flows.pipeline.config import PipelineConfig
 from stages.convert.config import ConvertConfig, SourceReading
@@ -198,7 +198,7 @@ def anomalies(source: StorePath, found: Survey, trial: Trial, convert: ConvertCo
     if found.others:
         names = ", ".join(found.others[:_FEW]) + (" ..." if len(found.others) > _FEW else "")
         yield f"files that are not read: {names}"
-    answers = Counter(sample.messages[-1].text for sample in trial.samples)
+    answers = Counter(written(sample).messages[-1].text for sample in trial.samples)
     if str(trial.reading.options.get("question")).endswith(CLASSIFY) and all(text.isdigit() for text in answers):
         yield "the answers are the numbers of classes; write the names in their place, or the model learns numbers"
     text, times = answers.most_common(1)[0]
@@ -274,7 +274,9 @@ def _lengths(
 ) -> list[float]:
     """Return the tokens of each sample: of its texts by the model's tokenizer, of its images by their area, and the
     tokens that the chat template adds to each message and image."""
-    texts = [[m.reasoning + m.text.replace(IMAGE_SLOT, "") for m in sample.messages] for sample in samples]
+    texts = [
+        [m.reasoning + m.text.replace(IMAGE_SLOT, "") for m in sample.messages] for sample in map(written, samples)
+    ]
     file = None if model is None else opened_model(model).path / "tokenizer.json"
     if file is not None and file.is_file():
         tokenizer = Tokenizer.from_file(str(file))

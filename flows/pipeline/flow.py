@@ -184,7 +184,7 @@ def check_heldout(plan: Plan) -> None:
     unscored = {} if seen is None else contaminated_keys(seen.dir)
     limit = plan.config.evaluate.max_samples_per_subset
     if unscored and limit is not None:
-        asked = {sample.key for sample in heldout_samples(samples, limit)}
+        asked = {sample.key for sample in heldout_samples(samples, None, limit)}
         num_asked, unscored = len(asked), {key: how for key, how in unscored.items() if key in asked}
     num_scored, least = num_asked - len(unscored), plan.config.convert.min_heldout
     num_near = sum(how == "near" for how in unscored.values())

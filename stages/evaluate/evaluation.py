@@ -57,7 +57,9 @@ class Evaluation:
     def score(self) -> None:
         """Score all predictions that were added; ValueError if none of them counts."""
         predictions, rows = self.predictions, self._counted()
-        judged = [Judged(question=p.question, references=p.references, answer=p.answer) for p in predictions]
+        judged = [
+            Judged(question=p.question, references=p.references, answer=p.answer, boxes=p.boxes) for p in predictions
+        ]
         subsets, samples = ([getattr(p, name) for p in predictions] for name in ("subset", "key"))
         everything = AnswerSet(subset=subsets, sample=samples, pictures=self._pictures, judged=judged)
         self._scored = [Scored("", None)] * len(predictions)

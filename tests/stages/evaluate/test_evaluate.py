@@ -10,7 +10,7 @@ import pytest
 import stages.evaluate.stage as evaluate
 from dataset_builders.errors import InputError
 from dataset_builders.storage.files import write_text
-from stages.answer.heldout import ANSWERS_JSONL, GeneratedAnswer, SkippedSample, to_line
+from stages.answer.heldout import GeneratedAnswer, SkippedSample
 from stages.contamination.stage import CONTAMINATION, CONTAMINATION_SCHEMA
 from stages.evaluate.config import EvaluateConfig
 from stages.evaluate.evaluation import HEALTH, health
@@ -18,7 +18,7 @@ from stages.evaluate.predictions import PREDICTIONS_SCHEMA, counted, heldout_fin
 from stages.evaluate.stage import STAGE
 from stages.shared.artifacts.run_stage import run_stage
 from stages.shared.artifacts.workers import StageResources
-from tests.helpers.evaluation import conversation, mixed_samples, picture, samples_artifact
+from tests.helpers.evaluation import answers_artifact, conversation, mixed_samples, picture, samples_artifact
 from tests.helpers.trees import tree_digest
 from tests.stages.artifacts import stage_artifact
 from trainer.contract.names import HELDOUT_BASE_JSONL, HELDOUT_JSONL
@@ -35,8 +35,7 @@ def _said(sample, answer, stopped=True, num_tokens=1, turn=0):
 def _scored(tmp_path, samples, lines, config=CONFIG, resources=None, **others):
     """Return the evaluation of made-up answers. A text says the same to each sample."""
     lines = [_said(sample, lines) for sample in samples] if isinstance(lines, str) else lines
-    answers = stage_artifact(tmp_path / "answers", "answer", fingerprint="a" * 16)
-    write_text(answers.dir / ANSWERS_JSONL, "".join(map(to_line, lines)))
+    answers = answers_artifact(tmp_path / "answers", lines)
     train = [conversation("single/00000999", [("<image>Which digit?", "9")], [picture(999)])]
     inputs = {"answers": answers, "samples": samples_artifact(tmp_path / "s", samples, train), **others}
     return run_stage(STAGE, config, inputs, tmp_path / "root", resources).artifact

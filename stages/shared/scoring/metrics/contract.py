@@ -12,6 +12,8 @@ from typing import ClassVar
 
 import numpy as np
 
+from dataset_builders.contracts.boxes import TrueBoxes
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judged:
@@ -20,6 +22,7 @@ class Judged:
     question: str  # the user's text before the answer, without image slots
     references: tuple[str, ...]  # at least one: the assistant's text, or the answers of all annotators
     answer: str  # without special tokens
+    boxes: TrueBoxes | None = None  # the right boxes; None if the data has none for this answer
 
 
 class Metric(ABC):
