@@ -220,7 +220,9 @@ def _read(path: StorePath, layout: Layout, stamp: str) -> Coco | LabelStudio:
     if len(data) > _MAX_BYTES:
         raise InputError(f"{path} is over {_MAX_BYTES >> 30} GiB; split it into several files")
     try:
-        value = json.loads(data, object_hook=_without_outlines)
+        text = data.decode("utf-8-sig")
+        del data  # a third of the peak
+        value = json.loads(text, object_hook=_without_outlines)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is no JSON: {one_line(error)}") from error
     kind, words = (dict, "one object with images") if layout == "coco" else (list, "one array of tasks")

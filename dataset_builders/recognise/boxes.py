@@ -69,16 +69,19 @@ def _written(samples: Sequence[Sample]) -> Iterator[tuple[Corners, tuple[int, in
                 continue
 
 
-def json_layouts(files: Sequence[SourceFile]) -> dict[Layout, list[SourceFile]]:
-    """Return layout -> the JSON files that have boxes in it, directly in the source or in a folder of it."""
+def json_layouts(files: Sequence[SourceFile]) -> tuple[dict[Layout, list[SourceFile]], list[SourceFile]]:
+    """Return layout -> the JSON files that have boxes in it, directly in the source or in a folder of it, and files of
+    further boxes of the same images, which are not read."""
     found: dict[Layout, list[SourceFile]] = {}
     for file in files:
         if file.name.endswith(".json") and file.name.count("/") <= 1 and (layout := layout_of(file.path)) is not None:
             found.setdefault(layout, []).append(file)
-    if "coco" in found:  # of COCO's own annotations, those of persons have boxes too, of the same images
-        instances = [file for file in found["coco"] if "instances" in PurePosixPath(file.name).name]
-        found["coco"] = instances or found["coco"]
-    return found
+    coco = found.get("coco", [])
+    instances = [file for file in coco if "instances" in PurePosixPath(file.name).name]
+    if not instances:
+        return found, []
+    # COCO's own files of keypoints have the boxes of persons, which the instances have too.
+    return found | {"coco": instances}, [file for file in coco if file not in instances]
 
 
 def words_of_layout(layout: Layout, file: SourceFile) -> str:

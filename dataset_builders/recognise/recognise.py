@@ -270,9 +270,12 @@ def survey(source: StorePath) -> Survey:
     images = [file.name for file in files if _suffix(file.name) in IMAGE_SUFFIXES]
     rows = [file.name for file in files if file.name.endswith((*ROW_SUFFIXES, TAR_SUFFIX))]
     found = Survey([], problems, rows, images, [])
-    boxed = json_layouts(files)
+    boxed, other_boxes = json_layouts(files)
     found.readings.extend(_box_readings(files, boxed, found.problems))
-    of_boxes = {file.name for own in boxed.values() for file in own}
+    if other_boxes:
+        names = ", ".join(file.name for file in other_boxes)
+        found.problems.append(f"{names}: boxes beside those of instances, which are not read")
+    of_boxes = {file.name for own in (*boxed.values(), other_boxes) for file in own}
     found.readings.extend(_row_readings(source, [f for f in files if f.name not in of_boxes], found.problems))
     found.readings.extend(_tar_readings(files, found.problems))
     texts = [file.name for file in files if _suffix(file.name) in CAPTION_SUFFIXES]

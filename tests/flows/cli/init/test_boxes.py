@@ -150,7 +150,7 @@ def instances(drawn, folder=""):
 
 
 def coco(d, drawn):
-    """As COCO's own zip files: annotations of several kinds, images in folders of their splits."""
+    """Write the files of COCO's own archives: annotations of several kinds, images in folders of their splits."""
     for split, some in (("train2017", drawn[:16]), ("val2017", drawn[16:])):
         write_images(d / split, some)
         write(d / f"annotations/instances_{split}.json", instances(some))
@@ -288,6 +288,14 @@ def test_each_layout_from_init_to_the_boxes_that_were_drawn(tmp_path, capsys, la
         assert [box.label for box in found] == [box[4] for box in each.boxes]
         for box, right in zip(found, each.boxes):
             assert box.corners == pytest.approx(right[:4], abs=tolerance)
+
+
+def test_what_coco_has_beside_its_instances_is_told(tmp_path, capsys):
+    coco(tmp_path / "data", DRAWN)
+    out = init(tmp_path, capsys, tmp_path / "data")[1]
+    names = "annotations/person_keypoints_train2017.json, annotations/person_keypoints_val2017.json"
+    assert f"look at: {names}: boxes beside those of instances, which are not read" in out
+    assert "captions_train2017.json: COCO's captions" in out
 
 
 def texts(boxes, size=(640, 480)):
