@@ -12,6 +12,7 @@ all the parts that it converts.
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,9 @@ from dataset_builders.storage.store import StorePath
 
 Layout = Literal["coco", "label_studio"]
 LOCAL_FILES = "/data/local-files/?d="  # Label Studio's address of a file on its disk
-_UPLOADS = "/data/upload/"  # and of an uploaded file, below its directory of media
+# A class and numbers in each line: boxes, or the polygons that YOLO's text files may have in their place.
+YOLO_LINES = re.compile(r"(\d+( +-?\d*\.?\d+(e-?\d+)?){4,}\s*)+")
+_UPLOADS = "/data/upload/"  # and of an uploaded file: the project's number and a name follow
 _MAX_BYTES = 2 << 30
 _RECTANGLES = "rectanglelabels"
 CROWD, NO_BOX, NO_IMAGE = "annotations of crowds (iscrowd)", "annotations without a box", "annotations of no image"
@@ -166,7 +169,8 @@ def _done(task: Mapping[str, Any]) -> list[list[dict]]:
     annotations = task.get("annotations")
     annotations = annotations if isinstance(annotations, list) else []
     done = [each for each in annotations if isinstance(each, dict) and not each.get("was_cancelled")]
-    return [[result for result in each.get("result") or () if isinstance(result, dict)] for each in done]
+    lists = [each["result"] for each in done if isinstance(each.get("result"), list)]
+    return [[result for result in results if isinstance(result, dict)] for results in lists]
 
 
 def _is_rectangle(result: Mapping[str, Any]) -> bool:
@@ -189,16 +193,17 @@ def _image_of(task: Mapping[str, Any]) -> str:
 
 
 def local_path(ref: str) -> str:
-    """Return the path of a file that Label Studio names by an address of its own; any other text is unchanged."""
+    """Return the path of a file that Label Studio names by an address of its own, of an uploaded file only its name;
+    any other text is unchanged."""
     if LOCAL_FILES in ref:
         return unquote(ref.split(LOCAL_FILES)[-1])
-    return unquote(ref).removeprefix("/data/") if ref.startswith(_UPLOADS) else ref
+    return unquote(ref).rpartition("/")[2] if ref.startswith(_UPLOADS) else ref
 
 
 def _size(sides: Sequence[Any], where: str) -> tuple[int, int] | None:
     if None in sides:
         return None
-    if not all(type(side) in (int, float) and side == int(side) > 0 for side in sides):
+    if not all(is_number(side) and side == int(side) > 0 for side in sides):
         raise SkipSample("schema_error", f"width and height of {where} are {sides}, no whole numbers")
     return int(sides[0]), int(sides[1])
 
@@ -215,7 +220,9 @@ def _read(path: StorePath, layout: Layout, stamp: str) -> Coco | LabelStudio:
     if len(data) > _MAX_BYTES:
         raise InputError(f"{path} is over {_MAX_BYTES >> 30} GiB; split it into several files")
     try:
-        value = json.loads(data, object_hook=_without_outlines)
+        text = data.decode("utf-8-sig")
+        del data  # a third of the peak
+        value = json.loads(text, object_hook=_without_outlines)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is no JSON: {one_line(error)}") from error
     kind, words = (dict, "one object with images") if layout == "coco" else (list, "one array of tasks")
@@ -237,15 +244,27 @@ def layout_of(path: StorePath) -> Layout | None:
         "coco": (b'"images"', b'"annotations"', b'"categories"', b'"bbox"'),
         "label_studio": (b'"annotation', f'"{_RECTANGLES}"'.encode()),
     }
-    missing = {layout: set(each) for layout, each in marks.items()}
-    first = b""
+    layout: Layout | None = None
+    missing: set[bytes] = set()
     for block in _blocks(path):
-        first = first or block.lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
-        for layout, own in missing.items():
-            own -= {mark for mark in own if mark in block}
-            if not own and first == (b"{" if layout == "coco" else b"["):
-                return layout
+        if layout is None:
+            start = block.lstrip(b"\xef\xbb\xbf \t\r\n")
+            layout = "label_studio" if start[:1] == b"[" else "coco"
+            missing = set(marks[layout])
+            if start[:1] not in (b"[", b"{") or not any(mark in block for mark in missing) or _is_line(start):
+                return None
+        missing -= {mark for mark in missing if mark in block}
+        if not missing:
+            return layout
+        if layout == "label_studio":  # all its tasks are alike
+            return None
     return None
+
+
+def _is_line(start: bytes) -> bool:
+    """Whether a file begins with an object in one line, before others."""
+    line, newline, rest = start.partition(b"\n")
+    return bool(newline and rest.strip()) and line.rstrip().endswith(b"}")
 
 
 def _blocks(path: StorePath) -> Iterator[bytes]:

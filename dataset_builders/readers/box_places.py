@@ -139,10 +139,10 @@ def with_boxes(
     slots = [message.text.count(IMAGE_SLOT) for message in messages]
     if sum(slots) != images.number:
         return tuple(messages)  # Sample.check says so
-    return tuple(_with_boxes(message, _image_of(i, slots), images, options) for i, message in enumerate(messages))
+    return tuple(_with_boxes(message, image_of(i, slots), images, options) for i, message in enumerate(messages))
 
 
-def _image_of(message: int, slots: Sequence[int]) -> int | None:
+def image_of(message: int, slots: Sequence[int]) -> int | None:
     """Return the image of the boxes in a message's text: the sample's only one, or the only one of its turn."""
     if sum(slots) == 1:
         return 0

@@ -166,7 +166,7 @@ def iter_part(
             else:
                 picture = file.picture(part.file_row + place)
                 name = f"{name}, {picture.ref!a}"
-                image = _image(picture.ref, reader)
+                image = reader.read(picture.ref)
             yield _sample(part.key(row), picture, image, classes, options)
         except SkipSample as skip:
             yield SkippedRow(part.key(row), skip.reason, f"{name}: {skip.detail}")
@@ -250,19 +250,6 @@ def _boxes_of(picture: Picture, image: Measured, options: DetectionOptions) -> L
             "options.boxes_of: shown or stored",
         )
     return fits[0]
-
-
-def _image(ref: str, reader: ImageReader) -> bytes:
-    try:
-        return reader.read(ref)
-    except SkipSample as skip:
-        # Uploads of Label Studio are upload/3/1.jpg below its media, or lie together where people collect them.
-        if skip.reason != "image_not_found" or not ref.startswith("upload/"):
-            raise
-        try:
-            return reader.read(ref.rpartition("/")[2])
-        except SkipSample:
-            raise skip from None
 
 
 # ------------------------------------------------------------------ YOLO

@@ -27,7 +27,6 @@ that contains `<image>` (special_token_in_text); an empty text (empty_target); a
 """
 
 import json
-import re
 from collections.abc import Container, Iterator, Sequence
 from typing import Literal
 
@@ -35,6 +34,7 @@ from pydantic import Field
 
 from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Sample, SkipSample, Split
 from dataset_builders.errors import InputError
+from dataset_builders.readers.annotations import YOLO_LINES
 from dataset_builders.readers.box_places import BoxOptions, with_boxes
 from dataset_builders.readers.image_refs import ImageReader
 from dataset_builders.readers.parts import Builder, Part, SkippedRow, splits_of
@@ -50,7 +50,6 @@ from dataset_builders.readers.table_files import stripped
 from dataset_builders.storage.store import StorePath
 
 _PART_ROWS = 512
-_YOLO = re.compile(r"(\d+( +-?\d*\.?\d+(e-?\d+)?){4,}\s*)+")  # a class and numbers in each line
 _IMAGES = tuple(f".{suffix}" for suffix in (*IMAGE_SUFFIXES, "heic", "heif"))  # the last two leave their rows out
 
 
@@ -171,8 +170,10 @@ def _text(name: str, reader: ImageReader, options: ImageFolderOptions) -> str:
     text_name = f"{_stem(name)}.{options.suffix}"
     try:
         text = stripped(reader.read_path(f"./{text_name}").decode("utf-8-sig"))
-        if _YOLO.fullmatch(text):
-            detail = f"{text_name!r} holds places of objects in YOLO's form, {text[:40]!r}, and no text"
+        if YOLO_LINES.fullmatch(text):
+            detail = (
+                f"{text_name!r} holds boxes in YOLO's form, {text[:40]!r}, and no text; builder detection reads them"
+            )
             raise SkipSample("schema_error", detail)
         return text
     except UnicodeDecodeError as error:

@@ -225,12 +225,13 @@ def write_images(rng: random.Random, count: int, source: Path) -> None:
 def write_tasks(rng: random.Random, count: int, source: Path) -> None:
     """Write tasks of Label Studio in one array, which a damaged line would end."""
     source.mkdir(parents=True, exist_ok=True)
-    for name in ("a.png", "b.png"):
-        (source / name).write_bytes(image(rng))
+    (source / "a.png").write_bytes(IMAGES[0])
+    (source / "b.png").write_bytes(image(rng))
     box = {"x": 1, "y": 2, "width": 30, "height": 40, "rotation": 0, "rectanglelabels": ["cat"]}
     result = {"type": "rectanglelabels", "value": box, "original_width": 40, "original_height": 32}
-    task = {"data": {"image": "a.png"}, "annotations": [{"result": [result, {"type": "choices"}]}]}
-    (source / "array.json").write_text(json.dumps([mutated(rng, task) for _ in range(count)]))
+    annotations = [{"result": [result, {"type": "choices"}]}]
+    tasks = [{"data": {"image": rng.choice(("a.png", "b.png"))}, "annotations": annotations} for _ in range(count)]
+    (source / "array.json").write_text(json.dumps([mutated(rng, task) for task in tasks]))
 
 
 KINDS: dict[str, Kind] = {
@@ -240,6 +241,6 @@ KINDS: dict[str, Kind] = {
     "openai_messages": Kind({}, _json_writer(openai_row), "array.json"),
     "llava": Kind({}, _json_writer(llava_row), "array.json"),
     "image_folder": Kind({"answer": "text_file", "question": "What?"}, write_images, "notes.md"),
-    "detection": Kind({"layout": "label_studio"}, write_tasks, "array.json"),
+    "detection": Kind({"layout": "label_studio", "question": "What?"}, write_tasks, "array.json"),
     "webdataset_tars": Kind({"messages": "json:chat"}, write_tars, "s/0.tar"),
 }

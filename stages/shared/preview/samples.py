@@ -126,7 +126,7 @@ def _card(item: ShardSample) -> dict[str, Any]:
     split = [item.shard.split] if item.shard else []
     pictures = []
     for place, (data, digest) in enumerate(zip(sample.images[:_SHOWN_IMAGES], image_digests(sample))):
-        picture = _describe_picture(data) | {"boxes": _boxes_of(sample, place)}
+        picture = _describe_picture(data) | {"boxes": boxes_over(sample, place)}
         caption = f"image {place + 1}: {picture['words']}, {show_value(len(data) / 1000)} kB\nsha256 {digest[:16]}"
         pictures.append({**picture, "caption": caption})
     messages, num_images = [], 0
@@ -171,7 +171,7 @@ def _place_words(place: BoxPlace) -> str:
     return f"image {place.image + 1}, px: {'; '.join(words)}"
 
 
-def _boxes_of(sample: Sample, image: int) -> dict[str, Any] | None:
+def boxes_over(sample: Sample, image: int) -> dict[str, Any] | None:
     """Return the drawing of an image's boxes, in pixels of the image as shown; None if it has none."""
     layers, size = [], (0, 0)
     for role, name, kind in (("user", "in questions", "asked"), ("assistant", "in answers", "true")):
