@@ -3,8 +3,8 @@
 A picture has 1 to 4 coloured shapes that do not overlap, on a light ground, and no two of the same colour and kind.
 There are two subsets, whose answers state boxes as Qwen's cookbook does:
 
-    shapes_one    "Find the red circle."     [{"bbox_2d": [12, 30, 44, 62], "label": "red circle"}]
-    shapes_many   "Find every circle."       a list of any number of them, from the top to the bottom; [] without one
+    shapes_one    "Find the red ellipse."     [{"bbox_2d": [12, 30, 44, 62], "label": "red ellipse"}]
+    shapes_many   "Find every ellipse."       a list of any number of them, from the top to the bottom; [] without one
 
 A box holds exactly the pixels of its shape: x1, y1 are the first column and row with its colour, x2, y2 are behind the
 last ones.
@@ -27,7 +27,7 @@ COLOURS = {
     "yellow": (230, 200, 30),
     "black": (30, 30, 30),
 }
-KINDS = ("circle", "square", "triangle")
+KINDS = ("ellipse", "rectangle", "triangle")
 
 _TRIES = 50  # places that are tried for a shape
 
@@ -113,8 +113,8 @@ def _are_apart(one: tuple[int, int, int, int], two: tuple[int, int, int, int]) -
 def _mask(kind: str, width: int, height: int) -> np.ndarray:
     """Return (height, width) bool: the pixels of a shape that touches all four sides."""
     y, x = (np.arange(height)[:, None] + 0.5) / height, (np.arange(width) + 0.5) / width  # centres of pixels, 0 to 1
-    if kind == "square":
+    if kind == "rectangle":
         return np.ones((height, width), bool)
-    if kind == "circle":
+    if kind == "ellipse":
         return (x - 0.5) ** 2 + (y - 0.5) ** 2 <= 0.25
     return np.abs(x - 0.5) <= y / 2 + 0.5 / width  # stands on its base; half a pixel more, so that it has a tip

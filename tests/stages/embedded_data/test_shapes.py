@@ -65,7 +65,7 @@ def test_a_box_holds_the_pixels_of_its_shape_and_no_more(samples):
             bounds = columns.min(), rows.min(), columns.max() + 1, rows.max() + 1
             assert box.corners == bounds
             filled = (inside & around).sum() / around.sum()
-            assert {"square": filled == 1, "circle": 0.76 < filled < 0.81, "triangle": 0.49 < filled < 0.58}[kind]
+            assert {"rectangle": filled == 1, "ellipse": 0.76 < filled < 0.81, "triangle": 0.49 < filled < 0.58}[kind]
             looked_at.add(kind)
     assert looked_at == set(KINDS)
 
