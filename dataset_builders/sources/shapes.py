@@ -1,6 +1,6 @@
 """Drawn shapes to be found, with the box of each in pixels, as rows of `openai_messages`: small, exact, offline.
 
-A picture has 1 to 4 coloured shapes that do not overlap, on a light ground, and no two of the same colour and kind.
+A picture has a few coloured shapes that do not overlap, on a light ground, and no two of the same colour and kind.
 There are two subsets, whose answers state boxes as Qwen's cookbook does:
 
     shapes_one    "Find the red ellipse."     [{"bbox_2d": [12, 30, 44, 62], "label": "red ellipse"}]
