@@ -140,6 +140,7 @@ def vlm_sft(plan: Plan) -> dict[str, Any]:
         "scores": stats["scores"],
         "counts": stats.get("counts", {}),
         "headlines": stats.get("headlines", {}),
+        "warnings": stats.get("warnings", []),
         "registered_name": plan.config.mlflow_name,
         "refusals": refusals,
         "mlflow_run": tracker.key,
@@ -188,7 +189,7 @@ def check_heldout(plan: Plan) -> None:
     unscored = {} if seen is None else contaminated_keys(seen.dir)
     limit = plan.config.evaluate.max_samples_per_subset
     if unscored and limit is not None:
-        asked = {sample.key for sample in heldout_samples(samples, limit)}
+        asked = {sample.key for sample in heldout_samples(samples, None, limit)}
         num_asked, unscored = len(asked), {key: how for key, how in unscored.items() if key in asked}
     num_scored, least = num_asked - len(unscored), plan.config.convert.min_heldout
     num_near = sum(how == "near" for how in unscored.values())

@@ -2,6 +2,7 @@
 
 hf/model.safetensors  config.json  generation_config.json
 hf/tokenizer.json ...  chat_template.jinja  preprocessor_config.json   from the source, with the training's pixel limits
+hf/system_prompt.txt  box_format.json   how the training's prompts were made, if they had these; for athanor alone
 adapter/adapter_config.json  adapter_model.safetensors   if adapters were trained; they are also merged into hf/
 """
 
@@ -19,7 +20,7 @@ from stages.shared.artifacts.artifact import Artifact, Input, Stage, StageOutput
 from stages.shared.artifacts.verify import file_entries
 from stages.shared.artifacts.workers import StageResources
 from stages.shared.chat_format.images import write_pixel_limits
-from stages.shared.chat_format.prompt import SYSTEM_PROMPT
+from stages.shared.chat_format.prompt import BOX_FORMAT, SYSTEM_PROMPT
 from stages.shared.inputs.model_directory import (
     ModelDirectory,
     StoredTensor,
@@ -127,7 +128,8 @@ def _run_config(inputs: Mapping[str, Input], source: Path, job_dir: Path, resour
 
 
 def copy_processor_files(source: Path, hf_dir: Path, tokenized: Mapping[str, Any]) -> None:
-    """Copy tokenizer, template and configs of the source; write pixel limits, system prompt and dtype of the export."""
+    """Copy tokenizer, template and configs of the source; write pixel limits, system prompt, form of boxes and dtype of
+    the export."""
     for file in sorted({f for pattern in _COPIED for f in source.glob(pattern)}):
         if file.name not in _NOT_COPIED and not file.name.startswith(("manifest.", "report.")):
             shutil.copyfile(file, hf_dir / file.name)
@@ -138,6 +140,8 @@ def copy_processor_files(source: Path, hf_dir: Path, tokenized: Mapping[str, Any
     (hf_dir / SYSTEM_PROMPT).unlink(missing_ok=True)
     if tokenized.get("system_prompt"):
         write_text(hf_dir / SYSTEM_PROMPT, tokenized["system_prompt"])
+    if tokenized.get("boxes"):  # else a form that the source has still holds: nothing was trained in another one
+        write_json(hf_dir / BOX_FORMAT, tokenized["boxes"])
 
 
 def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from stages.release.directory import write_directory
 from stages.release.flavor import FLAVOR_FILES
 from stages.release.model_card import MODEL_CARD, CardFacts, Score, training_facts, write_model_card
 from stages.shared.artifacts.artifact import Artifact, Stage, StageOutput
+from stages.shared.chat_format.prompt import read_box_format
 from stages.shared.pages.report import write_report
 from stages.shared.scoring.names import OVERALL, SCORE
 from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT
@@ -49,6 +50,7 @@ def release(config: ReleaseConfig, inputs: Mapping[str, Artifact], work: Path, r
         score_note=_note(evaluated),
         contamination=inputs["contamination"].manifest.stats["contaminated"] if "contamination" in inputs else None,
         verify=inputs["verify"].manifest.stats if "verify" in inputs else None,
+        boxes=read_box_format(work / HF_EXPORT),
         reproduce="# the recipe below, in a file of that name\nathanor run recipe.yaml",
     )
     write_model_card(work / HF_EXPORT, facts)

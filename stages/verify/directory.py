@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from stages.shared.chat_format.prompt import SYSTEM_PROMPT
+from stages.shared.chat_format.prompt import BOX_FORMAT, SYSTEM_PROMPT
 from stages.shared.inputs.model_directory import (
     WEIGHTS_INDEX,
     ModelDirectory,
@@ -22,7 +22,7 @@ from stages.shared.inputs.model_directory import (
 )
 
 _COMPARED = ("*.json", "*.jinja", "*.txt")
-_NOT_COMPARED = (WEIGHTS_INDEX, SYSTEM_PROMPT)  # depend on the files and on the training
+_NOT_COMPARED = (WEIGHTS_INDEX, SYSTEM_PROMPT, BOX_FORMAT)  # depend on the files and on the training
 _FREE = {"dtype", "torch_dtype", "auto_map", "transformers_version"}
 _PIXEL_LIMITS = {"size", "min_pixels", "max_pixels"}  # the training's limits
 _OUTPUT = "lm_head.weight"

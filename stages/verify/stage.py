@@ -107,7 +107,7 @@ def write_questions(
     """Write the drawn questions as another program gets them, messages and PNG files, with our own answers; return
     them. `chat` is the encoder of the export; its prompts are the expected ones."""
     drawn = {answer.key: answer for answer in draw(answers, _SPARE * config.num_questions)}
-    samples_of = {sample.key: sample for sample in heldout_samples(samples) if sample.key in drawn}
+    samples_of = {sample.key: sample for sample in heldout_samples(samples, prompt) if sample.key in drawn}
     usable = [samples_of[key] for key in drawn if _begins_with_one_question(samples_of[key])][: config.num_questions]
     directory = work / QUESTIONS
     directory.mkdir(exist_ok=True)

@@ -27,7 +27,6 @@ from stages.answer.stage import AnswerConfig
 from stages.answer.transformers_engine import Generator
 from stages.shared.artifacts.workers import StageResources
 from stages.shared.chat_format.chat import ChatEncoder
-from stages.shared.chat_format.images import load_image_config
 from stages.shared.chat_format.prompt import read_prompt_format
 from stages.shared.inputs.model_directory import ModelDirectory, model_input
 from stages.shared.launchers.config import ClusterConfig
@@ -140,7 +139,7 @@ def test_the_plan_knows_every_length_and_record(made):
     model, samples = ModelDirectory(talkative_hf_dir()), made[0]["samples"]
     generator = Generator(model)
     by_key = {sample.key: sample for sample in mixed_samples(14)}
-    for question in plan_questions(samples, ChatEncoder(model), load_image_config(model), None):
+    for question in plan_questions(samples, ChatEncoder(model), read_prompt_format(model), None):
         sample = by_key[question.key]
         before = sample.messages[: question.place]
         images = generator.encode_images(sample.images[: question.num_images])
@@ -301,10 +300,10 @@ def test_a_draw_is_spread_over_the_subset_and_a_part_of_a_larger_one(tmp_path):
     one = [picture(0)]
     samples = [conversation(f"q/{i:08d}", [(f"<image>{i}?", "7")], one if i < 30 else [picture(i)]) for i in range(60)]
     artifact = samples_artifact(tmp_path / "s", samples)
-    small, large = ([sample.key for sample in heldout_samples(artifact, number)] for number in (20, 40))
+    small, large = ([sample.key for sample in heldout_samples(artifact, None, number)] for number in (20, 40))
     assert len(small) == 20 and set(small) < set(large) and small == sorted(small)
     assert sum(int(key[2:]) >= 30 for key in small) >= 7  # the first 20 show one picture
-    assert [sample.key for sample in heldout_samples(artifact, 61)] == [sample.key for sample in samples]
+    assert [sample.key for sample in heldout_samples(artifact, None, 61)] == [sample.key for sample in samples]
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from dataset_builders.errors import InputError
 from dataset_builders.sources.registry import KNOWN_SUBSETS, LICENCES, UNKNOWN, licence_of
 from stages.release.hub import check_push, push_to_hub
 from stages.release.model_card import CardFacts, Score, model_card, training_facts, write_model_card
+from stages.shared.chat_format.config import BoxFormat
 from tests.helpers.tiny_model import tiny_hf_dir
 from tests.stages.artifacts import stage_artifact
 
@@ -94,6 +95,19 @@ def test_people_read_the_rest():
     assert "| tokens | 1,234,567 |" in card and "athanor run receipts" in card and "num_steps: 100" in card
     assert 'path = "path/to/receipts-2b"' in card and 'LLM("path/to/receipts-2b")' in card
     assert model_card(facts()) == card
+
+
+def test_the_card_says_how_boxes_are_written_and_turned_back_to_pixels():
+    assert "Boxes" not in model_card(facts())
+    (line,) = [line for line in model_card(facts(boxes=BoxFormat())).splitlines() if line.startswith("Boxes")]
+    form = '[{"bbox_2d": [x1, y1, x2, y2], "label": ".."}]'
+    assert line == (
+        f"Boxes are read and written as `{form}`, from 0 to 1000 along each side (`relative_1000`). "
+        "In pixels of a picture of W x H, as it is shown, x is x * W / 1000 and y is y * H / 1000."
+    )
+    card = model_card(facts(boxes=BoxFormat(convention="resized_pixels", form="lines")))
+    assert "as `label: [x1, y1, x2, y2]`, one a line, in pixels of the picture as the processor resizes it" in card
+    assert "to h x w, the last two numbers of its `image_grid_thw` times `patch_size`." in card
 
 
 def test_what_is_not_there_is_said_and_not_made_up(hf_dir):
