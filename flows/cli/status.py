@@ -1,5 +1,5 @@
 """`athanor status`: list the newest runs of a root, what they are doing and wait for, and the bytes of the root. Say if
-its worker is silent.
+its worker is silent, and which schedules' runs will be refused.
 
 The runs are read from a server, or from the database file that no server serves. A server on the file takes 13
 processor seconds to start, and a second server beside that of a running `athanor run` would write into the same file.
@@ -27,6 +27,7 @@ from flows.cli.terminal import bytes_text, print_table
 from flows.pipeline.garbage import survey
 from flows.pipeline.needs import live_runs, needs_of
 from flows.service.programs import last_heartbeat, silence, worker_name
+from flows.service.schedules import refused_schedules
 from flows.tracking.servers import PREFECT_CLIENT_SECRET, ServiceRecord, prefect_home, read_service
 
 WAITING = "waiting for "  # start of a log line about what a run waits for
@@ -102,6 +103,8 @@ def status_command(args: argparse.Namespace) -> int:
         login = os.environ.get(PREFECT_CLIENT_SECRET, "")
         if silent := silence(last_heartbeat(service.prefect_api, login, worker_name(service.pid))):
             print(f"worker: {silent}")
+        for line in refused_schedules(service.prefect_api, login):
+            print(line)
     with runs_of(args.root, service) as runs:
         rows = [(run.name, run.state_name, _when(run), _now(runs, run)) for run in runs.newest(_RUNS)] if runs else []
         waiting = runs.waiting() if runs else set()

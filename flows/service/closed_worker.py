@@ -5,6 +5,7 @@ and change the work pool. This worker uses only the name of the deployment. The 
 Any other difference from the registration by `deployments.py` is refused, with a line in the run's state.
 """
 
+import inspect
 import logging
 import os
 import shlex
@@ -23,9 +24,10 @@ from dataset_builders.storage.row_objects import DATA_STORES_VARIABLE
 from flows.libraries.prefect_private import ENTRYPOINT_VARIABLE, replace_cancelled_message, replace_flow_loader
 from flows.pipeline.prefect_changes import cancelled_message
 from flows.pipeline.run_record import take_saved
-from flows.service.deployments import JOB_TEMPLATE, OFFERS
+from flows.service.deployments import JOB_TEMPLATE, OFFERS, refusal
 from flows.service.reconcile import reconcile
 from flows.service.request import service_root
+from flows.service.schedules import WAY_OUT, check_parameters
 
 TYPE = "athanor"  # for `prefect worker start --type`; the pool's own type is `process`
 _WAY_OUT = "restart athanor's worker, which registers everything again"
@@ -66,7 +68,7 @@ class ClosedWorker(process.ProcessWorker):
             log.warning("flow runs of dead processes could not be settled: %s", error)
 
     async def run(self, flow_run: FlowRun, configuration: ClosedConfiguration, task_status: Any = None) -> Any:
-        """Run a flow run as Prefect's process worker does.
+        """Run a flow run as Prefect's process worker does, unless its flow cannot be called with its parameters.
 
         Raises:
             InputError: the run, its deployment or the pool differs from what was registered.
@@ -77,6 +79,13 @@ class ClosedWorker(process.ProcessWorker):
         # Set even if it is empty: the rows of a request may name no store then.
         configuration.env[DATA_STORES_VARIABLE] = os.environ.get(DATA_STORES_VARIABLE, "")
         configuration.env[ENTRYPOINT_VARIABLE] = entrypoint_to_run(flow_run, deployment, self.work_pool)
+        try:
+            check_parameters(flow_run.parameters, flow_parameters(deployment.name))
+        except InputError as error:  # else the process would end before the flow, and its log alone would say why
+            await self.client.set_flow_run_state(flow_run.id, refusal(error, WAY_OUT), force=True)
+            if task_status is not None:
+                task_status.started(error)
+            return process.ProcessWorkerResult(status_code=0, identifier=str(flow_run.id))
         self.active.add(flow_run.id)
         try:
             return await super().run(flow_run, configuration, task_status)
@@ -105,6 +114,12 @@ def entrypoint_to_run(flow_run: FlowRun, deployment: DeploymentResponse | None, 
     if pool.base_job_template != JOB_TEMPLATE:
         raise InputError(f"work pool {pool.name}: its job template is not as registered; {_WAY_OUT}")
     return entrypoint
+
+
+def flow_parameters(deployment: str) -> list[str]:
+    """Return the names of the parameters of the flow that a deployment of `OFFERS` runs."""
+    (offer,) = (offer for offer in OFFERS if offer.name == deployment)
+    return list(inspect.signature(offer.flow.fn).parameters)
 
 
 async def _without_hooks(_flow_run: FlowRun) -> Flow:

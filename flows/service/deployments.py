@@ -90,9 +90,9 @@ def run_request(work: Callable[[Plan], Any], recipe: str, lines: str, settings: 
         return refusal(error)
 
 
-def refusal(error: InputError) -> State:
+def refusal(error: InputError, way_out: str = "") -> State:
     """Return the failed state, under a name of its own, whose message says what to fix."""
-    return Failed(name="Refused", message=str(error))
+    return Failed(name="Refused", message="; ".join(filter(None, (str(error), way_out))))
 
 
 @flow(name="vlm-sft", flow_run_name=request_name, persist_result=False)
@@ -331,4 +331,6 @@ def _register(client: SyncPrefectClient, offer: Offer, pool: str) -> str:
     except PrefectHTTPStatusError as error:
         reason = " ".join(str(error.response.json().get("detail")).split())
         log.warning("deployment %s keeps default parameters that no longer fit: %s; edit them", full_name, reason)
+        # Everything else must be as registered nevertheless. The worker refuses the runs, until the parameters fit.
+        client.update_deployment(known.id, DeploymentUpdate(**fresh | {"enforce_parameter_schema": False}))
     return full_name

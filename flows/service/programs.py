@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from dataset_builders.errors import InputError
 from dataset_builders.storage.store import StorePath, side_dir
@@ -260,13 +261,25 @@ def last_heartbeat(prefect_api: str, login: str, worker: str) -> datetime | None
     Args:
         login: `user:password` of the server.
     """
-    encoded = base64.b64encode(login.encode()).decode()
-    headers = {"Content-Type": "application/json", "Authorization": f"Basic {encoded}"}
-    answer = answer_of(f"{prefect_api}/work_pools/{POOL}/workers/filter", b"{}", headers)
+    entries = ask_prefect(prefect_api, login, f"work_pools/{POOL}/workers/filter")
     with contextlib.suppress(ValueError, KeyError):  # another program has the port, and answers otherwise
-        texts = [entry["last_heartbeat_time"] for entry in json.loads(answer or "[]") if entry["name"] == worker]
+        texts = [entry["last_heartbeat_time"] for entry in entries if entry["name"] == worker]
         return max((datetime.fromisoformat(text) for text in texts if text), default=None)
     return None
+
+
+def ask_prefect(prefect_api: str, login: str, path: str) -> list[dict[str, Any]]:
+    """Return what a search of Prefect's server finds; nothing if the server does not answer with a list.
+
+    Args:
+        login: `user:password` of the server.
+    """
+    encoded = base64.b64encode(login.encode()).decode()
+    headers = {"Content-Type": "application/json", "Authorization": f"Basic {encoded}"}
+    with contextlib.suppress(ValueError):
+        found = json.loads(answer_of(f"{prefect_api}/{path}", b"{}", headers) or "[]")
+        return found if isinstance(found, list) else []
+    return []
 
 
 def silence(beat: datetime | None) -> str:

@@ -75,7 +75,20 @@ def resolve_request(
     root: StorePath,
     point: Mapping[str, object] = MappingProxyType({}),
 ) -> Recipe:
-    """Return the checked configuration that a request asks for.
+    """Return the checked configuration that a request asks for. See `resolve_settings`.
+
+    Raises:
+        InputError: see there; or the request changes what it may not.
+    """
+    resolved = resolve_settings(recipe, lines, settings, point)
+    check_request_paths(resolved.config, root, load_recipe(recipe).config)
+    return resolved
+
+
+def resolve_settings(
+    recipe: str, lines: str, settings: Mapping[str, object], point: Mapping[str, object] = MappingProxyType({})
+) -> Recipe:
+    """Return the configuration that a request asks for, without a look at the paths and other rights of this service.
 
     Args:
         recipe: a known name. A path is refused, because a request may come from anybody who sees the form.
@@ -93,9 +106,7 @@ def resolve_request(
     covered = [field for field in written for whole in (*given, *point) if f"{field}.".startswith(f"{whole}.")]
     if twice := [*covered, *(given.keys() & point.keys())]:
         raise InputError(f"{twice[0]} is given twice, or beside the whole of which it is a part; keep one of the two")
-    resolved = load_recipe(recipe, texts, {**given, **point})
-    check_request_paths(resolved.config, root, load_recipe(recipe).config)
-    return resolved
+    return load_recipe(recipe, texts, {**given, **point})
 
 
 def without_null(settings: Mapping[str, object]) -> dict[str, object]:

@@ -26,6 +26,7 @@ from dataset_builders.storage.store import StorePath, side_dir
 from flows.pipeline.processes import SERVICE_VARIABLE, begin_log, end_process, kill_after, log_tail, start_process
 from flows.service.access import MLFLOW_PASSWORD, MLFLOW_USER, USER, Access, make_access
 from flows.service.programs import Program, Service, mlflow_server, prefect_server, silence, worker
+from flows.service.schedules import refused_schedules
 from flows.tracking.servers import (
     PREFECT_SECRET,
     SCHEMA_LOCK,
@@ -124,6 +125,8 @@ def _serve(service: Service, stop: "StopSignal") -> None:
         if not stop.times:
             write_record(service.root, record.model_copy(update={"ready": True}))
             lines.say(f"ready after {time.monotonic() - start:.1f} s; Ctrl-C stops everything")
+            for line in refused_schedules(service.prefect_api, service.access.prefect):
+                lines.say(line)
         supervisor.turn_until(lambda: stop.times)
     finally:
         remove_record(service.root)

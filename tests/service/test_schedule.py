@@ -1,5 +1,5 @@
-"""Must-show 2 and 4: the nightly deployment, set to every minute, starts by itself; two parallel runs equal separate
-ones."""
+"""The nightly deployment, set to every minute, starts by itself; two parallel runs equal separate ones; a schedule with
+parameters of an older form says why its runs are refused."""
 
 import hashlib
 import json
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.actions import DeploymentUpdate
 from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId
 from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.schedules import CronSchedule
@@ -109,3 +110,28 @@ def _outcomes(root: Path, before: set[str]) -> dict[str, tuple[str, object]]:
         found[exported] = (hashlib.sha256(weights.read_bytes()).hexdigest(), manifest["stats"]["scores"])
     assert len(found) == len(RATES)
     return found
+
+
+@pytest.mark.promise(
+    "A schedule whose stored parameters no longer fit is named by `athanor up` and `athanor status`, and its runs say "
+    "why they are refused."
+)
+def test_a_schedule_with_parameters_of_an_older_form_is_named_before_and_after_its_nights(service, client):
+    nightly = client.read_deployment_by_name("vlm-sft/vlm-sft-nightly")
+    older = {"parameters": {"config": {"train": {}}}, "enforce_parameter_schema": False}
+    client.update_deployment(nightly.id, DeploymentUpdate(**older))
+    schedule = {"active": True, "schedule": CronSchedule(cron="* * * * *", timezone="UTC"), "parameters": {}}
+    client.update_deployment_schedule(nightly.id, nightly.schedules[0].id, **schedule)
+    of_nightly = DeploymentFilter(id=DeploymentFilterId(any_=[nightly.id]))
+
+    def refused() -> list[FlowRun]:
+        return [run for run in client.read_flow_runs(deployment_filter=of_nightly) if run.state.name == "Refused"]
+
+    runs = wait_for(lambda: len(refused()) > 1 and refused(), 2 * FIRES_SECONDS, "two refused runs", service.tell)
+    reason = "no parameter is called 'config', only recipe, name, settings, set; edit the parameters of the schedule"
+    assert all(run.state.message.startswith(reason) for run in runs)
+    told = f"schedule nightly of vlm-sft-nightly: its runs will be refused: {reason}"
+    assert told in service.athanor("status").stdout
+    service.stop()
+    with running_service(service.root) as again:
+        wait_for(lambda: any(line.startswith(told) for line in again.printed()), 30, told, again.tell)

@@ -58,7 +58,7 @@ def test_a_time_is_in_utc():
 
 
 @pytest.mark.parametrize(("age", "line"), [(timedelta(minutes=5), True), (timedelta(seconds=8), False)])
-def test_a_silent_worker_is_told_of(age, line, tmp_path, capsys, monkeypatch):
+def test_a_silent_worker_and_refused_schedules_are_told_of(age, line, tmp_path, capsys, monkeypatch):
     beat = datetime.now(UTC) - age
     record = SimpleNamespace(prefect_api="http://here/api", prefect_ui="http://here", pid=7)
     asked = []
@@ -71,9 +71,11 @@ def test_a_silent_worker_is_told_of(age, line, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(status, "read_service", lambda root: record)
     monkeypatch.setattr(status, "last_heartbeat", last_heartbeat)
     monkeypatch.setattr(status, "runs_of", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(status, "refused_schedules", lambda *about: [f"schedule: {about}"])
     assert main(["status", "--root", str(tmp_path)]) == 0
     assert asked == [("http://here/api", "athanor:word", worker_name(7))]
     told = f"worker: no heartbeat since {beat:%Y-%m-%d %H:%M:%S} UTC\n" if line else ""
+    told += "schedule: ('http://here/api', 'athanor:word')\n"
     assert capsys.readouterr().out.partition("\n")[2] == f"{told}it has no run yet\n"
 
 

@@ -101,12 +101,16 @@ def test_parameters_that_no_longer_fit_are_told_and_kept(caplog, parameters, wor
         there = client.read_deployment_by_name("evaluate/evaluate")
         with pytest.raises(PrefectHTTPStatusError, match="409"):
             client.create_flow_run_from_deployment(there.id, parameters=parameters)
-        older = {"parameters": parameters, "enforce_parameter_schema": False}
+        older = {"parameters": parameters, "enforce_parameter_schema": False, "version": "old"}
         client.update_deployment(there.id, DeploymentUpdate(**older))
         register()
         assert "deployment evaluate/evaluate keeps default parameters that no longer fit" in caplog.text
         assert words in caplog.text
-        assert client.read_deployment(there.id).parameters == older["parameters"]
+        now = client.read_deployment(there.id)
+        assert now.parameters == older["parameters"] and now.version == there.version, "all else is as registered"
+        client.update_deployment(there.id, DeploymentUpdate(parameters={}))
+        register()
+        assert client.read_deployment(there.id).enforce_parameter_schema
         client.delete_deployment(there.id)
 
 

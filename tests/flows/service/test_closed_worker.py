@@ -107,11 +107,43 @@ def test_the_rows_of_a_request_may_name_the_stores_of_the_service_alone(stores, 
     if stores is not None:
         monkeypatch.setenv(DATA_STORES_VARIABLE, stores)
     monkeypatch.setattr(process.ProcessWorker, "run", start)
-    monkeypatch.setattr("flows.service.closed_worker.entrypoint_to_run", lambda *_: "flow")
+    made = asyncio.run(worker_of(deployment()).run(run(parameters={}), ClosedConfiguration()))
+    assert made[DATA_STORES_VARIABLE] == (stores or "")
+
+
+def worker_of(there: SimpleNamespace, states: list | None = None) -> ClosedWorker:
+    """Return a worker whose server has one deployment, and notes the states that the worker sets."""
+
+    async def read_deployment(_id):
+        return there
+
+    async def set_flow_run_state(_run, state, force):
+        states.append((state, force))
+
     worker = object.__new__(ClosedWorker)
     worker._work_pool = pool()
-    made = asyncio.run(worker.run(SimpleNamespace(id=uuid4(), deployment_id=None), ClosedConfiguration()))
-    assert made[DATA_STORES_VARIABLE] == (stores or "")
+    worker._client = SimpleNamespace(read_deployment=read_deployment, set_flow_run_state=set_flow_run_state)
+    return worker
+
+
+@pytest.mark.promise(
+    "A schedule whose stored parameters no longer fit is named by `athanor up` and `athanor status`, and its runs say "
+    "why they are refused."
+)
+def test_a_run_with_parameters_of_an_older_form_says_so_and_starts_no_process(monkeypatch):
+    async def start(*_arguments):
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(process.ProcessWorker, "run", start)
+    states, started = [], []
+    request = run(parameters={"recipe": "embedded", "config": {}})
+    status = SimpleNamespace(started=started.append)
+    result = asyncio.run(worker_of(deployment(), states).run(request, ClosedConfiguration(), status))
+    ((state, is_forced),) = states
+    assert (state.name, state.type.value, is_forced) == ("Refused", "FAILED", True)
+    assert state.message.startswith("no parameter is called 'config', only recipe, name, settings, set; edit the")
+    assert result.status_code == 0 and isinstance(started[0], InputError)  # not a crash of the worker
+    assert request.id not in ClosedWorker.active
 
 
 @pytest.mark.parametrize(
