@@ -3,6 +3,7 @@
 hf/model.safetensors  config.json  generation_config.json
 hf/tokenizer.json ...  chat_template.jinja  preprocessor_config.json   from the source, with the training's pixel limits
 adapter/adapter_config.json  adapter_model.safetensors   if adapters were trained; they are also merged into hf/
+adapter/generation_config.json                           how a server of the base model has to end the adapter's answers
 """
 
 import math
@@ -21,9 +22,11 @@ from stages.shared.artifacts.workers import StageResources
 from stages.shared.chat_format.images import write_pixel_limits
 from stages.shared.chat_format.prompt import SYSTEM_PROMPT
 from stages.shared.inputs.model_directory import (
+    GENERATION_CONFIG,
     ModelDirectory,
     StoredTensor,
     add_end,
+    generation_config,
     opened_model,
     read_json,
     safetensors_header,
@@ -37,7 +40,7 @@ from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT, RUN_JSON
 from trainer.contract.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from trainer.contract.run import RunConfig, TrainConfig
 
-VERSION = 3  # 3: the token that ends a trained turn is among eos_token_id
+VERSION = 4  # 3: the token that ends a trained turn is among eos_token_id; 4: generation_config.json of an adapter
 JOB_DIR = "job"  # output directory of the trainer's run, in the work directory
 _COPIED = ("*.json", "*.jinja", "*.txt")
 _NOT_COPIED = ("model.safetensors.index.json",)  # the exported weights have an index of their own
@@ -58,6 +61,9 @@ def export(config: ExportConfig, inputs: Mapping[str, Input], work_dir: Path, re
     copy_processor_files(source, hf_dir, tokenized)
     end = tokenized.get("end_of_turn_id")
     added = end is not None and add_end(hf_dir, end)
+    if run.train.adapter:
+        # The base model's own file may end elsewhere: vLLM takes this one with --generation-config (config/model.py).
+        write_json(work_dir / ADAPTER_EXPORT / GENERATION_CONFIG, generation_config(hf_dir))
     shutil.rmtree(job_dir)  # its paths and times would make every export different
     weights = [file.model_copy(update={"name": f"{HF_EXPORT}/{file.name}"}) for file in result.files]
     files = file_entries(work_dir, STAGE.digested, weights)
