@@ -27,7 +27,7 @@ from dataset_builders.pictures.pixels import resized
 from stages.answer.engine import Answer, EngineSettings, Prepared, Request, check_engine
 from stages.shared.chat_format.chat import ChatEncoder
 from stages.shared.inputs.model_directory import end_ids
-from stages.shared.inputs.served import lora_options
+from stages.shared.inputs.served import lora_options, missing_keys
 from stages.shared.launchers.parent import with_parent
 from stages.shared.launchers.vllm import check_vllm
 
@@ -65,6 +65,7 @@ class VllmEngine:
             "is_hybrid": shape.language.in_chunks,
             "size": limits if shape.vision else None,
             "ends": sorted(self._ends),
+            "overrides": missing_keys(settings.model.config),
             "adapter": None if adapter is None else str(adapter.path.resolve()),
             "lora": {} if adapter is None else lora_options(adapter.config["r"], adapter.modules),
         }

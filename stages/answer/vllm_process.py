@@ -26,16 +26,19 @@ from vllm.platforms import current_platform
 
 def load(settings: dict[str, Any]) -> tuple[Any, Any]:
     """Return the engine and its LoRARequest, which is None without an adapter."""
+    is_cpu = current_platform.is_cpu()
     options: dict[str, Any] = {
         "model": settings["model"],
         "max_num_seqs": settings["batch_size"],
         # vLLM reserves cache for one sequence of this length, by default the model's longest, or does not start.
         "max_model_len": settings["longest"],
         # As the evaluation with transformers. By default vLLM takes the file's, and bfloat16 for float32.
-        "dtype": "bfloat16" if settings["is_hybrid"] or not current_platform.is_cpu() else "float32",
+        "dtype": "bfloat16" if settings["is_hybrid"] or not is_cpu else "float32",
+        "enforce_eager": is_cpu,  # there compiling takes longer than the answers
         "trust_remote_code": False,
         "generation_config": "vllm",  # not the directory's sampling settings; its end tokens count all the same
         "disable_log_stats": True,
+        "hf_overrides": settings["overrides"],
     }
     if settings["is_hybrid"]:
         # By default FlashInfer's kernel, which Hopper compiles for minutes when it is first used.

@@ -33,6 +33,7 @@ from stages.shared.inputs.model_directory import (
     stored_tensors,
 )
 from stages.shared.inputs.remote_code import drop_auto_maps
+from stages.shared.inputs.served import completed
 from stages.shared.pages.report import Table, write_report
 from stages.train.run_trainer import run_trainer
 from stages.train.stage import digest_of_base
@@ -40,7 +41,9 @@ from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT, RUN_JSON
 from trainer.contract.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from trainer.contract.run import RunConfig, TrainConfig
 
-VERSION = 4  # 3: the token that ends a trained turn is among eos_token_id; 4: generation_config.json of an adapter
+# 3: the token that ends a trained turn is among eos_token_id; 4: generation_config.json of an adapter, and the keys of
+# config.json that vLLM reads
+VERSION = 4
 JOB_DIR = "job"  # output directory of the trainer's run, in the work directory
 _COPIED = ("*.json", "*.jinja", "*.txt")
 _NOT_COPIED = ("model.safetensors.index.json",)  # the exported weights have an index of their own
@@ -133,14 +136,15 @@ def _run_config(inputs: Mapping[str, Input], source: Path, job_dir: Path, resour
 
 
 def copy_processor_files(source: Path, hf_dir: Path, tokenized: Mapping[str, Any]) -> None:
-    """Copy tokenizer, template and configs of the source; write pixel limits, system prompt and dtype of the export."""
+    """Copy tokenizer, template and configs of the source; write pixel limits, system prompt, dtype, and what vLLM reads
+    of config.json."""
     for file in sorted({f for pattern in _COPIED for f in source.glob(pattern)}):
         if file.name not in _NOT_COPIED and not file.name.startswith(("manifest.", "report.")):
             shutil.copyfile(file, hf_dir / file.name)
     drop_auto_maps(hf_dir)
     write_pixel_limits(hf_dir, tokenized.get("min_pixels"), tokenized.get("max_pixels"))
     dtype = written_dtype(stored_tensors(hf_dir))
-    write_json(hf_dir / "config.json", _with_dtype(read_json(hf_dir / "config.json"), dtype))
+    write_json(hf_dir / "config.json", completed(_with_dtype(read_json(hf_dir / "config.json"), dtype)))
     (hf_dir / SYSTEM_PROMPT).unlink(missing_ok=True)
     if tokenized.get("system_prompt"):
         write_text(hf_dir / SYSTEM_PROMPT, tokenized["system_prompt"])

@@ -154,6 +154,7 @@ class Vllm:
             "max_model_len": job["longest"],
             "max_num_seqs": 1,  # one question at a time, as every other loader
             "dtype": self.dtype,
+            "enforce_eager": True,  # compiling takes longer than a few questions
             "trust_remote_code": False,
             # What decides how an answer ends; sampling is set below.
             "generation_config": job["adapter_dir"] if adapter else "auto",
@@ -166,7 +167,7 @@ class Vllm:
         self._lora = None
         if adapter:
             self._lora = importlib.import_module("vllm.lora.request").LoRARequest("adapter", 1, job["adapter_dir"])
-            options |= job["lora"]
+            options |= job["lora"] | {"hf_overrides": job["overrides"]}
             if job["size"]:  # the base has limits of its own
                 options["mm_processor_kwargs"] = {"size": job["size"]}
         self._llm = self._vllm.LLM(**options)

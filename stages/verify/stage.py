@@ -42,7 +42,7 @@ from stages.shared.chat_format.chat import ChatEncoder
 from stages.shared.chat_format.prompt import PromptFormat, read_prompt_format
 from stages.shared.inputs.adapter_directory import AdapterDirectory
 from stages.shared.inputs.model_directory import ModelDirectory, end_ids, opened_model
-from stages.shared.inputs.served import lora_options, unservable, unservable_adapter
+from stages.shared.inputs.served import lora_options, missing_keys, unservable, unservable_adapter
 from stages.shared.launchers.job import Job, make_launcher, run_job
 from stages.shared.launchers.vllm import find_vllm
 from stages.shared.pages.report import Section, Table, write_report
@@ -85,7 +85,7 @@ def verify(
         faults += unservable(model)
         questions = write_questions(work, config, inputs["samples"], answers, chat, prompt)
         if questions:
-            results = _ask(work, source.path, exported, model, prompt, questions, resources or StageResources())
+            results = _ask(work, source, exported, model, prompt, questions, resources or StageResources())
         loaders = _judged(results, questions, source.shape.language.num_layers, chat)
     write_json(work / ROWS, {name: {**about, "rows": results[name]["rows"]} for name, about in loaders.items()})
     for name in (HF_EXPORT, QUESTIONS, JOB_DIR):
@@ -182,7 +182,7 @@ def _write_question(
 
 def _ask(
     work: Path,
-    source: Path,
+    source: ModelDirectory,
     exported: Artifact,
     model: ModelDirectory,
     prompt: PromptFormat,
@@ -196,7 +196,7 @@ def _ask(
     vllm, pixels = find_vllm(), prompt.pixels
     request = {
         "hf_dir": str(hf_dir),
-        "base_dir": str(source.resolve()),
+        "base_dir": str(source.path.resolve()),
         "adapter_dir": str(hf_dir / ADAPTER_EXPORT),
         "questions": str((work / QUESTIONS).resolve()),
         "results": str(directory),
@@ -212,6 +212,7 @@ def _ask(
     if vllm is not None and has_adapter:
         adapter = AdapterDirectory(hf_dir / ADAPTER_EXPORT)
         request["lora"] = lora_options(adapter.config["r"], adapter.modules)
+        request["overrides"] = missing_keys(source.config)
         if refused := unservable_adapter(adapter.config, adapter.tensors):
             results[VLLM_ADAPTER] = {"error": refused, "rows": [], "dtype": "bfloat16", "seconds": 0.0}
         else:

@@ -11,8 +11,29 @@ from dataset_builders.errors import in_ascii
 from stages.shared.inputs.model_directory import WEIGHTS_INDEX, ModelDirectory, end_ids
 from trainer.contract.peft import LORA_A, LORA_B, MAGNITUDE
 
+# Keys of text_config that vLLM reads: without the first it does not load (models/qwen3_moe.py), without the other it
+# keeps the delta rule's state in bfloat16 (models/config.py). transformers leaves them out when it saves a model, and
+# athanor's families have no other value.
+_KEYS: dict[str, dict[str, Any]] = {
+    "qwen3_vl_moe": {"norm_topk_prob": True},
+    "qwen3_5": {"mamba_ssm_dtype": "float32"},
+    "qwen3_5_moe": {"mamba_ssm_dtype": "float32"},
+}
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # MaxLoRARanks (config/lora.py)
 _EXPERTS = ".experts"
+
+
+def missing_keys(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return what config.json lacks for vLLM, in the form of its argument `hf_overrides`; {} if nothing."""
+    text = config.get("text_config") or {}
+    wanted = _KEYS.get(config["model_type"], {})
+    missing = {name: value for name, value in wanted.items() if name not in text}
+    return {"text_config": missing} if missing else {}
+
+
+def completed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of config.json with the keys that vLLM reads."""
+    return {**config, **{name: config[name] | keys for name, keys in missing_keys(config).items()}}
 
 
 def lora_options(rank: int, modules: Collection[str]) -> dict[str, Any]:
@@ -61,6 +82,8 @@ def unservable(model: ModelDirectory) -> list[str]:
     if config.get("architectures") != [wanted]:
         found = in_ascii(json.dumps(config.get("architectures")))
         lines.append(f"config.json: architectures is {found}, and vLLM finds the model by it: [{wanted!r}]")
+    for name, keys in missing_keys(config).items():
+        lines.append(f"config.json: {name} has no {', '.join(keys)}, which vLLM reads")
     if "quantization_config" in config:
         lines.append("config.json has quantization_config, and the weights are not quantised; remove it")
     read = {tensor.file for tensor in model.tensors.values()}

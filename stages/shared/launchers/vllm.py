@@ -37,7 +37,8 @@ class VllmPython(NamedTuple):
         # where no name server answers. The others: no report of its use to its makers, nothing from the hub.
         wanted = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         wanted |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-        wanted |= {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+        # The engine in the process itself: its errors are then told by their cause, and nothing outlives a killed one.
+        wanted |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
         return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
