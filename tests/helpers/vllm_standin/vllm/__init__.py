@@ -11,8 +11,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
+from PIL import Image
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from vllm._version import __version__ as __version__
 
@@ -135,12 +138,22 @@ class LLM:
         inputs = {}
         if images:
             assert self._options["mm_processor_cache_gb"] == 0, "transformers refuses text with an image and no image"
-            inputs = dict(self._images(images=images, do_resize=resize, return_tensors="pt"))
+            images = [self._resized(image) for image in images] if resize else images
+            inputs = dict(self._images(images=images, do_resize=False, return_tensors="pt"))
             counts = (inputs["image_grid_thw"].prod(-1) // self._images.merge_size**2).tolist()
             assert ids.count(self._image_id) == len(counts), "Failed to apply prompt replacement for mm_items['image']"
             left = iter(counts)
             ids = [i for token in ids for i in [token] * (next(left) if token == self._image_id else 1)]
         return inputs | {"input_ids": torch.tensor([ids])}
+
+    def _resized(self, image):
+        """Resize as torchvision does, which every vLLM has: transformers would take Pillow where there is none."""
+        size, factor = self._images.size, self._images.patch_size * self._images.merge_size
+        new = smart_resize(image.height, image.width, factor, size["shortest_edge"], size["longest_edge"])
+        planes = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None]
+        if planes.shape[-2:] != new:
+            planes = torch.nn.functional.interpolate(planes, size=new, mode="bicubic", antialias=True)
+        return Image.fromarray(planes[0].permute(1, 2, 0).numpy())
 
     @torch.inference_mode()
     def _answer(self, name, inputs, sampling, lora):
