@@ -176,7 +176,10 @@ class Vllm:
 
     def answer(self, question: dict[str, Any], limit: int, patch_format: dict[str, Any]) -> dict[str, Any]:
         """Return how the answer to one question differs from ours; the margin is of log probabilities."""
-        asked = {"temperature": 0.0, "max_tokens": limit, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
+        asked = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
+        asked["max_tokens"] = limit + (
+            question["ids"][-1:] == [-1]
+        )  # one more than ours, if it does not end where ours does
         wanted = sorted({token for token in question["ids"] if token != -1} | self._ends)
         # With the names of all tokens that we gave, the margin of each place is known.
         asked |= {"logprob_token_ids": wanted} if len(wanted) <= NAMED else {"logprobs": TOP}
