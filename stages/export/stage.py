@@ -19,7 +19,7 @@ from stages.export.config import ExportConfig
 from stages.shared.artifacts.artifact import Artifact, Input, Stage, StageOutput
 from stages.shared.artifacts.verify import file_entries
 from stages.shared.artifacts.workers import StageResources
-from stages.shared.chat_format.images import write_pixel_limits
+from stages.shared.chat_format.images import load_image_config, write_pixel_limits
 from stages.shared.chat_format.prompt import SYSTEM_PROMPT
 from stages.shared.inputs.model_directory import (
     GENERATION_CONFIG,
@@ -80,6 +80,9 @@ def export(config: ExportConfig, inputs: Mapping[str, Input], work_dir: Path, re
         "steps": trained["steps"],
         "checkpoint": trained["checkpoint"],
     }
+    if exported.shape.vision:
+        pixels = load_image_config(exported)
+        stats["pixels"] = {"shortest_edge": pixels.min_pixels, "longest_edge": pixels.max_pixels}
     if added:
         stats["added_end"] = end
     if run.train.mtp_loss_scaling_factor:
@@ -99,6 +102,9 @@ def export(config: ExportConfig, inputs: Mapping[str, Input], work_dir: Path, re
 def _write_report(work_dir: Path, stats: Mapping[str, Any]) -> None:
     parameters = Table("Parameters", ("part", "number"), list(stats["parameters"].items()))
     summary = {"dtype": stats["dtype"], "parameters": sum(stats["parameters"].values()), "steps": stats["steps"]}
+    if "pixels" in stats:
+        low, high = stats["pixels"].values()
+        summary["area of a picture, in preprocessor_config.json"] = f"{low:,} to {high:,} pixels"
     sections = [parameters]
     if stats["carried"]:
         copied = [(f"{prefix}*", number) for prefix, number in stats["carried"].items()]

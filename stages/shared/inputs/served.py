@@ -1,5 +1,6 @@
-"""What vLLM takes of a model directory and of an adapter, by the source of vLLM 0.24.0; the files are named beside each
-rule. What it leaves out without an error is what matters most here: then a server answers as another model does.
+"""Rules of vLLM for a model directory and an adapter, by the source of vLLM 0.24.0; the files are named beside each.
+
+Some things it leaves out without an error: then a server answers as another model does.
 """
 
 import json
