@@ -75,6 +75,7 @@ def verify(
         line for line in read_answers(inputs["answers"].dir / ANSWERS_JSONL) if isinstance(line, GeneratedAnswer)
     ]
     faults, questions, loaders, results = differences(hf_dir, source, copied), [], {}, {}
+    for_vllm: list[str] = []  # tells, and is no fault: who serves by other programs does not need it
     try:
         model = ModelDirectory(hf_dir)
         prompt = read_prompt_format(model)
@@ -82,7 +83,7 @@ def verify(
     except InputError as error:
         faults.append(str(error))
     else:
-        faults += unservable(model)
+        for_vllm = unservable(model)
         questions = write_questions(work, config, inputs["samples"], answers, chat, prompt)
         if questions:
             results = _ask(work, source, exported, model, prompt, questions, resources or StageResources())
@@ -94,7 +95,8 @@ def verify(
         (work / name).unlink()
     shares = [each[SAME_ANSWERS] for each in loaders.values() if each[SAME_ANSWERS] is not None]
     share_of_worst = 0.0 if faults else min(shares, default=None)
-    stats = {"questions": len(questions), "faults": faults, "loaders": loaders, SAME_ANSWERS: share_of_worst}
+    stats = {"questions": len(questions), "faults": faults, "vllm": for_vllm, "loaders": loaders}
+    stats[SAME_ANSWERS] = share_of_worst
     firsts = (loader["first"] for loader in loaders.values() if loader[SAME_ANSWERS] is not None)
     # Why not all answers are the same, in words; "" if they are.
     stats |= {"reason": next(filter(None, [*faults, *firsts]), ""), "rows": _loader_rows(loaders)}
@@ -272,6 +274,8 @@ def _write_report(work: Path, stats: Mapping[str, Any]) -> None:
     if stats["faults"]:
         rows = [[fault] for fault in stats["faults"]]
         sections.append(Table("Differences from the model before training, beside the weights", ["difference"], rows))
+    if stats["vllm"]:
+        sections.append(Table("Keeps vLLM from serving it as it was trained", ["reason"], [[x] for x in stats["vllm"]]))
     write_report(work, title="Loads elsewhere", summary=summary, sections=sections)
 
 

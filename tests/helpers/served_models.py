@@ -49,7 +49,7 @@ def _config(family: str) -> dict[str, object]:
         config["text_config"] |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
     else:
         config = experts_config("sparse")
-        config["text_config"] |= {"head_dim": 64, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
+        config["text_config"] |= {"head_dim": 64, "moe_intermediate_size": 96, "decoder_sparse_step": 1}
         config["text_config"]["rope_parameters"]["mrope_section"] = [16, 8, 8]
     config["vision_config"] |= {"hidden_size": 64, "num_heads": 2}
     config["text_config"] |= {"max_position_embeddings": 4096}
@@ -61,5 +61,7 @@ def _loud(directory: Path) -> Path:
     for name, tensor in tensors.items():
         if name.endswith("proj.weight") or "embed_tokens" in name or name.endswith("lm_head.weight"):
             tensors[name] = _LOUDER * tensor
+        elif directory.name == "qwen3_vl_moe" and ".experts." in name:
+            tensors[name] = tensor.transpose(1, 2).contiguous()  # as published; transformers 5 saves it otherwise
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return directory

@@ -85,8 +85,15 @@ def unservable(model: ModelDirectory) -> list[str]:
         lines.append(f"config.json: architectures is {found}, and vLLM finds the model by it: [{wanted!r}]")
     for name, keys in missing_keys(config).items():
         lines.append(f"config.json: {name} has no {', '.join(keys)}, which vLLM reads")
-    if "quantization_config" in config:
-        lines.append("config.json has quantization_config, and the weights are not quantised; remove it")
+    if config["model_type"] == "qwen3_vl_moe":
+        text = config["text_config"]
+        published = [text["moe_intermediate_size"], text["hidden_size"]]
+        for name, tensor in model.tensors.items():
+            # It transposes always (load_weights, models/qwen3_vl_moe.py), and transformers only where sizes differ.
+            if name.endswith(".experts.down_proj") and tensor.shape[1:] != published:
+                kept = f"{in_ascii(name)} is {tensor.shape}, as transformers 5 saves it"
+                lines.append(f"{kept}, and vLLM reads the published {[tensor.shape[0], *published]}")
+                break
     read = {tensor.file for tensor in model.tensors.values()}
     for file in sorted(model.path.glob("*.safetensors")):
         # Without an index vLLM loads every file (filter_duplicate_safetensors_files, model_loader/weight_utils.py).

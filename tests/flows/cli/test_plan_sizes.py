@@ -127,10 +127,10 @@ def test_the_parameters_that_a_token_uses_are_told_for_experts():
 
 
 def test_a_large_model_is_told_which_programs_can_answer(tmp_path, monkeypatch):
-    large = "model={variant: qwen3_vl_2b, seed: 0}"
+    large = ("model={variant: qwen3_vl_2b, seed: 0}", "tokenize.max_pixels=262144")
     monkeypatch.delenv(VLLM_PYTHON, raising=False)
-    assert "answers" not in rows_of(large)
+    assert "answers" not in rows_of(*large)
     python = standin_python(tmp_path)
     monkeypatch.setenv(VLLM_PYTHON, str(python))
     said = f"by transformers; vLLM 0.24.0 is here ({python}), so evaluate.engine=vllm works too"
-    assert rows_of(large)["answers"] == said and "answers" not in rows_of()
+    assert rows_of(*large)["answers"] == said and "answers" not in rows_of()

@@ -36,6 +36,10 @@ from tests.helpers.tiny_experts_model import experts_hf_dir
 from tests.helpers.tiny_hybrid_model import talkative_hybrid_dir
 from tests.helpers.tiny_text_model import text_hf_dir
 
+pytestmark = pytest.mark.promise(
+    "vLLM forms our prompts and pixels from an export, gives the same answers but for rounding, with the adapter "
+    "beside its base too, and scores the held-out set."
+)
 NEW_TOKENS = 9
 
 
@@ -100,6 +104,7 @@ def test_each_family_gives_the_pools_answers(hf_dir, expected, standin, tmp_path
         assert texts[0] == texts[1]
 
 
+@pytest.mark.full
 def test_limits_of_a_training_and_its_system_prompt_reach_the_model(standin):
     tokenized = {"min_pixels": 64 * 64, "max_pixels": 96 * 96, "system_prompt": "Be brief."}
     engine = _engine(tokenized=tokenized)
@@ -129,6 +134,7 @@ def test_resized_images_are_those_that_are_cut_to_patches():
     assert whole.shape == (*(grid[1:] * config.patch_format.patch_size), 3)
 
 
+@pytest.mark.full
 def test_answers_carry_their_number_and_a_question_that_cannot_be_asked_its_reason():
     engine = _engine()
     bad = Request(2, _asked(2, [picture(1)]).messages, (b"no image",), 9)
@@ -142,6 +148,7 @@ def test_answers_carry_their_number_and_a_question_that_cannot_be_asked_its_reas
     assert again == {4: said[20]}
 
 
+@pytest.mark.full
 def test_its_process_ends_with_the_engine():
     engine = _engine()
     process = engine._process
@@ -150,6 +157,7 @@ def test_its_process_ends_with_the_engine():
     assert process.wait(5) == 0
 
 
+@pytest.mark.full
 def test_a_prompt_that_vllm_refuses_and_a_process_that_ends_are_one_line():
     engine = _engine(longest=3)
     with pytest.raises(InputError, match=r"vLLM does not take a question: The decoder prompt \(length \d+\) is longer"):

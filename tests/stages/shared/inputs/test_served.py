@@ -1,4 +1,4 @@
-"""What vLLM needs of a directory and takes of an adapter, in one line each. tests/parity/test_vllm.py asks vLLM itself."""
+"""The needs of vLLM, of a directory and of an adapter, in one line each; tests/parity/test_vllm.py asks vLLM itself."""
 
 import json
 import shutil
@@ -27,6 +27,12 @@ LACKING = {
     lambda: experts_hf_dir("shared"): {"mamba_ssm_dtype": "float32"},
 }
 
+# The tiny model was saved by transformers 5, in its own layout of experts, which an export keeps.
+LAYOUT = [
+    "model.language_model.layers.0.mlp.experts.down_proj is [8, 64, 48], as transformers 5 saves it, and vLLM reads the "
+    "published [8, 48, 64]"
+]
+
 
 @pytest.mark.parametrize("hf_dir", LACKING)
 def test_an_export_has_the_keys_that_vllm_reads_and_a_model_saved_by_transformers_lacks(hf_dir, tmp_path):
@@ -34,30 +40,21 @@ def test_an_export_has_the_keys_that_vllm_reads_and_a_model_saved_by_transformer
     lacking = LACKING[hf_dir]
     assert missing_keys(source.config) == ({"text_config": lacking} if lacking else {})
     words = [f"config.json: text_config has no {name}, which vLLM reads" for name in lacking]
-    assert unservable(source) == words
+    layout = LAYOUT if source.config["model_type"] == "qwen3_vl_moe" else []
+    assert unservable(source) == words + layout
     (tmp_path / "hf").mkdir()
     shutil.copy(source.path / "model.safetensors", tmp_path / "hf")
     copy_processor_files(source.path, tmp_path / "hf", {})
     exported = ModelDirectory(tmp_path / "hf")
-    assert unservable(exported) == [] and lacking.items() <= exported.config.get("text_config", {}).items()
+    assert unservable(exported) == layout and lacking.items() <= exported.config.get("text_config", {}).items()
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"architectures": None}, "architectures is null, and vLLM finds the model by it: ['Qwen3VLForConditional"),
-        (
-            {"quantization_config": {"quant_method": "fp8"}},
-            "has quantization_config, and the weights are not quantised",
-        ),
-    ],
-)
-def test_a_config_that_misleads_vllm_is_one_line(tmp_path, change, words):
+def test_a_config_that_misleads_vllm_is_one_line(tmp_path):
     hf_dir = shutil.copytree(talkative_hf_dir(), tmp_path / "hf")
     config = json.loads((hf_dir / "config.json").read_text())
-    (hf_dir / "config.json").write_text(json.dumps(config | change))
+    (hf_dir / "config.json").write_text(json.dumps(config | {"architectures": None}))
     (line,) = unservable(ModelDirectory(hf_dir))
-    assert words in line
+    assert "architectures is null, and vLLM finds the model by it: ['Qwen3VLForConditionalGeneration']" in line
 
 
 def test_files_that_vllm_would_load_and_answers_that_would_not_end_are_one_line(tmp_path):
@@ -65,7 +62,7 @@ def test_files_that_vllm_would_load_and_answers_that_would_not_end_are_one_line(
     shutil.copy(hf_dir / "model.safetensors", hf_dir / "old.safetensors")
     (hf_dir / "generation_config.json").write_text("{}")
     lines = unservable(ModelDirectory(hf_dir))
-    assert "old.safetensors is not the model's, and vLLM loads every *.safetensors" in lines[0]
+    assert "old.safetensors is no file of the model, and vLLM loads every *.safetensors" in lines[0]
     assert "eos_token_id is missing" in lines[1] and len(lines) == 2
 
 
