@@ -26,6 +26,7 @@ from stages.shared.inputs.config import (
     EmbeddedModelConfig,
     EmbeddedShapesConfig,
 )
+from stages.shared.inputs.served import unservable_adapter
 from stages.shared.launchers.config import ClusterConfig
 from stages.shared.scoring.names import SAME_ANSWERS
 from stages.tokenize.config import TokenizeConfig
@@ -260,11 +261,13 @@ class PipelineConfig(StrictModel):
                 "evaluate.adapter=beside asks the base model with an adapter, and train.adapter is null; try "
                 "evaluate.adapter=merged"
             )
-        if self.evaluate.adapter == "beside" and self.evaluate.engine != "transformers":
-            raise ValueError(
-                f"evaluate.adapter=beside is not for evaluate.engine={self.evaluate.engine}; try "
-                "evaluate.engine=transformers, or evaluate.adapter=merged"
-            )
+        if self.evaluate.adapter == "beside" and self.evaluate.engine == "vllm":
+            config = {"use_dora": self.train.adapter.kind == "dora", "r": self.train.adapter.rank}
+            if refused := unservable_adapter(config, self.train.adapter.modules_to_save):
+                raise ValueError(
+                    f"evaluate.adapter=beside is not for evaluate.engine=vllm: {refused}; try "
+                    "evaluate.engine=transformers, or evaluate.adapter=merged"
+                )
 
     def check_parallel(self, shape: ModelShape | None) -> None:
         """Check the layout against the model, the batch and the bins.

@@ -33,6 +33,7 @@ from stages.release.hub import check_push
 from stages.shared.artifacts.run_stage import check_places
 from stages.shared.inputs.model_directory import opened_model
 from stages.shared.launchers.job import check_launcher
+from stages.shared.launchers.vllm import find_vllm
 from stages.tokenize.shard import encoder_of
 from trainer.contract.names import HF_EXPORT
 
@@ -119,6 +120,7 @@ def vlm_sft(plan: Plan) -> dict[str, Any]:
     check_chat(plan)
     if plan.config.execution.cluster.is_here:  # this machine will generate the answers, after hours of training
         check_engine(plan.config.evaluate.engine)
+        find_vllm()  # a wrong ATHANOR_VLLM_PYTHON: verify asks vLLM too
     check_push(execution.registry.push_to)
     with on_cluster(execution, plan.root, [item.dir for item in plan.given.values()]):
         pass  # its errors come now, and not when the first data stage needs the cluster

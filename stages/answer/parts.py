@@ -178,7 +178,8 @@ def answer_parts(
         return
     if model is None:  # in a worker
         model, adapter = open_model_to_answer(job.hf_dir, job.adapter_dir, job.code_sha256)
-    settings = EngineSettings(model, job.prompt, config.batch_size, config.batch_tokens, device, adapter)
+    longest = max(questions[place].num_tokens for number in mine for place in parts[number]) + config.max_new_tokens
+    settings = EngineSettings(model, job.prompt, config.batch_size, config.batch_tokens, device, adapter, longest)
     engine = make_engine(config.engine, settings)
     groups: dict[int, list[list[int]]] = {}  # number of a part -> the question numbers of each group
     for number in mine:

@@ -5,6 +5,7 @@ trained on), pipeline_tag, library_name, tags, and the scores as a model-index. 
 its bytes depend only on the model and its scores.
 """
 
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from dataset_builders.sources.registry import CAULDRON_PROMPTS, licence_of
 from dataset_builders.storage.files import write_text
 from stages.shared.artifacts.artifact import Artifact
 from stages.shared.chat_format.config import BoxFormat
+from stages.shared.inputs.served import lora_options
 from stages.shared.pages.page import render
 from stages.shared.pages.shown_numbers import show_value
 
@@ -38,6 +40,7 @@ _CONVENTIONS = {
     "resized_pixels": "in pixels of the picture as the processor resizes it (`resized_pixels`): to h x w, the last two "
     f"numbers of its `image_grid_thw` times `patch_size`. {_IN_PIXELS} x is x * W / w and y is y * H / h.",
 }
+_LANGUAGE_ROLES = {"attention", "mlp", "experts", "delta"}
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -73,6 +76,20 @@ class CardFacts:
     adapter: Mapping[str, object] | None = None  # facts of the trained adapter; None: the model itself was trained
     verify: Mapping[str, Any] | None = None  # the stats of that stage's manifest; None if it did not run
     boxes: BoxFormat | None = None  # the form of boxes that was trained; None: no sample had boxes
+    pixels: Mapping[str, int] | None = None  # limits of a picture's area, as `size` has them; None for a text model
+
+    @property
+    def adapter_flags(self) -> str:
+        """The arguments with which `vllm serve` gives the base model what the adapter was trained with."""
+        rank, targets = self.adapter["rank"], self.adapter["targets"]
+        options = lora_options(rank, [".visual." if {*targets} - _LANGUAGE_ROLES else ""])
+        flags = ["--enable-lora", f"--max-lora-rank {options['max_lora_rank']}"]
+        flags += ["--enable-tower-connector-lora"] if options["enable_tower_connector_lora"] else []
+        flags += [f"--lora-modules {self.name}=adapter", "--generation-config adapter"]
+        if self.pixels:
+            size = json.dumps({"size": dict(self.pixels)})
+            flags += [f"--mm-processor-kwargs '{size}'", "--mm-processor-cache-gb 0"]
+        return " \\\n    ".join(flags)
 
 
 def training_facts(trained: Artifact, exported: Artifact) -> dict[str, int | float | str]:

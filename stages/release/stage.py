@@ -23,8 +23,9 @@ from stages.shared.scoring.names import OVERALL, SCORE
 from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT
 
 # 2: MLflow's flavor, and the answers of other programs; 3: what rows may not hold, pictures that look alike; 4: numbers
-# of the card as on the pages, and results of several sources name no dataset
-VERSION = 4
+# of the card as on the pages, and results of several sources name no dataset; 5: the limits of pictures, and how vLLM
+# serves the adapter
+VERSION = 5
 _MAX_NEW_TOKENS = 64
 
 
@@ -51,6 +52,7 @@ def release(config: ReleaseConfig, inputs: Mapping[str, Artifact], work: Path, r
         contamination=inputs["contamination"].manifest.stats["contaminated"] if "contamination" in inputs else None,
         verify=inputs["verify"].manifest.stats if "verify" in inputs else None,
         boxes=read_box_format(work / HF_EXPORT),
+        pixels=exported.stats.get("pixels"),
         reproduce="# the recipe below, in a file of that name\nathanor run recipe.yaml",
     )
     write_model_card(work / HF_EXPORT, facts)

@@ -20,6 +20,7 @@ from stages.shared.inputs.model_directory import (
     stored_tensors,
     tensor_digests,
 )
+from stages.shared.inputs.served import completed
 
 _COMPARED = ("*.json", "*.jinja", "*.txt")
 _NOT_COMPARED = (WEIGHTS_INDEX, SYSTEM_PROMPT, BOX_FORMAT)  # depend on the files and on the training
@@ -54,7 +55,10 @@ def _of_files(hf_dir: Path, source: Path) -> Iterator[str]:
             free = _FREE | (_PIXEL_LIMITS if "process" in file.name else set())
             if file.name == "generation_config.json" and {*end_ids(source)} <= {*end_ids(hf_dir)}:
                 free |= {"eos_token_id"}  # the export may add the end of the turns that were trained
-            ours, theirs = (_flat(read_json(path), free) for path in (copy, file))
+            mine, wanted = read_json(copy), read_json(file)
+            if file.name == "config.json":
+                wanted = completed(wanted)
+            ours, theirs = _flat(mine, free), _flat(wanted, free)
             for name in sorted(name for name in ours.keys() | theirs if ours.get(name, ...) != theirs.get(name, ...)):
                 values = [json.dumps(each[name])[:60] if name in each else "absent" for each in (ours, theirs)]
                 yield f"{file.name}: {name} is {values[0]}, in the source {values[1]}"

@@ -1,7 +1,6 @@
 """The answer stage: grouping of questions, contents of its file, and independence of kills and number of workers."""
 
 import json
-import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -237,19 +236,6 @@ def test_a_worker_with_nothing_to_do_loads_no_model(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert answer_worker.main([str(_worker_job(tmp_path / "job", tmp_path / "no model"))]) == 0
-
-
-@pytest.mark.parametrize(("visible", "seen"), [(None, "1"), ("4,6,7", "6"), ("4", None)])
-def test_a_worker_of_vllm_sees_its_own_gpu(tmp_path, monkeypatch, visible, seen):
-    for name, value in {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "CUDA_VISIBLE_DEVICES": visible}.items():
-        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(answer_worker, "answer_parts", lambda job, worker, workers, local, say: None)
-    path = _worker_job(tmp_path / "job", tmp_path, engine="vllm")
-    assert answer_worker.main([str(path)]) == (0 if seen else EXIT_INPUT)
-    if seen:
-        assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
-    else:
-        assert "has no GPU: CUDA_VISIBLE_DEVICES=4" in (path.parent / answer_worker.REFUSED).read_text()
 
 
 def test_a_rerun_keeps_the_parts_that_are_there_and_counts_them(made, tmp_path, monkeypatch):

@@ -249,3 +249,23 @@ def test_a_push_without_a_token_is_refused_before_anything_is_made(monkeypatch):
         check_push("owner/name")
     monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_x")
     check_push("owner/name")
+
+
+def test_the_card_tells_how_vllm_serves_the_adapter_with_what_was_trained():
+    size = {"shortest_edge": 1024, "longest_edge": 65536}
+    adapter = {"kind": "lora", "rank": 12, "parameters": 99, "targets": ["attention", "vision"]}
+    card = model_card(facts(adapter=adapter, pixels=size))
+    flags = (
+        "--enable-lora",
+        "--max-lora-rank 16",
+        "--enable-tower-connector-lora",
+        "--lora-modules receipts-2b=adapter",
+        "--generation-config adapter",
+        "--mm-processor-cache-gb 0",
+        '--mm-processor-kwargs \'{"size": {"shortest_edge": 1024, "longest_edge": 65536}}\'',
+    )
+    assert "an area of 1,024 to 65,536 pixels" in card and all(flag in card for flag in flags)
+    assert "tower" not in model_card(facts(adapter=adapter | {"targets": ["attention"]}, pixels=size))
+    assert "vllm serve" not in model_card(facts(pixels=size)) and "vllm serve" not in model_card(
+        facts(adapter=adapter | {"kind": "dora"}, pixels=size)
+    )

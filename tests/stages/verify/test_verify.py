@@ -21,6 +21,7 @@ from stages.shared.chat_format.chat import ChatEncoder
 from stages.shared.chat_format.config import BoxFormat
 from stages.shared.chat_format.prompt import BOX_FORMAT, read_prompt_format
 from stages.shared.inputs.model_directory import ModelDirectory
+from stages.shared.inputs.served import completed
 from stages.verify import loaders
 from stages.verify import stage as verify_stage
 from stages.verify.config import VerifyConfig
@@ -68,6 +69,8 @@ def in_this_process(monkeypatch):
 
 def exported(directory: Path, hf_dir: Path, adapter_dir: Path | None = None) -> Artifact:
     shutil.copytree(hf_dir, directory / "hf")
+    file = directory / "hf" / "config.json"
+    file.write_text(json.dumps(completed(json.loads(file.read_text()))))  # as the stage export does
     stats = {}
     if adapter_dir is not None:
         shutil.copytree(adapter_dir, directory / "adapter")
@@ -125,6 +128,7 @@ def test_what_the_trainer_exports_passes(shape, tmp_path, in_this_process):
         run, model = adapted_model(tmp_path, mesh, shape, adapter)
         write_weights([model], mesh, run.model_copy(update={"output_dir": tmp_path / "made"}))
     copy_processor_files(run.hf_dir, tmp_path / "made" / "hf", {})
+    shutil.copy(run.hf_dir / "generation_config.json", tmp_path / "made" / "adapter")
     export = exported(tmp_path / "export", tmp_path / "made" / "hf", tmp_path / "made" / "adapter")
     stats = verified(tmp_path, export, run.hf_dir)
     assert stats["same_answers"] == 1.0 and set(stats["loaders"]) == {"transformers", "peft", "mlflow"}, stats
