@@ -29,8 +29,8 @@ LACKING = {
 
 # The tiny model was saved by transformers 5, in its own layout of experts, which an export keeps.
 LAYOUT = [
-    "model.language_model.layers.0.mlp.experts.down_proj is [8, 64, 48], as transformers 5 saves it, and vLLM reads the "
-    "published [8, 48, 64]"
+    "model.language_model.layers.0.mlp.experts.down_proj is [8, 64, 48], as transformers 5 saves it, and vLLM reads "
+    "the published [8, 48, 64]"
 ]
 
 
