@@ -57,7 +57,7 @@ def _of_files(hf_dir: Path, source: Path) -> Iterator[str]:
                 free |= {"eos_token_id"}  # the export may add the end of the turns that were trained
             mine, wanted = read_json(copy), read_json(file)
             if file.name == "config.json":
-                wanted = completed(wanted)
+                mine, wanted = completed(mine), completed(wanted)  # the export may add keys that vLLM reads
             ours, theirs = _flat(mine, free), _flat(wanted, free)
             for name in sorted(name for name in ours.keys() | theirs if ours.get(name, ...) != theirs.get(name, ...)):
                 values = [json.dumps(each[name])[:60] if name in each else "absent" for each in (ours, theirs)]

@@ -15,6 +15,7 @@ mkdir -p "$directory"
 printf '#!/bin/sh\nPYTHONPATH=%s exec python3 "$@"\n' "$site" >"$directory/vllm-python"
 chmod +x "$directory/vllm-python"
 export ATHANOR_VLLM_PYTHON=$directory/vllm-python PYTHONPATH=$paths
+export VLLM_USE_FLASHINFER_SAMPLER=${VLLM_USE_FLASHINFER_SAMPLER:-0} # its sampler is compiled at first use, and greedy answers need none
 
 suite() {
   local name=$1 limit=$2

@@ -70,7 +70,7 @@ def in_this_process(monkeypatch):
 def exported(directory: Path, hf_dir: Path, adapter_dir: Path | None = None) -> Artifact:
     shutil.copytree(hf_dir, directory / "hf")
     file = directory / "hf" / "config.json"
-    file.write_text(json.dumps(completed(json.loads(file.read_text()))))  # as the stage export does
+    file.write_text(json.dumps(completed(json.loads(file.read_text()))))  # as the stage `export` does, for vLLM
     stats = {}
     if adapter_dir is not None:
         shutil.copytree(adapter_dir, directory / "adapter")
