@@ -47,8 +47,8 @@ def load(settings: dict[str, Any]) -> tuple[Any, Any]:
         # The images come resized. `size` is what vLLM derives the longest prompt of an image from, and reserves for.
         options["mm_processor_kwargs"] = {"size": settings["size"], "do_resize": False}
         options["limit_mm_per_prompt"] = {"video": 0}  # otherwise it tries the longest video at its start
-        # With the cache vLLM calls the processor on text with image tokens and no image, which transformers refuses
-        # since 5.18 (ProcessorMixin.validate_inputs).
+        # With the cache vLLM calls the processor on text with image tokens and no image, which transformers 5.23
+        # refuses (ProcessorMixin.validate_inputs).
         options["mm_processor_cache_gb"] = 0
     llm = vllm.LLM(**options, **settings["lora"])
     return llm, None if settings["adapter"] is None else LoRARequest("adapter", 1, settings["adapter"])
