@@ -30,7 +30,15 @@ from dataset_builders.contracts.boxes import BOX_SLOT, Box, BoxPlace, upright
 from dataset_builders.contracts.sample import IMAGE_SLOT, Message, SkipSample
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.pictures.images import header_size
-from dataset_builders.readers.box_texts import FLORENCE, PALIGEMMA, Corners, find_boxes, is_empty_list, is_number
+from dataset_builders.readers.box_texts import (
+    FLORENCE,
+    PALIGEMMA,
+    Corners,
+    find_boxes,
+    is_empty_list,
+    is_number,
+    may_hold_boxes,
+)
 from dataset_builders.readers.text_files import json_type, parse_json
 
 BBOX, REF = "<bbox>", "<ref-object>"  # ms-swift's marks
@@ -151,6 +159,8 @@ def image_of(message: int, slots: Sequence[int]) -> int | None:
 
 
 def _with_boxes(message: Message, image: int | None, images: Images, options: BoxOptions) -> Message:
+    if not any(map(may_hold_boxes, (message.text, message.reasoning, *message.references))):
+        return message
     is_answer = message.role == "assistant"
     pieces = message.text.split(BOX_SLOT)
     if len(pieces) - 1 != len(message.boxes):
@@ -211,8 +221,10 @@ def place_objects(messages: Sequence[Message], objects: Any, images: Images) -> 
     Raises:
         SkipSample: box_count_mismatch, bad_box, or schema_error for objects of another shape.
     """
-    refs, boxes, convention, numbers = _entries(objects)
     texts = [message.text for message in messages]
+    if not objects and not any(mark in text for text in texts for mark in (BBOX, REF)):
+        return tuple(messages)
+    refs, boxes, convention, numbers = _entries(objects)
     for mark, key, entries in ((REF, "ref", refs), (BBOX, "bbox", boxes)):
         count = sum(text.count(mark) for text in texts)
         if count != len(entries):

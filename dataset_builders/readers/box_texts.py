@@ -14,7 +14,6 @@ keys, a mark within a sentence, whose label stays as text, and tokens and marks 
 """
 
 import json
-import math
 import re
 from bisect import bisect
 from collections.abc import Iterator, Sequence
@@ -52,6 +51,7 @@ _FLORENCE_LIST = re.compile(rf"(?:[^<]*+{_LOC_S})+\s*")
 _FLORENCE_ITEM = re.compile(rf"([^<]*)((?:{_LOC_S})+)")
 
 
+_LARGEST = 1e9
 _NEAR = 200  # characters before a list in which its bracket and fence stand
 _MOST_BROKEN = 100  # objects of one text that are tried and are no JSON
 
@@ -66,6 +66,11 @@ class WrittenBoxes:
     is_list: bool
     convention: str | None = None  # PALIGEMMA or FLORENCE; None: the text does not say what the numbers are
     before: str = ""  # text that stays before a single box: its label
+
+
+def may_hold_boxes(text: str) -> bool:
+    """Whether `find_boxes` may find something in a text, or it is an empty list: most texts are neither."""
+    return _HINT.search(text) is not None or is_empty_list(text)
 
 
 def find_boxes(text: str, is_answer: bool) -> list[WrittenBoxes]:
@@ -139,12 +144,12 @@ def _in_json(text: str) -> Iterator[WrittenBoxes]:
             label = value.get("label")
             label = label.strip() if isinstance(label, str) and len(numbers) == 1 else ""
             for each in numbers:
-                yield WrittenBoxes(*each.span(1), ((_four(json.loads(each[1])), label),), is_list=False)
+                yield WrittenBoxes(*each.span(1), ((_floats(each[1]), label),), is_list=False)
     starts = [first for first, _, _ in objects]
     for each in _JSON_BOX.finditer(text):  # of an object around others, or of one that is no JSON
         before = bisect(starts, each.start()) - 1
         if before < 0 or each.start() >= objects[before][1]:
-            yield WrittenBoxes(*each.span(1), ((_four(json.loads(each[1])), ""),), is_list=False)
+            yield WrittenBoxes(*each.span(1), ((_floats(each[1]), ""),), is_list=False)
 
 
 def _brackets(text: str, start: int, end: int) -> tuple[int, int]:
@@ -160,8 +165,12 @@ def _four(value: object) -> Corners:
 
 
 def is_number(value: object) -> bool:
-    """Whether a parsed JSON value is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether a parsed JSON value is a number that an image can have: neither NaN nor of hundreds of digits."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
+
+
+def _floats(text: str) -> Corners:
+    return tuple(map(float, re.findall(_N, text)))
 
 
 def _in_marks(text: str, is_answer: bool) -> Iterator[WrittenBoxes]:

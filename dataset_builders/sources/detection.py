@@ -315,7 +315,7 @@ def _yolo_picture(image: str, reader: ImageReader, classes: Sequence[str]) -> Pi
             what = "a polygon or a turned box" if len(numbers) > 6 else "no class and four numbers"
             raise SkipSample("bad_box", f"line {i} has {len(numbers)} numbers: {what}")
         number, x, y, width, height = numbers
-        if number != int(number) or not 0 <= number < len(classes):
+        if not 0 <= number < len(classes) or number != int(number):  # also for NaN and infinity
             raise SkipSample("schema_error", f"line {i} has the class {cells[0]}, and there are {len(classes)} names")
         corners = (x - width / 2, y - height / 2, x + width / 2, y + height / 2)
         boxes.append((corners, classes[int(number)]))

@@ -7,6 +7,8 @@ import tarfile
 import time
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
@@ -182,6 +184,9 @@ REFUSED = {
     "no area": ('{"bbox_2d": [10, 20, 10, 40]}', {"boxes": "pixels"}, "bad_box", "it has no area"),
     "a point": ("<|box_start|>(1,2)<|box_end|>", {"boxes": "pixels"}, "bad_box", "where (x1,y1),(x2,y2) should be"),
     "three numbers": ('{"bbox_2d": [1, 2, 3]}', {"boxes": "pixels"}, "bad_box", "[1, 2, 3] where four numbers"),
+    "a number of 400 digits": (f'{{"bbox_2d": [1, 2, 3, {10**400}]}}', {"boxes": "pixels"}, "bad_box", "where four"),
+    "one of 5,000 digits": (
+        '{"bbox_2d": [1, 2, 3, %s]}' % ("9" * 5000), {"boxes": "pixels"}, "bad_box", "it lies outside"),
     "lists of boxes": ('{"bbox_2d": [[1, 2, 3, 4]], "n": 1}', {"boxes": "pixels"}, "bad_box", "no box that can be"),
     "Python's quotes": ("{'bbox_2d': [1, 2, 3, 4]}", {"boxes": "pixels"}, "bad_box", "no box that can be read"),
     "cut off": (f'[{JSON}, {{"bbox_2d": [1, 2', {"boxes": "relative_1000"}, "bad_box", "no box that can be read"),
@@ -311,6 +316,15 @@ def test_objects_of_ms_swift_take_their_marks_in_order(tmp_path):
     assert fourth.messages[0].boxes == (single(9, 16, 13, 21, "sheep"),)
     assert fourth.messages[1].text == '[{"bbox_2d": <boxes>, "label": "x"}]'
     assert fourth.messages[1].boxes == (single(36, 48, 49, 53, "sheep"),)
+
+
+def test_objects_of_a_table(tmp_path):
+    row = swift({"ref": ["a"], "bbox": [[1.5, 2, 3, 4]], "image_id": None}, "<image>Find <ref-object>.", "<bbox>")
+    write_file(tmp_path / "1.png", WIDE)
+    pq.write_table(pa.Table.from_pylist([row, row | {"objects": None}]), tmp_path / "rows.parquet")
+    sample, skipped = read_source("openai_messages", tmp_path)
+    assert sample.messages[1].boxes == (single(1.5, 2, 3, 4, "a"),)
+    assert skipped.reason == "box_count_mismatch"
 
 
 def test_objects_beside_conversations(tmp_path):

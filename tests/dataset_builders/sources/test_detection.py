@@ -274,6 +274,7 @@ def test_yolos_splits_are_folders(tmp_path):
 
 BAD_YOLO = {
     "an unknown class": ("2 0.5 0.5 0.1 0.1", "schema_error", "line 0 has the class 2, and there are 2 names"),
+    "a class without an end": ("inf 0.5 0.5 0.1 0.1", "schema_error", "line 0 has the class inf"),
     "a polygon": ("0 0.1 0.1 0.2 0.1 0.2 0.2 0.1 0.2", "bad_box", "has 9 numbers: a polygon or a turned box"),
     "a prediction": ("0 0.5 0.5 0.1 0.1 0.99", "bad_box", "has 6 numbers"),
     "no number": (LINE + "cat 0.5 0.5 0.1 0.1", "bad_box", "line 1 is 'cat 0.5 0.5 0.1 0.1', no numbers"),
