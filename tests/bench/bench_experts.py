@@ -97,7 +97,9 @@ def beside_float8(config: TransformerConfig, part: Experts, block: Block, mesh: 
     found = {}
     for name, allowed in (("adapters beside float8", True), ("adapters, grouped_mm alone", False)):
         allow_kernels(allowed)
-        found[name] = times(lambda: module._mix(block.hidden, block.weights, block.chosen), inputs, block.grad)
+        found[name] = times(
+            lambda: module._mix(block.hidden, block.weights, Order(block.chosen, part.num_experts)), inputs, block.grad
+        )
     allow_kernels(True)
     return found
 
@@ -122,7 +124,8 @@ def main() -> None:
                 block = drawn(part, load)
 
                 def mixed(block: Block = block, module: RoutedExperts = module) -> torch.Tensor:
-                    return module._mix(block.hidden, block.weights, block.chosen)
+                    order = Order(block.chosen, module.part.num_experts)
+                    return module._mix(block.hidden, block.weights, order)
 
                 inputs, own = [block.hidden, block.weights], [module.gate_up, module.down]
                 rows = {"athanor": times(mixed, inputs + own, block.grad)}

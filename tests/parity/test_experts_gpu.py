@@ -5,6 +5,7 @@ float32.
 """
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.helpers.hardware import requires_gpus
 from tests.helpers.single_rank import single_rank
 from trainer.contract.adapter import AdapterConfig
+from trainer.parts.experts.dispatch import Order
 from trainer.parts.experts.module import ExpertsSubmodules, RoutedExperts
 from trainer.parts.experts.part import Experts
 
@@ -31,13 +33,17 @@ PARTS = [
 
 
 def chosen_experts(part: Experts, loads: str) -> torch.Tensor:
-    """Return (TOKENS, k): equal loads; or expert 0 with all tokens, expert 1 with none, and expert 2 with one."""
+    """Return (TOKENS, k): equal loads; expert 0 with all tokens, expert 1 with none, and expert 2 with one; or equal
+    loads of which half, and of some tokens all, are other ranks'."""
     generator = torch.Generator().manual_seed(1)
     scores = torch.rand(TOKENS, part.num_experts, generator=generator)
     if loads == "uneven":
         scores[:, 0], scores[:, 1:3] = 2, -1
         scores[7, 2] = 2
-    return scores.topk(part.top_k).indices
+    chosen = scores.topk(part.top_k).indices
+    if loads == "divided":
+        chosen[torch.rand(chosen.shape, generator=generator) < 0.5] = part.num_experts
+    return chosen
 
 
 def trained(module: RoutedExperts, kind: str, drawn: Callable[..., torch.Tensor]) -> list[torch.nn.Parameter]:
@@ -73,14 +79,16 @@ def outcome(part: Experts, loads: str, kind: str, dtype: torch.dtype, device: st
             module.down.copy_(drawn(*module.down.shape, scale=part.intermediate_size**-0.5))
         params = trained(module, kind, drawn)
         hidden, weights = drawn(TOKENS, part.hidden_size), drawn(TOKENS, part.top_k, scale=0.3)
-        out = module._mix(hidden, weights, chosen_experts(part, loads).to(device))
+        if loads == "divided":
+            module.groups = SimpleNamespace(ep=SimpleNamespace(size=lambda: 2))
+        out = module._mix(hidden, weights, Order(chosen_experts(part, loads).to(device), part.num_experts))
         out.backward(drawn(*out.shape).detach())
         found = (out, hidden.grad, weights.grad, *(param.grad for param in params))
         return [tensor.detach().double().cpu() for tensor in found]
 
 
 @requires_gpus(1)
-@pytest.mark.parametrize("loads", ["even", "uneven"])
+@pytest.mark.parametrize("loads", ["even", "uneven", "divided"])
 @pytest.mark.parametrize("part", PARTS, ids=["16x256", "40x192"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_in_bf16(part, loads, kind):
@@ -112,7 +120,7 @@ def test_in_a_cuda_graph_and_again_the_same_bits(kind):
         chosen, grad = chosen_experts(part, "uneven").cuda(), torch.randn(TOKENS, part.hidden_size, **like)
 
         def passes() -> list[torch.Tensor]:
-            out = module._mix(hidden, weights, chosen)
+            out = module._mix(hidden, weights, Order(chosen, part.num_experts))
             return [out, *torch.autograd.grad(out, inputs, grad)]
 
         stream = torch.cuda.Stream()

@@ -97,13 +97,9 @@ class FeedForward(Part):
         return 0
 
     @property
-    def expert_parallel_activations(self) -> int:
-        """Values per token that are saved beside `saved_activations` if expert-parallel ranks divide the part."""
-        return 0
-
-    @property
     def transient_activations(self) -> int:
-        """Values per token that exist only while the backward of one layer runs, if they are not negligible."""
+        """Values per token that exist only while the backward of one layer runs, if they are not negligible;
+        expert-parallel ranks have those of each other's tokens too."""
         return 0
 
     @property

@@ -316,11 +316,9 @@ class _Process:
         if decoder.mtp is not None:
             layers.append(decoder.mtp.layer)
             kept.append(decoder.mtp.saved_activations(selective=is_selective))
-        if p.ep > 1:
-            kept = [
-                numbers + layer.feed_forward.expert_parallel_activations
-                for numbers, layer in zip(kept, layers, strict=True)
-            ]
+        if p.ep > 1:  # the tokens that backward gathers again
+            routed = [layer.feed_forward.routes_tokens for layer in layers]
+            kept = [numbers + decoder.hidden_size * is_routed for numbers, is_routed in zip(kept, routed, strict=True)]
         in_flight = min(chunk_passes / p.vpp, self.num_micro_batches)
         is_full = p.recompute == "full"
         total = tokens * _layer_bytes(decoder.hidden_size, kept, self.size, in_flight, p.tp, is_cut, is_full)
@@ -337,7 +335,7 @@ class _Process:
         tokens."""
         decoder, p = self.shape.language, self.parallel
         layers = [decoder.layers[number] for number in self._layers(rank)]
-        of_layer = tokens * max((layer.feed_forward.transient_activations for layer in layers), default=0)
+        of_layer = tokens * p.ep * max((layer.feed_forward.transient_activations for layer in layers), default=0)
         if self.adapters is not None and self.adapters.has_float8_base:
             of_layer += decoder.largest_matrix / p.tp  # unpacked
         elif self.adapters is None and "language" not in self.frozen:

@@ -32,7 +32,7 @@ class Priced:
 
     price: int
     parameters = 11
-    feed_forward = SimpleNamespace(expert_parameters=0, expert_parallel_activations=0, transient_activations=0)
+    feed_forward = SimpleNamespace(expert_parameters=0, transient_activations=0)
 
     @property
     def flops(self) -> LayerFlops:

@@ -2,13 +2,14 @@
 
 Each of the s tokens is copied to k rows, one for each of its experts. The rows are sorted by expert (`Order`), so that
 an expert's rows follow each other and one grouped product multiplies all rows, each with its expert's matrix
-(`grouped_product`). Where expert-parallel ranks divide the experts, rows first go to the rank that holds their expert
-(`compute_on_ranks`).
+(`grouped_product`). Where expert-parallel ranks divide the experts, each computes the tokens of all ranks with its own
+(`TokensOfRanks`).
 
-R = s * k rows of this rank's tokens; G = rows that this rank computes; E = experts; D = hidden size.
+R = s * k rows; E = experts; D = hidden size.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from trainer.layers.float8_base import unpack
+from trainer.layers.recompute import not_kept
 
 ROW_MULTIPLE = 8  # bf16 numbers: for torch's grouped product on a GPU, rows begin at multiples of 16 bytes
 
@@ -27,7 +29,7 @@ class Order:
     Attributes:
         permutation: (R,) the token's row, token * k + number, at each sorted place.
         inverse: (s, k) the sorted place of each of them.
-        ends: (E,) int32 the end of each expert's rows.
+        ends: (E,) int32 the end of each expert's rows. Rows of an index of E or more are the last, after all ends.
     """
 
     def __init__(self, chosen: torch.Tensor, num_experts: int) -> None:
@@ -79,64 +81,121 @@ class Collect(torch.autograd.Function):
         return grad.flatten(0, 1).index_select(0, permutation), None, None
 
 
-def compute_on_ranks(
-    hidden: torch.Tensor,
-    order: Order,
-    compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    group: ProcessGroup,
-) -> torch.Tensor:
-    """Return the output of every row's expert, (s, k, D), given the tokens (s, D). A collective of the group, whose
-    ranks hold equal numbers of consecutive experts.
+class TokensOfRanks:
+    """The tokens of all expert-parallel ranks at the experts of this one: gathered, mixed, and summed back to their
+    ranks. Each of these is a collective of the group, whose ranks hold equal numbers of consecutive experts.
+
+    A row for each expert would be sent k times; a token is sent once to each rank, which needs most of them (with 8 of
+    128 experts, each of 4 ranks 90%), and no rank has to know how many of them. The gather runs beside the router, the
+    sum beside what is computed before `end`.
 
     Args:
-        order: the order of the rows by expert.
-        compute: maps rows (G, D), sorted by this rank's experts, and the end of each expert's rows to (G, D).
-    """
-    ranks, experts = group.size(), len(order.ends)
-    counts = order.ends.diff(prepend=order.ends.new_zeros(1))
-    arriving = torch.empty_like(counts)
-    dist.all_to_all_single(arriving, counts, group=group)
-    arriving = arriving.view(ranks, experts // ranks)  # by the rank that sends, then by expert
-    # The numbers of rows are needed on the host, so this waits for the device.
-    sums = torch.stack([counts.view(ranks, -1).sum(1), arriving.sum(1)]).tolist()
-    send, receive = ([int(number) for number in numbers] for numbers in sums)
-    # Sorted by expert is sorted by rank, because a rank's experts are consecutive.
-    rows = AllToAll.apply(order.dispatch(hidden)[: sum(send)], send, receive, group)
-    # The rows arrive sorted by the rank that sent them. Sort them by expert, and remember the way back.
-    own = torch.arange(experts // ranks, device=rows.device).repeat(ranks)
-    by_expert = own.repeat_interleave(arriving.flatten(), output_size=sum(receive)).argsort(stable=True)
-    back = torch.empty_like(by_expert)
-    back[by_expert] = torch.arange(len(by_expert), device=rows.device)
-    ends = arriving.sum(0).cumsum(0, dtype=torch.int32)
-    out = compute(rows.index_select(0, by_expert), ends).index_select(0, back)
-    out = AllToAll.apply(out, receive, send, group)
-    # A row whose expert is not below E, such as a row of padding, is sent nowhere and has the output zero. These rows
-    # are the last.
-    nowhere = out.new_zeros(order.permutation.numel() - len(out), out.size(1))
-    return order.collect(torch.cat([out, nowhere]))
-
-
-class AllToAll(torch.autograd.Function):
-    """Rows sent to ranks and received from ranks: (sum of `send`, D) -> (sum of `receive`, D).
-
-    The gradient takes the opposite way.
+        tokens: (m, D) of this rank; m may differ between ranks.
+        at_most: the largest m that any rank may have, the same on all.
     """
 
+    def __init__(self, tokens: torch.Tensor, at_most: int, group: ProcessGroup) -> None:
+        self._count, self._missing, self._group = len(tokens), at_most - len(tokens), group
+        self._gather, self._sum = _Exchange(group, gathers=True), _Exchange(group, gathers=False)
+        self._own = F.pad(tokens, (0, 0, 0, self._missing)) if self._missing else tokens.contiguous()
+        self._tokens = self._gather.begin(self._own)
+
+    def begin_mix(
+        self,
+        weights: torch.Tensor,
+        chosen: torch.Tensor,
+        num_experts: int,
+        mix: Callable[[torch.Tensor, torch.Tensor, Order], torch.Tensor],
+    ) -> None:
+        """Begin to mix the chosen experts of each token.
+
+        Args:
+            weights: (m, k) of this rank's tokens.
+            chosen: (m, k) int64; a number that is no expert's belongs to none, such as that of padding.
+            num_experts: of all ranks.
+            mix: maps tokens (n, D), weights (n, k) and the order by this rank's experts to (n, D); the rows after the
+                last expert's end belong to no expert of this rank and count as zero.
+        """
+        own = num_experts // self._group.size()
+        chosen = F.pad(chosen, (0, 0, 0, self._missing), value=num_experts)
+        exchange = _Exchange(self._group, gathers=True)
+        weights = exchange.end(exchange.begin(F.pad(weights, (0, 0, 0, self._missing))))
+        with torch.no_grad():
+            local = _gathered(chosen, self._group) - self._group.rank() * own
+            order = Order(local.where((local >= 0) & (local < own), own), own)
+        tokens = self._gather.end(self._tokens)
+        with not_kept(tokens, partial(_gathered, group=self._group), self._own):  # backward gathers them again
+            mixed = mix(tokens, weights, order)
+        self._mixed = self._sum.begin(mixed)
+
+    def end_mix(self) -> torch.Tensor:
+        """Return (m, D): the sum of each token's experts, by their weights."""
+        return self._sum.end(self._mixed)[: self._count]
+
+
+class _Exchange:
+    """A collective of equal shares that runs beside what is computed between its beginning and its end; that of its
+    gradient runs, backward, beside the gradients of the same.
+
+    `gathers`: (n, ...) of each rank -> (ranks * n, ...); else (ranks * n, ...) is summed to each rank's share (n, ...).
+    """
+
+    def __init__(self, group: ProcessGroup, gathers: bool) -> None:
+        self._group, self.gathers = group, gathers
+
+    def begin(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the tensor that will hold the result, which only `end` may read."""
+        return _Begin.apply(x, self)
+
+    def end(self, begun: torch.Tensor) -> torch.Tensor:
+        return _End.apply(begun, self)
+
+    def start(self, x: torch.Tensor, gathers: bool) -> torch.Tensor:
+        self._sent = x.contiguous()  # held until the end, since the collective reads it
+        ranks = self._group.size()
+        self._result = x.new_empty(len(x) * ranks if gathers else len(x) // ranks, *x.shape[1:])
+        collective = dist.all_gather_into_tensor if gathers else dist.reduce_scatter_tensor
+        self._work = collective(self._result, self._sent, group=self._group, async_op=True)
+        return self._result
+
+    def wait(self) -> torch.Tensor:
+        """Make the device wait, not the host, and return the result."""
+        self._work.wait()
+        result = self._result
+        self._sent = self._result = self._work = None
+        return result
+
+
+class _Begin(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows, send: Sequence[int], receive: Sequence[int], group: ProcessGroup):
-        """Args: send, receive: number of rows to and from each rank."""
-        ctx.send, ctx.receive, ctx.group = send, receive, group
-        return _all_to_all(rows, send, receive, group)
+    def forward(ctx, x, exchange: _Exchange):
+        ctx.exchange = exchange
+        return exchange.start(x, exchange.gathers)
 
     @staticmethod
     def backward(ctx, grad):
-        return _all_to_all(grad, ctx.receive, ctx.send, ctx.group), None, None, None
+        # `grad` is what _End was given, whose exchange has begun there.
+        return ctx.exchange.wait(), None
 
 
-def _all_to_all(rows: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: ProcessGroup) -> torch.Tensor:
-    received = rows.new_empty(sum(receive), rows.size(1))
-    dist.all_to_all_single(received, rows.contiguous(), list(receive), list(send), group=group)
-    return received
+class _End(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, begun, exchange: _Exchange):
+        ctx.exchange = exchange
+        exchange.wait()
+        return begun.view_as(begun)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        ctx.exchange.start(grad, not ctx.exchange.gathers)
+        return grad, None
+
+
+def _gathered(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    out = x.new_empty(len(x) * group.size(), *x.shape[1:])
+    dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+    return out
 
 
 def grouped_product(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,11 @@ their gradient is a sum over an expert's width, as in SonicMoE (arXiv:2512.14080
 Adapters cost no passes over the rows beside their own small products: rows are followed by their products with A, and
 matrices by B, so that one product adds the two. Backward does the same with the transposed matrices.
 
+On ranks that divide the experts, most of the rows may belong to none of this rank's. They come after the last expert's
+end, where the grouped products write nothing, and the kernels neither read nor write them. Their number is known on the
+device alone. So all R rows have memory while they are computed, and what a layer keeps for backward is cut to size when
+the next layer comes, by which time the number has reached the host (`_Kept`): nothing waits.
+
 s = tokens, E = experts, k = experts per token, R = s * k rows sorted by expert, D = hidden size, N = width of one
 expert, r = rank of the adapters, 0 without.
 """
@@ -20,6 +25,7 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from trainer.layers.kernels import unpack_rows
+from trainer.layers.recompute import is_recomputed
 from trainer.parts.experts.dispatch import Order
 
 # Warps of every kernel here, and columns of a token that one program copies or sums.
@@ -69,61 +75,97 @@ class Matrices:
 
 
 def mixed_experts(
-    hidden: torch.Tensor, weights: torch.Tensor, order: Order, gate_up: Matrices, down: Matrices
+    hidden: torch.Tensor, weights: torch.Tensor, order: Order, gate_up: Matrices, down: Matrices, all_rows: bool
 ) -> torch.Tensor:
     """Return (s, D) bf16: the sum of each token's gated MLPs with silu, by their weights. Does not wait for the device.
 
     Args:
         hidden: (s, D) bf16.
         weights: (s, k) bf16.
-        order: the order of the rows by expert; the last expert's end is R.
+        order: the order of the rows by expert.
         gate_up: out = 2 N, in = D; the rank of adapters is a multiple of ROW_MULTIPLE.
         down: out = D, in = N.
+        all_rows: whether every row belongs to one of the experts, so that the last one's end is R.
     """
     of_order = order.permutation, order.inverse, order.ends
-    return _Mixed.apply(hidden.contiguous(), weights.contiguous(), *of_order, *gate_up, *down)
+    # What is recomputed as a whole must keep nothing that autograd does not know of.
+    is_cut = not all_rows and torch.is_grad_enabled() and not is_recomputed()
+    return _Mixed.apply(hidden.contiguous(), weights.contiguous(), is_cut, *of_order, *gate_up, *down)
 
 
 class _Mixed(torch.autograd.Function):
     """Backward computes the rows of the tokens and the experts' inner outputs again: a layer keeps only its gates."""
 
     @staticmethod
-    def forward(ctx, hidden, weights, order, inverse, ends, *matrices):
+    def forward(ctx, hidden, weights, is_cut, order, inverse, ends, *matrices):
         gate_up, down = Matrices(*matrices[:4]), Matrices(*matrices[4:])
-        rows = _to_rows(hidden, inverse, gate_up.rank)  # (R, D + r)
+        rows = _to_rows(hidden, inverse, ends, gate_up.rank)  # (R, D + r)
         of_hidden = _follow(rows, gate_up.a, ends)  # (R, r): the products with A stand behind each row
         # [x | x A^T] @ [W | B]^T = x W^T + x A^T B^T: one product for the matrix and its adapter.
         gates = F.grouped_mm(rows, gate_up.wide().transpose(1, 2), offs=ends)
         width = gates.size(1) // 2
         inner = gates.new_empty(len(gates), width + down.rank)  # (R, N + r)
-        _gate_fwd[(len(gates),)](gates, weights, order, inner, width, inner.size(1), **_by_rows(width))
+        _gate_fwd[(len(gates),)](gates, weights, order, ends, inner, len(ends), width, inner.size(1), **_by_rows(width))
         of_inner = _follow(inner, down.a, ends)
-        ctx.save_for_backward(hidden, weights, order, inverse, ends, gates, of_hidden, of_inner, *matrices)
-        return _to_tokens(F.grouped_mm(inner, down.wide().transpose(1, 2), offs=ends), inverse)
+        kept = (gates, of_hidden, of_inner)
+        ctx.kept = _Kept(kept, ends) if is_cut else None
+        ctx.save_for_backward(hidden, weights, order, inverse, ends, *(kept if ctx.kept is None else ()), *matrices)
+        return _to_tokens(F.grouped_mm(inner, down.wide().transpose(1, 2), offs=ends), inverse, ends)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        hidden, weights, order, inverse, ends, gates, of_hidden, of_inner, *matrices = ctx.saved_tensors
+        hidden, weights, order, inverse, ends, *rest = ctx.saved_tensors
+        (gates, of_hidden, of_inner), matrices = (rest[:3], rest[3:]) if ctx.kept is None else (ctx.kept.take(), rest)
         gate_up, down = Matrices(*matrices[:4]), Matrices(*matrices[4:])
         needs = ctx.needs_input_grad
         # As forward, with the transposed matrices: [dy | dy B] @ [W ; A] = dy W + dy B A.
-        rows, size = _to_rows(grad.contiguous(), inverse, down.rank), grad.size(1)
+        rows, size = _to_rows(grad.contiguous(), inverse, ends, down.rank, len(gates)), grad.size(1)
         low = _follow(rows, None if down.b is None else down.b.transpose(1, 2), ends)
         d_inner = F.grouped_mm(rows, down.tall(), offs=ends)
         width = d_inner.size(1)
-        inner, d_weights = torch.empty_like(d_inner), torch.empty_like(weights)
+        inner, d_weights = torch.empty_like(d_inner), torch.zeros_like(weights)
         d_gates = gates.new_empty(len(gates), 2 * width + gate_up.rank)
         _gate_bwd[(len(gates),)](
-            *(d_inner, gates, weights, order, d_gates, inner, d_weights, width, d_gates.size(1)), **_by_rows(width)
+            *(d_inner, gates, weights, order, ends, d_gates, inner, d_weights, len(ends), width, d_gates.size(1)),
+            **_by_rows(width),
         )
-        of_down = _gradients(rows[:, :size], inner, low, of_inner, ends, needs[9:])
+        of_down = _gradients(rows[:, :size], inner, low, of_inner, ends, needs[10:])
         low = _follow(d_gates, None if gate_up.b is None else gate_up.b.transpose(1, 2), ends)
-        d_hidden = _to_tokens(F.grouped_mm(d_gates, gate_up.tall(), offs=ends), inverse) if needs[0] else None
-        # The inputs of the first product, only if W or A of gate and up are trained (inputs 5 and 7 of forward).
-        rows = _to_rows(hidden, inverse) if needs[5] or needs[7] else None
-        of_gate_up = _gradients(d_gates[:, : 2 * width], rows, low, of_hidden, ends, needs[5:9])
-        return d_hidden, d_weights, None, None, None, *of_gate_up, *of_down
+        d_hidden = _to_tokens(F.grouped_mm(d_gates, gate_up.tall(), offs=ends), inverse, ends) if needs[0] else None
+        # The inputs of the first product, only if W or A of gate and up are trained (inputs 6 and 8 of forward).
+        rows = _to_rows(hidden, inverse, ends, num_rows=len(gates)) if needs[6] or needs[8] else None
+        of_gate_up = _gradients(d_gates[:, : 2 * width], rows, low, of_hidden, ends, needs[6:10])
+        return d_hidden, d_weights, None, None, None, None, *of_gate_up, *of_down
+
+
+class _Kept:
+    """Tensors of rows that are kept for backward, cut to the rows that there are as soon as the host knows how many."""
+
+    _uncut: "_Kept | None" = None  # the newest, whose number was not known yet
+
+    def __init__(self, tensors: tuple[torch.Tensor | None, ...], ends: torch.Tensor) -> None:
+        self._tensors = tensors
+        self._count = torch.empty(1, dtype=ends.dtype, pin_memory=True).copy_(ends[-1:], non_blocking=True)
+        self._known = torch.cuda.Event()
+        self._known.record()
+        if _Kept._uncut is not None:
+            _Kept._uncut._cut()
+        _Kept._uncut = self
+
+    def _cut(self) -> None:
+        # The device has begun the next layer, so this number has long arrived, and it has work while the host waits.
+        self._known.synchronize()
+        count = max(1, int(self._count))  # of zero rows no kernel can be launched
+        self._tensors = tuple(None if x is None else x[:count].clone() for x in self._tensors)
+        _Kept._uncut = None
+
+    def take(self) -> tuple[torch.Tensor | None, ...]:
+        """Return the tensors, which are not kept longer."""
+        if _Kept._uncut is self:
+            self._cut()
+        tensors, self._tensors = self._tensors, ()
+        return tensors
 
 
 def _follow(rows: torch.Tensor, matrices: torch.Tensor | None, ends: torch.Tensor) -> torch.Tensor | None:
@@ -158,19 +200,21 @@ def _gradients(
     return d_base, None, d_a, d_b
 
 
-def _to_rows(tokens: torch.Tensor, inverse: torch.Tensor, rank: int = 0) -> torch.Tensor:
-    """(s, D) -> (R, D + r), whose last numbers are not set."""
-    rows = tokens.new_empty(inverse.numel(), tokens.size(1) + rank)
+def _to_rows(
+    tokens: torch.Tensor, inverse: torch.Tensor, ends: torch.Tensor, rank: int = 0, num_rows: int | None = None
+) -> torch.Tensor:
+    """(s, D) -> (R, D + r), whose last numbers are not set; or only the first `num_rows`, which suffice."""
+    rows = tokens.new_empty(num_rows or inverse.numel(), tokens.size(1) + rank)
     grid, launch = _by_columns(tokens)
-    _spread[grid](tokens, inverse, rows, tokens.size(1), rows.size(1), K=inverse.size(1), **launch)
+    _spread[grid](tokens, inverse, ends, rows, len(ends), tokens.size(1), rows.size(1), K=inverse.size(1), **launch)
     return rows
 
 
-def _to_tokens(rows: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+def _to_tokens(rows: torch.Tensor, inverse: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """(R, D) -> (s, D)."""
     tokens = rows.new_empty(len(inverse), rows.size(1))
     grid, launch = _by_columns(tokens)
-    _combine[grid](rows, inverse, tokens, rows.size(1), K=inverse.size(1), **launch)
+    _combine[grid](rows, inverse, ends, tokens, len(ends), rows.size(1), K=inverse.size(1), **launch)
     return tokens
 
 
@@ -186,34 +230,38 @@ def _by_rows(width: int) -> dict[str, int]:
 
 
 @triton.jit
-def _spread(tokens, places, rows, D, STRIDE, K: tl.constexpr, BLOCK: tl.constexpr):
-    """Copy each token to its K rows, which are STRIDE apart."""
+def _spread(tokens, places, ends, rows, E, D, STRIDE, K: tl.constexpr, BLOCK: tl.constexpr):
+    """Copy each token to those of its K rows that come before the last end; rows are STRIDE apart."""
+    num_rows = tl.load(ends + E - 1)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < D
     value = tl.load(tokens + token * D + column, mask=inside)
     for number in range(K):
         row = tl.load(places + token * K + number)
-        tl.store(rows + row * STRIDE + column, value, mask=inside)
+        tl.store(rows + row * STRIDE + column, value, mask=inside & (row < num_rows))
 
 
 @triton.jit
-def _combine(rows, places, tokens, D, K: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum the K rows of each token, in float32 and always in the same order."""
+def _combine(rows, places, ends, tokens, E, D, K: tl.constexpr, BLOCK: tl.constexpr):
+    """Sum those of the K rows of each token that come before the last end, in float32 and always in the same order."""
+    num_rows = tl.load(ends + E - 1)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < D
     total = tl.zeros((BLOCK,), tl.float32)
     for number in range(K):
         row = tl.load(places + token * K + number)
-        total += tl.load(rows + row * D + column, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(rows + row * D + column, mask=inside & (row < num_rows), other=0.0).to(tl.float32)
     tl.store(tokens + token * D + column, total.to(tokens.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _gate_fwd(gate_up, weights, order, out, N, STRIDE, BLOCK: tl.constexpr):
-    """weight * silu(gate) * up of a row; the rows of `out` are STRIDE apart."""
+def _gate_fwd(gate_up, weights, order, ends, out, E, N, STRIDE, BLOCK: tl.constexpr):
+    """weight * silu(gate) * up of a row before the last end; the rows of `out` are STRIDE apart."""
     row = tl.program_id(0).to(tl.int64)
+    if row >= tl.load(ends + E - 1):
+        return
     column = tl.arange(0, BLOCK)
     inside = column < N
     weight = tl.load(weights + tl.load(order + row)).to(tl.float32)
@@ -224,9 +272,12 @@ def _gate_fwd(gate_up, weights, order, out, N, STRIDE, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _gate_bwd(d_out, gate_up, weights, order, d_gate_up, out, d_weights, N, STRIDE, BLOCK: tl.constexpr):
-    """The gradients of gates, ups and weight of a row, and its output again; `d_gate_up`'s rows are STRIDE apart."""
+def _gate_bwd(d_out, gate_up, weights, order, ends, d_gate_up, out, d_weights, E, N, STRIDE, BLOCK: tl.constexpr):
+    """The gradients of gates, ups and weight of a row before the last end, and its output again; the rows of
+    `d_gate_up` are STRIDE apart."""
     row = tl.program_id(0).to(tl.int64)
+    if row >= tl.load(ends + E - 1):
+        return
     column = tl.arange(0, BLOCK)
     inside = column < N
     at = row * 2 * N + column

@@ -1,8 +1,8 @@
 """Experts behind a router, as the second half of a layer, and their adapters.
 
 The forward pass of a layer (`RoutedExperts.forward`): route the tokens and count the loads (routing.py), multiply by
-the chosen experts (dispatch.py; kernels.py on a GPU whose ranks do not divide the experts), add a token's k outputs by
-their weights, and add the shared expert's output if there is one.
+the chosen experts (dispatch.py; kernels.py on a GPU), add a token's k outputs by their weights, and add the shared
+expert's output if there is one.
 
 s = tokens of this rank, after context and sequence parallelism; m = those that the rest of the model needs; D = hidden
 size, E = experts, k = experts per token, I = width of an expert.
@@ -37,7 +37,7 @@ from trainer.parts.experts.dispatch import (
     ROW_MULTIPLE,
     Order,
     PackedProduct,
-    compute_on_ranks,
+    TokensOfRanks,
     grouped_product,
     is_grouped,
 )
@@ -113,6 +113,9 @@ class RoutedExperts(MegatronModule):
 
     def forward(self, hidden: torch.Tensor, rows: SelectedRows | None, tokens: RoutedTokens) -> torch.Tensor:
         """Map (s, 1, D) to (s, 1, D), or only to the chosen rows (m, 1, D)."""
+        mine, divided = hidden if rows is None else rows.of_hidden(hidden), None
+        if self.groups.ep.size() > 1:
+            divided = TokensOfRanks(mine[:, 0], len(tokens.is_token), self.groups.ep)
         # All tokens are routed, so that loads and auxiliary loss cover them; padding is counted nowhere. The router
         # gets a gradient here if its choice weights the output (no chosen rows), or from the auxiliary loss.
         is_trained = torch.is_grad_enabled() and (rows is None or self.settings.coefficient > 0)
@@ -120,24 +123,29 @@ class RoutedExperts(MegatronModule):
         counts = tokens_of_experts(routing.chosen, tokens.is_token, self.part.num_experts)
         if self.training:
             self.reports.report(_LOADS, self.layer, counts)
-        if self.training and self.settings.coefficient:
-            hidden = self._with_auxiliary_loss(hidden, routing.probabilities, counts, tokens)
         if rows is None:
             # Rows of padding have the weight 0. On ranks that divide the experts they belong to none. Otherwise they
             # are the last of the last expert, so that every row belongs to one, and the number of rows does not depend
             # on the tokens.
-            of_padding = self.part.num_experts - (self.groups.ep.size() == 1)
+            of_padding = self.part.num_experts - (divided is None)
             chosen = routing.chosen.masked_fill(~tokens.is_token[:, None], of_padding)
             weights = routing.weights * tokens.is_token[:, None]
         else:
             # The last layer computes only the tokens with loss. They are routed again, because the choice above may
             # have no gradient.
-            hidden = rows.of_hidden(hidden)
-            _, weights, chosen = self._choose(hidden[:, 0])
-        out = self._mix(hidden[:, 0], weights, chosen)[:, None]
+            _, weights, chosen = self._choose(mine[:, 0])
+        if divided is None:
+            out = self._mix(mine[:, 0], weights, Order(chosen, self.part.num_experts))
+        else:
+            divided.begin_mix(weights, chosen, self.part.num_experts, self._mix)
         if self.part.shared_size:
-            shared, _ = self.shared(hidden)
-            out = out + (hidden @ self.shared_gate.t()).sigmoid() * shared
+            shared, _ = self.shared(mine)
+            shared = (mine @ self.shared_gate.t()).sigmoid() * shared
+        if divided is not None:
+            out = divided.end_mix()
+        out = out[:, None] + shared if self.part.shared_size else out[:, None]
+        if self.training and self.settings.coefficient:
+            return self._with_auxiliary_loss(out, routing.probabilities, counts, tokens)
         return out
 
     def _choose(self, hidden: torch.Tensor) -> Routing:
@@ -152,9 +160,9 @@ class RoutedExperts(MegatronModule):
         return Routing(routing.probabilities, (weights / weights.sum(-1, keepdim=True)).to(hidden.dtype), chosen)
 
     def _with_auxiliary_loss(
-        self, hidden: torch.Tensor, probabilities: torch.Tensor, counts: torch.Tensor, tokens: RoutedTokens
+        self, out: torch.Tensor, probabilities: torch.Tensor, counts: torch.Tensor, tokens: RoutedTokens
     ) -> torch.Tensor:
-        """Return `hidden`, whose backward pass adds the gradient of the auxiliary loss to the probabilities."""
+        """Return `out`, whose backward pass adds the gradient of the auxiliary loss to the probabilities."""
         experts, count = self.part.num_experts, max(1, tokens.num_tokens)
         mine = (probabilities.detach().double() * tokens.is_token[:, None]).sum(0)
         load_and_probability = tokens.summed(torch.stack([counts, mine])) / count
@@ -163,30 +171,32 @@ class RoutedExperts(MegatronModule):
         if self.settings.auxiliary_loss == "layer":
             top_k, load = self.part.top_k, load_and_probability[0]
             self._report_loss(load_and_probability / top_k**0.5)  # whose product of two is then divided by k
-            return WithAuxiliaryLoss.apply(hidden, probabilities, tokens.is_token, scale / top_k, lambda: load)
+            return WithAuxiliaryLoss.apply(out, probabilities, tokens.is_token, scale / top_k, lambda: load)
         # The loads of later layers are not known yet. `pool.load` is called in the backward pass, when all are.
         pool = self.reports.shared(LoadPool)
         pool.put(tokens, self.layer, load_and_probability)
         if pool.is_complete:
             self._report_loss(pool.mean())
-        return WithAuxiliaryLoss.apply(hidden, probabilities, tokens.is_token, scale / len(pool.layers), pool.load)
+        return WithAuxiliaryLoss.apply(out, probabilities, tokens.is_token, scale / len(pool.layers), pool.load)
 
     def _report_loss(self, load_and_probability: torch.Tensor) -> None:
         loss = self.part.num_experts * load_and_probability.prod(0).sum()
         self.reports.report(_LOSS, self.layer, torch.stack([loss, torch.ones_like(loss)]))
 
-    def _mix(self, hidden: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """Return (s, D): the sum of each token's experts, by their weights (s, k)."""
-        order, group = Order(chosen, self.part.num_experts), self.groups.ep
-        # The kernels compute silu alone, and the rows of one rank's own tokens alone.
-        fits = group.size() == 1 and self.part.activation == "silu" and is_grouped(hidden)
+    def _mix(self, hidden: torch.Tensor, weights: torch.Tensor, order: Order) -> torch.Tensor:
+        """Return (s, D): the sum of each token's experts on this rank, by their weights (s, k)."""
+        has_all = self.groups.ep.size() == 1
+        fits = self.part.activation == "silu" and is_grouped(hidden)  # the kernels compute silu alone
         if fits and kernels_run(hidden.device):
-            return mixed_experts(hidden, weights, order, *map(self._matrices, _OF_EXPERTS))
-        if group.size() > 1:
-            outputs = compute_on_ranks(hidden, order, self._compute, group)
+            return mixed_experts(hidden, weights, order, *map(self._matrices, _OF_EXPERTS), all_rows=has_all)
+        rows = order.dispatch(hidden)
+        if not has_all:
+            total = int(order.ends[-1])  # waits for the device
+            others = rows.new_zeros(len(rows) - total, rows.size(1))
+            rows = torch.cat([self._compute(rows[:total], order.ends), others])
         else:
-            outputs = order.collect(self._compute(order.dispatch(hidden), order.ends))
-        return (outputs * weights[..., None]).sum(1)  # (s, k, D) -> (s, D)
+            rows = self._compute(rows, order.ends)
+        return (order.collect(rows) * weights[..., None]).sum(1)  # (s, k, D) -> (s, D)
 
     def _compute(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """Map rows (R, D), sorted by this rank's experts, to (R, D)."""

@@ -60,12 +60,6 @@ class Experts(FeedForward):
         return 2 * self.top_k * self.intermediate_size + 2 * self.num_experts + 2 * self.shared_size
 
     @property
-    def expert_parallel_activations(self) -> int:
-        """Values per token that are also saved if ranks divide the experts, because the kernels are not used then."""
-        # Per chosen expert its input row, its activated gate, its inner output, and its output row.
-        return self.top_k * (2 * self.hidden_size + 2 * self.intermediate_size)
-
-    @property
     def transient_activations(self) -> int:
         """Values per token that exist only while the layer's backward runs: rows and gradients of chosen experts."""
         return self.top_k * (2 * self.hidden_size + 4 * self.intermediate_size)

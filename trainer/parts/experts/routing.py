@@ -65,7 +65,7 @@ class LoadPool:
 
 
 class WithAuxiliaryLoss(torch.autograd.Function):
-    """The identity of a layer's input, which adds the gradient of an auxiliary loss to the router's probabilities.
+    """The identity of a layer's output, which adds the gradient of an auxiliary loss to the router's probabilities.
 
     Both losses are E * sum over e of f_e P_e, where P_e is the mean probability of expert e, and f_e the number of its
     tokens per token of the bin. f_e has no gradient, so the gradient of the probabilities is the same for all tokens.
@@ -77,8 +77,8 @@ class WithAuxiliaryLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, probabilities, is_token, scale, loads):
-        """Return `hidden`.
+    def forward(ctx, out, probabilities, is_token, scale, loads):
+        """Return `out`.
 
         Args:
             scale: factor of the loss' gradient, without f.
@@ -86,7 +86,7 @@ class WithAuxiliaryLoss(torch.autograd.Function):
         """
         ctx.scale, ctx.loads = scale, loads
         ctx.save_for_backward(is_token)
-        return hidden.view_as(hidden)
+        return out.view_as(out)
 
     @staticmethod
     def backward(ctx, grad):
