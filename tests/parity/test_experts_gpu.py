@@ -73,6 +73,7 @@ def outcome(part: Experts, loads: str, kind: str, dtype: torch.dtype, device: st
         config = TransformerConfig(
             num_layers=1, hidden_size=part.hidden_size, num_attention_heads=4, params_dtype=dtype
         )
+        config.recompute_granularity = "selective" if loads == "uneven" else None  # gates are computed again
         module = RoutedExperts(config, ExpertsSubmodules(None), part=part, pg_collection=mesh.groups).to(device)
         with torch.no_grad():
             module.gate_up.copy_(drawn(*module.gate_up.shape, scale=part.hidden_size**-0.5))

@@ -63,7 +63,9 @@ class ParallelConfig(StrictModel):
         "slice of every matrix; context-parallel ranks share the images either way",
     )
     recompute: Literal["none", "selective", "full"] = Field(
-        default="none", description="language activations computed again in backward: none, attention cores, all layers"
+        default="none",
+        description="language activations computed again in backward: none, attention cores and gates of experts, all "
+        "layers",
     )
     recompute_vision: bool = Field(default=False, description="recompute every layer of the vision encoder in backward")
     sharding: Literal["distributed_optimizer", "fsdp"] = Field(

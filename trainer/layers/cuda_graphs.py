@@ -17,8 +17,8 @@ from its forward to its backward pass. A pipeline has several micro batches betw
 for each of them: a set of graphs with a pool of its own. There is no recomputation. The gradients of the weights are
 summed into `main_grad` inside the graphs; torch's autograd sees none of them.
 
-A layer that routes tokens to experts fits into a graph if its ranks do not divide the experts: its kernels read the
-numbers of rows on the device.
+A layer that routes tokens to experts fits into a graph because its kernels read the numbers of rows on the device, and
+ranks that divide the experts exchange equal numbers of tokens.
 
 In a layer of the gated delta rule the rule, which also depends on the samples, replaces attention, and the rule's
 projections replace q, k, v.

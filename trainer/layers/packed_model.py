@@ -45,7 +45,6 @@ class PackedModel(MegatronModule):
 
     # Whether the model is trained by adapters, and modules trained whole, alone. This chunk may hold none of them.
     has_adapters = False
-    has_graphs = True
     mtp_loss_scaling_factor = 0.0  # factor of the loss of multi-token prediction
 
     def __init__(
@@ -71,8 +70,6 @@ class PackedModel(MegatronModule):
         # A training replaces both by those of its `StepContext`; a chunk that is built for something else has its own.
         self.clock = PartClock()
         self.reports = Reports()
-        # Where ranks divide the experts, the host waits for the numbers of rows, and a graph cannot.
-        self.has_graphs = self.has_graphs and not (shape.language.routes_tokens and parallel.ep > 1)
         # Set if the ranks that encode image tokens are not the ranks that use them, and this rank takes part.
         self.exchange: VisionOwner | PipelineWorker | None = None
         for mixer in shape.language.mixers:

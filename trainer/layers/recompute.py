@@ -30,11 +30,6 @@ def _as_a_whole(module: Callable, *args: object, **kwargs: object):
         _whole.runs = outer
 
 
-def is_recomputed() -> bool:
-    """Whether what is computed now is inside a module that backward computes again as a whole."""
-    return getattr(_whole, "runs", False)
-
-
 @contextmanager
 def not_kept(result: torch.Tensor, function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> Iterator[None]:
     """Let what is computed inside keep no copy of `result`: backward computes function(*inputs) again, which must have
@@ -42,7 +37,7 @@ def not_kept(result: torch.Tensor, function: Callable[..., torch.Tensor], *input
 
     Inside a module that is recomputed as a whole it does nothing: the inputs would be kept.
     """
-    if is_recomputed() or not torch.is_grad_enabled():
+    if getattr(_whole, "runs", False) or not torch.is_grad_enabled():
         yield
         return
     place, shape = result.untyped_storage().data_ptr(), result.shape

@@ -143,7 +143,7 @@ def can_capture_graphs(run: RunConfig, device: torch.device) -> bool:
 def cuda_graphs(trainer: Trainer) -> Iterator[None]:
     """Run the language layers as CUDA graphs inside the context, if the config and the model allow it."""
     model = trainer.chunks[0].module
-    if not (model.has_graphs and can_capture_graphs(trainer.run, trainer.mesh.device)):
+    if not can_capture_graphs(trainer.run, trainer.mesh.device):
         yield
         return
     try:

@@ -96,6 +96,11 @@ class FeedForward(Part):
         """Number of the parameters that expert-parallel ranks divide. Tensor-parallel ranks do not divide them."""
         return 0
 
+    def expert_activations(self, *, selective: bool) -> int:
+        """Return the number of those `saved_activations` that experts save; expert-parallel ranks have those of each
+        other's tokens too."""
+        return 0
+
     @property
     def transient_activations(self) -> int:
         """Values per token that exist only while the backward of one layer runs, if they are not negligible;

@@ -316,9 +316,13 @@ class _Process:
         if decoder.mtp is not None:
             layers.append(decoder.mtp.layer)
             kept.append(decoder.mtp.saved_activations(selective=is_selective))
-        if p.ep > 1:  # the tokens that backward gathers again
-            routed = [layer.feed_forward.routes_tokens for layer in layers]
-            kept = [numbers + decoder.hidden_size * is_routed for numbers, is_routed in zip(kept, routed, strict=True)]
+        if p.ep > 1:  # the tokens that backward gathers again, and the memory of rows for the tokens of other ranks
+            parts = [layer.feed_forward for layer in layers]
+            divided = [
+                decoder.hidden_size * part.routes_tokens + (p.ep - 1) * part.expert_activations(selective=is_selective)
+                for part in parts
+            ]
+            kept = [numbers + more for numbers, more in zip(kept, divided, strict=True)]
         in_flight = min(chunk_passes / p.vpp, self.num_micro_batches)
         is_full = p.recompute == "full"
         total = tokens * _layer_bytes(decoder.hidden_size, kept, self.size, in_flight, p.tp, is_cut, is_full)

@@ -39,11 +39,6 @@ def test_a_model_needs_no_layer_of_attention(name, tp):
     assert settings.num_attention_heads == (4 if has_mtp else tp) and settings.attention_output_gate is has_mtp
 
 
-def test_its_layers_are_captured():
-    with single_rank() as mesh:
-        assert build_tiny(hybrid_hf_dir(), mesh).has_graphs
-
-
 def test_a_step_below_bfloat16s_resolution_is_not_lost_and_decays_do_not_decay():
     """With weight decay, a step would be as long as the learning rate only for numbers that are zero."""
     optim = OPTIM.model_copy(update={"weight_decay": 0.5, "warmup_steps": 0, "lr": 1e-2, "clip_grad_norm": 1e9})

@@ -9,8 +9,7 @@ matrices by B, so that one product adds the two. Backward does the same with the
 
 On ranks that divide the experts, most of the rows may belong to none of this rank's. They come after the last expert's
 end, where the grouped products write nothing, and the kernels neither read nor write them. Their number is known on the
-device alone. So all R rows have memory while they are computed, and what a layer keeps for backward is cut to size when
-the next layer comes, by which time the number has reached the host (`_Kept`): nothing waits.
+device alone, so all R rows have memory: nothing waits, and a CUDA graph can hold the layer.
 
 s = tokens, E = experts, k = experts per token, R = s * k rows sorted by expert, D = hidden size, N = width of one
 expert, r = rank of the adapters, 0 without.
@@ -25,7 +24,6 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from trainer.layers.kernels import unpack_rows
-from trainer.layers.recompute import is_recomputed
 from trainer.parts.experts.dispatch import Order
 
 # Warps of every kernel here, and columns of a token that one program copies or sums.
@@ -75,7 +73,7 @@ class Matrices:
 
 
 def mixed_experts(
-    hidden: torch.Tensor, weights: torch.Tensor, order: Order, gate_up: Matrices, down: Matrices, all_rows: bool
+    hidden: torch.Tensor, weights: torch.Tensor, order: Order, gate_up: Matrices, down: Matrices, keep_gates: bool
 ) -> torch.Tensor:
     """Return (s, D) bf16: the sum of each token's gated MLPs with silu, by their weights. Does not wait for the device.
 
@@ -85,19 +83,18 @@ def mixed_experts(
         order: the order of the rows by expert.
         gate_up: out = 2 N, in = D; the rank of adapters is a multiple of ROW_MULTIPLE.
         down: out = D, in = N.
-        all_rows: whether every row belongs to one of the experts, so that the last one's end is R.
+        keep_gates: whether (R, 2 N) are kept for backward, which else computes the first product again.
     """
     of_order = order.permutation, order.inverse, order.ends
-    # What is recomputed as a whole must keep nothing that autograd does not know of.
-    is_cut = not all_rows and torch.is_grad_enabled() and not is_recomputed()
-    return _Mixed.apply(hidden.contiguous(), weights.contiguous(), is_cut, *of_order, *gate_up, *down)
+    return _Mixed.apply(hidden.contiguous(), weights.contiguous(), keep_gates, *of_order, *gate_up, *down)
 
 
 class _Mixed(torch.autograd.Function):
-    """Backward computes the rows of the tokens and the experts' inner outputs again: a layer keeps only its gates."""
+    """Backward computes the rows of the tokens and the experts' inner outputs again: a layer keeps only its gates, or
+    not even these."""
 
     @staticmethod
-    def forward(ctx, hidden, weights, is_cut, order, inverse, ends, *matrices):
+    def forward(ctx, hidden, weights, keep_gates, order, inverse, ends, *matrices):
         gate_up, down = Matrices(*matrices[:4]), Matrices(*matrices[4:])
         rows = _to_rows(hidden, inverse, ends, gate_up.rank)  # (R, D + r)
         of_hidden = _follow(rows, gate_up.a, ends)  # (R, r): the products with A stand behind each row
@@ -107,20 +104,23 @@ class _Mixed(torch.autograd.Function):
         inner = gates.new_empty(len(gates), width + down.rank)  # (R, N + r)
         _gate_fwd[(len(gates),)](gates, weights, order, ends, inner, len(ends), width, inner.size(1), **_by_rows(width))
         of_inner = _follow(inner, down.a, ends)
-        kept = (gates, of_hidden, of_inner)
-        ctx.kept = _Kept(kept, ends) if is_cut else None
-        ctx.save_for_backward(hidden, weights, order, inverse, ends, *(kept if ctx.kept is None else ()), *matrices)
+        kept = gates if keep_gates else None
+        ctx.save_for_backward(hidden, weights, order, inverse, ends, kept, of_hidden, of_inner, *matrices)
         return _to_tokens(F.grouped_mm(inner, down.wide().transpose(1, 2), offs=ends), inverse, ends)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        hidden, weights, order, inverse, ends, *rest = ctx.saved_tensors
-        (gates, of_hidden, of_inner), matrices = (rest[:3], rest[3:]) if ctx.kept is None else (ctx.kept.take(), rest)
+        hidden, weights, order, inverse, ends, gates, of_hidden, of_inner, *matrices = ctx.saved_tensors
         gate_up, down = Matrices(*matrices[:4]), Matrices(*matrices[4:])
         needs = ctx.needs_input_grad
+        if gates is None:
+            rows = _to_rows(hidden, inverse, ends, gate_up.rank)
+            if of_hidden is not None:
+                rows[:, hidden.size(1) :] = of_hidden
+            gates = F.grouped_mm(rows, gate_up.wide().transpose(1, 2), offs=ends)
         # As forward, with the transposed matrices: [dy | dy B] @ [W ; A] = dy W + dy B A.
-        rows, size = _to_rows(grad.contiguous(), inverse, ends, down.rank, len(gates)), grad.size(1)
+        rows, size = _to_rows(grad.contiguous(), inverse, ends, down.rank), grad.size(1)
         low = _follow(rows, None if down.b is None else down.b.transpose(1, 2), ends)
         d_inner = F.grouped_mm(rows, down.tall(), offs=ends)
         width = d_inner.size(1)
@@ -134,38 +134,9 @@ class _Mixed(torch.autograd.Function):
         low = _follow(d_gates, None if gate_up.b is None else gate_up.b.transpose(1, 2), ends)
         d_hidden = _to_tokens(F.grouped_mm(d_gates, gate_up.tall(), offs=ends), inverse, ends) if needs[0] else None
         # The inputs of the first product, only if W or A of gate and up are trained (inputs 6 and 8 of forward).
-        rows = _to_rows(hidden, inverse, ends, num_rows=len(gates)) if needs[6] or needs[8] else None
+        rows = _to_rows(hidden, inverse, ends) if needs[6] or needs[8] else None
         of_gate_up = _gradients(d_gates[:, : 2 * width], rows, low, of_hidden, ends, needs[6:10])
         return d_hidden, d_weights, None, None, None, None, *of_gate_up, *of_down
-
-
-class _Kept:
-    """Tensors of rows that are kept for backward, cut to the rows that there are as soon as the host knows how many."""
-
-    _uncut: "_Kept | None" = None  # the newest, whose number was not known yet
-
-    def __init__(self, tensors: tuple[torch.Tensor | None, ...], ends: torch.Tensor) -> None:
-        self._tensors = tensors
-        self._count = torch.empty(1, dtype=ends.dtype, pin_memory=True).copy_(ends[-1:], non_blocking=True)
-        self._known = torch.cuda.Event()
-        self._known.record()
-        if _Kept._uncut is not None:
-            _Kept._uncut._cut()
-        _Kept._uncut = self
-
-    def _cut(self) -> None:
-        # The device has begun the next layer, so this number has long arrived, and it has work while the host waits.
-        self._known.synchronize()
-        count = max(1, int(self._count))  # of zero rows no kernel can be launched
-        self._tensors = tuple(None if x is None else x[:count].clone() for x in self._tensors)
-        _Kept._uncut = None
-
-    def take(self) -> tuple[torch.Tensor | None, ...]:
-        """Return the tensors, which are not kept longer."""
-        if _Kept._uncut is self:
-            self._cut()
-        tensors, self._tensors = self._tensors, ()
-        return tensors
 
 
 def _follow(rows: torch.Tensor, matrices: torch.Tensor | None, ends: torch.Tensor) -> torch.Tensor | None:
@@ -200,11 +171,9 @@ def _gradients(
     return d_base, None, d_a, d_b
 
 
-def _to_rows(
-    tokens: torch.Tensor, inverse: torch.Tensor, ends: torch.Tensor, rank: int = 0, num_rows: int | None = None
-) -> torch.Tensor:
-    """(s, D) -> (R, D + r), whose last numbers are not set; or only the first `num_rows`, which suffice."""
-    rows = tokens.new_empty(num_rows or inverse.numel(), tokens.size(1) + rank)
+def _to_rows(tokens: torch.Tensor, inverse: torch.Tensor, ends: torch.Tensor, rank: int = 0) -> torch.Tensor:
+    """(s, D) -> (R, D + r), whose last numbers are not set."""
+    rows = tokens.new_empty(inverse.numel(), tokens.size(1) + rank)
     grid, launch = _by_columns(tokens)
     _spread[grid](tokens, inverse, ends, rows, len(ends), tokens.size(1), rows.size(1), K=inverse.size(1), **launch)
     return rows

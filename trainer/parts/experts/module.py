@@ -185,12 +185,12 @@ class RoutedExperts(MegatronModule):
 
     def _mix(self, hidden: torch.Tensor, weights: torch.Tensor, order: Order) -> torch.Tensor:
         """Return (s, D): the sum of each token's experts on this rank, by their weights (s, k)."""
-        has_all = self.groups.ep.size() == 1
         fits = self.part.activation == "silu" and is_grouped(hidden)  # the kernels compute silu alone
         if fits and kernels_run(hidden.device):
-            return mixed_experts(hidden, weights, order, *map(self._matrices, _OF_EXPERTS), all_rows=has_all)
+            keep_gates = self.config.recompute_granularity != "selective"
+            return mixed_experts(hidden, weights, order, *map(self._matrices, _OF_EXPERTS), keep_gates=keep_gates)
         rows = order.dispatch(hidden)
-        if not has_all:
+        if self.groups.ep.size() > 1:
             total = int(order.ends[-1])  # waits for the device
             others = rows.new_zeros(len(rows) - total, rows.size(1))
             rows = torch.cat([self._compute(rows[:total], order.ends), others])

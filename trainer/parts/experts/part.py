@@ -55,9 +55,13 @@ class Experts(FeedForward):
         return 3 * self.hidden_size * self.intermediate_size
 
     def saved_activations(self, *, selective: bool) -> int:
-        # The kernels of a GPU keep gate and up of each chosen expert, and compute its other numbers again. The router
-        # keeps its probabilities in float32, which count twice. The shared expert keeps what a dense MLP keeps.
-        return 2 * self.top_k * self.intermediate_size + 2 * self.num_experts + 2 * self.shared_size
+        # The router keeps its probabilities in float32, which count twice. The shared expert keeps what a dense MLP
+        # keeps.
+        return self.expert_activations(selective=selective) + 2 * self.num_experts + 2 * self.shared_size
+
+    def expert_activations(self, *, selective: bool) -> int:
+        # The kernels of a GPU keep gate and up of each chosen expert, and compute its other numbers again.
+        return 0 if selective else 2 * self.top_k * self.intermediate_size
 
     @property
     def transient_activations(self) -> int:
