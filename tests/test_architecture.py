@@ -52,7 +52,8 @@ IMPORTERS = {
     "PIL": (
         *("dataset_builders.pictures.images", "dataset_builders.pictures.pixels"),
         *("stages.shared.chat_format.images", "stages.contamination.second_look"),
-        *("stages.release.mlflow_model", "stages.verify.loaders"),  # run where there is no athanor
+        # run where there is no athanor
+        *("stages.release.mlflow_model", "stages.verify.loaders", "stages.answer.vllm_process"),
     ),
     "simplejpeg": ("dataset_builders.pictures.images",),
 }
@@ -70,13 +71,13 @@ RANK_READERS = (
 ENVIRONMENT_WRITERS = (
     *("flows", "flows.cli.main", "flows.service.access", "flows.pipeline.temporary_server", "flows.tracking"),
     "flows.cli.chat",  # where Gradio keeps uploaded images, and no analytics
-    "stages.answer.worker",  # selects the GPU that vLLM may use
     "trainer.layers.modules.choice",  # where FlashAttention 4 keeps compiled kernels
 )
 CHILD_ENVIRONMENT_WRITERS = (
     "stages.shared.launchers.torchrun",
     "stages.shared.launchers.slurm",
     "flows.pipeline.processes",
+    *("stages.shared.launchers.vllm", "stages.answer.vllm_engine", "stages.verify.loaders"),  # what vLLM reads
 )
 VAGUE = {"utils", "util", "base", "common", "helpers", "misc", "core", "types", "interfaces"}
 

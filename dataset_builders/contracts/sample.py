@@ -1,11 +1,11 @@
 """Sample: one conversation with its encoded images, in one form for every source dataset, and its record in a shard.
 
 train/shard-00000.tar
-    ai2d/00001234.json    {"messages": [{"role", "text", "is_learnt", "reasoning", "references"}],
+    ai2d/00001234.json    {"messages": [{"role", "text", "is_learnt", "reasoning", "references", "boxes"}],
                            "images": [{"name", "sha256"}], "digest"}
     ai2d/00001234.0.png   the original bytes, untouched
 
-`is_learnt` is written only if it is false; `reasoning` and `references` are written only if they are not empty.
+`is_learnt` is written only if it is false; `reasoning`, `references` and `boxes` only if they are not empty.
 """
 
 import hashlib
@@ -14,6 +14,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from dataset_builders.contracts.boxes import BOX_SLOT, BoxPlace, places_from_json, places_to_json
 
 IMAGE_SLOT = "<image>"
 Role = Literal["system", "user", "assistant"]
@@ -67,6 +69,9 @@ SKIP_REASONS: dict[str, str] = {
     "empty_prompt": "a user turn without text and without an image",
     "empty_target": "an assistant turn without text",
     "image_count_mismatch": "the number of image slots in the text is not the number of images",
+    "bad_box": "a box outside its image, without area, turned, or in another convention than was declared",
+    "box_count_mismatch": "the number of places for boxes in the text is not the number that the row has boxes for",
+    "undeclared_boxes": "coordinates in the text, and no option says in which convention they are",
     "special_token_in_text": "the text holds a special token of the tokenizer, an image slot, or a placeholder",
     "control_chars": "the text holds control characters other than tab and newline",
     "image_not_found": "the image that the row points at is not there, or lies outside the source",
@@ -88,7 +93,8 @@ SKIP_REASONS: dict[str, str] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
-    """One message of a conversation. `IMAGE_SLOT` in a user's text marks where an image goes."""
+    """One message of a conversation. In its text, `IMAGE_SLOT` marks where an image goes (only in a user's), `BOX_SLOT`
+    where boxes are written."""
 
     role: Role
     text: str
@@ -97,6 +103,7 @@ class Message:
     # All answers that count as right for an assistant's message, repeats included, if the source has more than the one
     # that is trained on (ten annotators, say). Used only for scores; not part of `Sample.digest`.
     references: tuple[str, ...] = ()
+    boxes: tuple[BoxPlace, ...] = ()  # one for each `BOX_SLOT` in `text`, in order of appearance
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,6 +129,7 @@ class Sample:
             raise SkipSample("image_count_mismatch", f"{slots} image slots in the text but {len(self.images)} images")
         for message in self.messages:
             _check_text(message)
+            _check_boxes(message, len(self.images))
 
     def digest(self, images: Sequence[str] | None = None) -> str:
         """Return 64 hex digits over messages and images, not the key: equal for exact duplicates. A caller that has
@@ -133,6 +141,8 @@ class Sample:
                 h.update(b"given\0")
             if message.reasoning:
                 h.update(f"thought\0{message.reasoning}\0".encode("utf-8", "surrogatepass"))
+            if message.boxes:
+                h.update(f"boxes\0{json.dumps(places_to_json(message.boxes))}\0".encode())
         for digest in image_digests(self) if images is None else images:
             h.update(bytes.fromhex(digest))
         return h.hexdigest()
@@ -144,10 +154,11 @@ def image_digests(sample: Sample) -> list[str]:
 
 
 def _check_text(message: Message) -> None:
-    for text in (message.text, message.reasoning):
+    labels = [box.label for place in message.boxes for box in place.boxes]  # they are written in the text
+    for text in (message.text, message.reasoning, *labels):
         if _CONTROL_CHARS.search(text):
             raise SkipSample("control_chars", repr(text[:80]))
-    for text in (message.text, message.reasoning, *message.references):
+    for text in (message.text, message.reasoning, *message.references, *labels):
         if _SURROGATES.search(text):
             raise SkipSample("schema_error", f"text that is not Unicode: {text[:80]!r}")
         if (found := _PLACEHOLDER.search(text.replace(IMAGE_SLOT, ""))) is not None:
@@ -159,6 +170,23 @@ def _check_text(message: Message) -> None:
         if message.role == "assistant":
             raise SkipSample("empty_target", "an assistant turn is empty")
         raise SkipSample("empty_prompt", f"a {message.role} turn is empty")
+
+
+def _check_boxes(message: Message, num_images: int) -> None:
+    slots = message.text.count(BOX_SLOT)
+    if slots != len(message.boxes):
+        detail = f"{slots} places for boxes in the text, and boxes for {len(message.boxes)}"
+        raise SkipSample("box_count_mismatch", detail)
+    if any(BOX_SLOT in text for text in (message.reasoning, *message.references)):
+        raise SkipSample("box_count_mismatch", "a place for boxes in the reasoning or in a reference, which have none")
+    for place in message.boxes:
+        if not 0 <= place.image < num_images:
+            raise SkipSample("bad_box", f"boxes of image {place.image}, and the row has {num_images}")
+        if fault := place.fault():
+            raise SkipSample("bad_box", fault)
+        for box in place.boxes:
+            if any(mark in box.label for mark in (IMAGE_SLOT, BOX_SLOT, "\n")):  # it would change the text around it
+                raise SkipSample("bad_box", f"a label with a slot or a line break: {box.label[:80]!r}")
 
 
 def to_fields(sample: Sample, digests: Sequence[str] | None = None) -> dict[str, bytes]:
@@ -175,6 +203,8 @@ def to_fields(sample: Sample, digests: Sequence[str] | None = None) -> dict[str,
             messages[-1]["reasoning"] = message.reasoning
         if message.references:
             messages[-1]["references"] = list(message.references)
+        if message.boxes:
+            messages[-1]["boxes"] = places_to_json(message.boxes)
     record = {
         "messages": messages,
         "images": [{"name": name, "sha256": digest} for name, digest in zip(names, digests, strict=True)],
@@ -187,7 +217,11 @@ def to_fields(sample: Sample, digests: Sequence[str] | None = None) -> dict[str,
 def from_fields(key: str, fields: Mapping[str, bytes | memoryview]) -> Sample:
     """Return the sample of these fields. Inverse of `to_fields`."""
     record = json.loads(bytes(fields["json"]))
-    messages = [{**message, "references": tuple(message.get("references", ()))} for message in record["messages"]]
+    tuples = {"references": tuple, "boxes": places_from_json}
+    messages = [
+        {name: tuples[name](value) if name in tuples else value for name, value in message.items()}
+        for message in record["messages"]
+    ]
     return Sample(
         key=key,
         messages=tuple(Message(**message) for message in messages),

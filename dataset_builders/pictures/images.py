@@ -35,6 +35,7 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVI
 _GREY_16 = ("I", "I;16", "I;16B", "I;16L", "I;16N")
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", *_GREY_16)
 _ENDINGS = {b"\x89PNG": b"IEND\xaeB`\x82", b"\xff\xd8\xff": b"\xff\xd9", b"GIF8": b";"}
+_PNG_EXIF = (b"eXIf", b"Raw profile type", b"XML:com.adobe.xmp")  # chunks of a PNG that may have an orientation
 _TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -147,6 +148,18 @@ def image_size(data: bytes) -> tuple[int, int]:
     return _open(data).size[::-1]
 
 
+def header_size(data: bytes) -> tuple[tuple[int, int], int]:
+    """Return (width, height) as stored and the EXIF orientation, 1 to 8, of an image, from its header if it can be.
+
+    Raises:
+        SkipSample: the bytes are no image.
+    """
+    image = _open(data)
+    # Pillow decodes a whole PNG to look for EXIF after its pixels.
+    may_turn = image.format != "PNG" or "exif" in image.info or any(mark in data for mark in _PNG_EXIF)
+    return image.size, _orientation(image) if may_turn else 1
+
+
 def preview_png(images: Sequence[bytes], side: int) -> bytes:
     """Return a PNG of the images in a row, each shrunk to fit into side x side pixels, never enlarged."""
     thumbnails = [open_rgb(data) for data in images]
@@ -174,8 +187,8 @@ def shrink_grey(rgb: np.ndarray, side: int) -> np.ndarray:
     return np.asarray(grey.resize((side, side), Image.Resampling.LANCZOS))
 
 
-def grey_png(pixels: np.ndarray) -> bytes:
-    """Encode (h, w) uint8 as a grey PNG."""
+def pixels_png(pixels: np.ndarray) -> bytes:
+    """Encode (h, w) or (h, w, 3) uint8 as a PNG."""
     return _png(Image.fromarray(pixels))
 
 

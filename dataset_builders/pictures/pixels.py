@@ -84,6 +84,16 @@ def encode_image(data: bytes, config: PixelConfig) -> tuple[np.ndarray, np.ndarr
 
 def encode_rgb(pixels: np.ndarray, config: PixelConfig) -> tuple[np.ndarray, np.ndarray]:
     """Return the patches and the grid of a decoded image, (height, width, 3) uint8. See `encode_image`."""
+    return _patchify(_resize(pixels, config).contiguous().numpy(), config.patch_format)
+
+
+def resized(pixels: np.ndarray, config: PixelConfig) -> np.ndarray:
+    """Return a decoded image, (height, width, 3) uint8, at the size that `encode_rgb` cuts, for other programs."""
+    return _resize(pixels, config).permute(1, 2, 0).contiguous().numpy()
+
+
+def _resize(pixels: np.ndarray, config: PixelConfig) -> torch.Tensor:
+    """Return (3, new height, new width) uint8 of (height, width, 3) uint8."""
     height, width = smart_resize(pixels.shape[0], pixels.shape[1], config)
     # No copy to planes: torch resizes interleaved pixels faster, to the same bits.
     planes = torch.from_numpy(_writable(pixels)).permute(2, 0, 1)[None]
@@ -92,7 +102,7 @@ def encode_rgb(pixels: np.ndarray, config: PixelConfig) -> tuple[np.ndarray, np.
         planes = torch.nn.functional.interpolate(
             planes, size=(height, width), mode="bicubic", antialias=True, align_corners=False
         )
-    return _patchify(planes[0].contiguous().numpy(), config.patch_format)
+    return planes[0]
 
 
 def pixel_values(patches: np.ndarray, patch_format: PatchFormat, out: np.ndarray | None = None) -> np.ndarray:

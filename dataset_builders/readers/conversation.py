@@ -17,19 +17,21 @@ with the key and the way out in its reason, where such a key holds
     an image                          {"messages": [...], "thumbnail_image": "1.png"} where no image is read
     a mark that it is not to train    {"trainable": false}, {"label": false}, {"rejected": true}
     the other half of a preference    {"rejected": "A worse answer."}
-    places in the image               {"objects": {"bbox": [[1, 2, 3, 4]]}}
+    places in the image               {"objects": {"bbox": [[1, 2, 3, 4]]}} where no `<bbox>` uses them
     what else the model would get     tools, videos, audio
 
-The marks of single answers are read here, too. Sample.check refuses placeholders in texts.
+The marks of single answers are read here, too. Sample.check refuses placeholders in texts. ms-swift's `<bbox>` and
+`<ref-object>`, and boxes that texts write themselves, become places of boxes (`box_places.py`).
 """
 
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from typing import Any
 
 from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Role, Sample, SkipSample
+from dataset_builders.readers.box_places import BoxOptions, Images, place_objects, with_boxes
 from dataset_builders.readers.parts import SPLIT_NAMES, split_of
 from dataset_builders.readers.source_files import IMAGE_SUFFIXES
 from dataset_builders.readers.text_files import json_type, parse_json
@@ -52,7 +54,7 @@ SHAREGPT_ROLES: Mapping[str, Role] = {
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _IMAGE_PARTS = ("image", "image_url", "input_image")
 _PART_NAMES = ("image_url", "image", "url", "path")
-ROW_KEYS = ("messages", "conversations", "system")
+ROW_KEYS = ("messages", "conversations", "system", "objects")
 _TURN_KEYS = ("role", "from", "content", "value", "name", "weight", "loss")
 _CALLS = ("tool_calls", "function_call")
 _REASONING = ("reasoning_content", "reasoning")  # the older and the newer name in servers that follow OpenAI's protocol
@@ -86,16 +88,25 @@ class Conversation:
 
     messages: tuple[Message, ...]
     refs: tuple[ImageRef, ...]
+    objects: Any = None  # of ms-swift: the boxes and names of the marks in the texts
 
-    def sample(self, key: str, read: Callable[[str], bytes]) -> Sample:
+    def sample(self, key: str, read: Callable[[str], bytes], boxes: BoxOptions) -> Sample:
         """Read the images, and return the sample; SkipSample if they cannot be read, or this is no conversation."""
         _check_order([message.role for message in self.messages])
         for message in self.messages:
             if message.role != "user" and IMAGE_SLOT in message.text:
                 raise SkipSample("special_token_in_text", f"{IMAGE_SLOT} in a message of {message.role}")
-        Sample(key=key, messages=self.messages, images=(b"",) * len(self.refs)).check()  # checked before a file is read
-        images = [ref if isinstance(ref, bytes) else read(ref) for ref in self.refs]
-        return Sample(key=key, messages=self.messages, images=tuple(images))
+
+        @cache
+        def image(number: int) -> bytes:
+            ref = self.refs[number]
+            return ref if isinstance(ref, bytes) else read(ref)
+
+        images = Images(image, len(self.refs), boxes.boxes_of)
+        messages = with_boxes(place_objects(self.messages, self.objects, images), images, boxes)
+        # Checked before a file is read, other than images with boxes.
+        Sample(key=key, messages=messages, images=(b"",) * len(self.refs)).check()
+        return Sample(key=key, messages=messages, images=tuple(map(image, range(len(self.refs)))))
 
 
 def from_openai(record: Mapping[str, Any], images: Sequence[ImageRef] | None) -> Conversation:
@@ -118,8 +129,7 @@ def from_openai(record: Mapping[str, Any], images: Sequence[ImageRef] | None) ->
         refs += own
     messages = _with_system(record, messages)
     found = _with_marks(messages, images) if has_marks else Conversation(tuple(messages), _fill(refs, images or ()))
-    _check_row(record, found)
-    return found
+    return _checked(record, found)
 
 
 def from_sharegpt(record: Mapping[str, Any], images: Sequence[ImageRef]) -> Conversation:
@@ -130,9 +140,7 @@ def from_sharegpt(record: Mapping[str, Any], images: Sequence[ImageRef]) -> Conv
         role = _role(turn.get("from"), SHAREGPT_ROLES, where)
         text = _text(turn.get("value"), f"{where}.value")
         messages.append(_message(turn, role, text, where))
-    found = _with_marks(_with_system(record, messages), images)
-    _check_row(record, found)
-    return found
+    return _checked(record, _with_marks(_with_system(record, messages), images))
 
 
 def images_of(record: Mapping[str, Any]) -> list[ImageRef] | None:
@@ -191,8 +199,8 @@ def place_numbered(texts: Sequence[str], images: Sequence[Any]) -> tuple[list[st
     return [_NUMBERED.sub(IMAGE_SLOT, text) for text in texts], [images[number - first] for number in numbers]
 
 
-def _check_row(record: Mapping[str, Any], found: Conversation) -> None:
-    """Raise SkipSample for a key beside the messages that would change what is trained."""
+def _checked(record: Mapping[str, Any], found: Conversation) -> Conversation:
+    """Return the conversation with the row's objects; SkipSample for another key that would change what is trained."""
     check_unread(record, ROW_KEYS, bool(found.refs))
     for name in SPLIT_NAMES:
         if isinstance(record.get(name), str) and split_of(record[name]) == "heldout":
@@ -200,6 +208,7 @@ def _check_row(record: Mapping[str, Any], found: Conversation) -> None:
                 f"{name!r} is {record[name]!r}, and no option reads it; write a file for each split, without this key"
             )
             raise SkipSample("schema_error", detail)
+    return replace(found, objects=record.get("objects"))
 
 
 def _turns(record: Mapping[str, Any], field: str, other: str) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ import dataclasses
 import glob
 import json
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -103,6 +103,8 @@ class Builder:
     # means all. Raises InputError if the file is cut short.
     iter_part: Callable[[Part, Any, Container[int] | None], Iterator[Sample | SkippedRow]]
     has_splits: bool = False  # whether its parts may set `split`
+    # (part, options) -> what is left out within the part's rows, which stay, in words -> how often; None: nothing is.
+    not_read: Callable[[Part, Any], Mapping[str, int]] | None = None
     images_are_rows: bool = False  # whether an image is a row by itself, so that a source may hold only images
 
 

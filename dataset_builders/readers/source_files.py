@@ -222,6 +222,33 @@ def span_parts(
     return parts
 
 
+def file_parts(
+    files: Sequence[SourceFile], subset: str, split: Callable[[str], Split | None], most: int
+) -> Iterator[Part]:
+    """Yield the parts of a subset whose rows are files, of at most `most` rows and of one split each.
+
+    Args:
+        split: the split of a file by its name.
+    """
+    first_row = 0
+    for own, run in itertools.groupby(files, lambda file: split(file.name)):
+        of_split = list(run)
+        for start in range(0, len(of_split), most):
+            chosen = of_split[start : start + most]
+            yield Part(
+                path=chosen[0].path,
+                name=chosen[0].name,
+                subset=subset,
+                span=(first_row, first_row + len(chosen)),
+                first_row=first_row,
+                file_row=0,
+                num_rows=len(chosen),
+                split=own,
+                files=tuple(file.name for file in chosen),
+            )
+            first_row += len(chosen)
+
+
 def number_on(files: Iterable[list[Part]]) -> list[Part]:
     """Return the parts of all files of a subset, with row numbers that continue from file to file."""
     parts: list[Part] = []
@@ -334,6 +361,14 @@ def _walk_disk(source: Path, tops: Sequence[str], refuses_links_out: bool) -> It
 def _unreadable(error: OSError) -> None:
     if not isinstance(error, FileNotFoundError | NotADirectoryError):  # the folder of a subset that is not there
         raise InputError(f"{error.filename} cannot be read: {error.strerror}; allow it, or move it away") from error
+
+
+def content_stamp(path: StorePath) -> str:
+    """Return a text that changes when a file does: size and time on a disk, size and ETag in a store."""
+    if is_local(path):
+        about = path.stat()
+        return f"{about.st_size}|{about.st_mtime_ns}"
+    return _stored(path.fs.info(path.path))
 
 
 def _stored(info: dict) -> str:

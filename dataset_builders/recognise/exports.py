@@ -3,7 +3,6 @@ command of `rewrite.py` that writes them anew.
 """
 
 import json
-import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +23,6 @@ RUN = "; run: "  # before a command, which ends its message
 _ROWS = 40
 _PLAIN_RESULTS = ("choices", "textarea", "taxonomy", "rating", "number")
 _VALUES = ("text", "answer", "value", "label", "content", "caption", "name")  # fields that are an answer's text
-_PLACE = re.compile(r"<loc\d{4}>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +65,14 @@ def of_rows(rows: Sequence[Mapping[str, Any]], name: str) -> Rewrite | None:
     keys = {key for row in rows for key in row}
     if {"prompt", "completion"} <= keys and all(is_turns(first.get(key), "role") for key in ("prompt", "completion")):
         return Rewrite("TRL's prompt and completion in turns", "trl")
-    if any(_PLACE.search(str(row.get("suffix"))) for row in rows):
-        return Rewrite("PaliGemma's places (<loc0123>) in suffix, which no builder reads; leave out such rows")
     if {"data", "annotations"} <= keys and isinstance(first.get("data"), dict):
         results = [each for row in rows for note in row.get("annotations") or () for each in note.get("result", ())]
         what = "tasks of Label Studio's JSON"
         if not results or any(each.get("type") not in _PLAIN_RESULTS for each in results):
             kinds = ", ".join(sorted({str(each.get("type")) for each in results})) or "none"
-            return Rewrite(f"{what} with results of the kind {kinds}, which are not read; export choices or texts")
+            return Rewrite(
+                f"{what} with results of the kind {kinds}, which are not read; export choices, texts or rectangles"
+            )
         what += " (tasks without a result are left out; of several annotations the first is taken)"
         return Rewrite(what, "label_studio_tasks")
     if {"annotation_id", "annotator"} <= keys:
@@ -201,9 +199,7 @@ def _of_columns_of_a_table(value: Mapping[str, Any]) -> Rewrite | None:
 def _of_coco(value: Mapping[str, Any], file: SourceFile, images: Sequence[str]) -> Rewrite:
     """Return how COCO's captions become rows. Its boxes do not."""
     if "caption" not in value["annotations"][0]:
-        return Rewrite(
-            "COCO's boxes, as `supervision` writes them, which no builder reads; write questions and answers"
-        )
+        return Rewrite("COCO's annotations without captions, or boxes without categories, which are not read")
     names = [str(image.get("file_name")) for image in value["images"][:_ROWS]]
     folders = sorted({dirname(name) for name in images})
     there = [each for each in folders if {f"{each}/{name}".removeprefix("/") for name in names} <= set(images)]

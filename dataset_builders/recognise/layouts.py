@@ -34,7 +34,10 @@ _UNREAD: dict[tuple[str, ...], str] = {
         "is a video; write its frames as images, for example by ffmpeg -i {0} -vf fps=1 {1}-%04d.png"
     ),
     (".heic", ".heif", ".avif", ".jxl", ".svg"): "is an image of a format that is not read; save it as PNG",
-    (".xml",): "is XML, such as the boxes of Pascal VOC, which `supervision` writes too; no builder reads boxes",
+    (".xml",): (
+        "is XML, such as the boxes of Pascal VOC, which is not read; write it as COCO, for example with `supervision`: "
+        "DetectionDataset.from_pascal_voc(...).as_coco(...)"
+    ),
     (".docx", ".doc", ".pptx"): "is a document of an office program; save its pages as images and its text as rows",
     (".pkl", ".pickle", ".npy", ".npz", ".h5", ".hdf5", ".db", ".sqlite", ".tfrecord", ".lmdb", ".mdb"): (
         "is a file of a program; write its rows as parquet or JSON lines"

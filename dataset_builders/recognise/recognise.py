@@ -16,6 +16,7 @@ from typing import Any
 from dataset_builders.contracts.sample import Sample, SkipSample
 from dataset_builders.errors import InputError
 from dataset_builders.pictures.images import ImageLimits, check_image
+from dataset_builders.readers.annotations import Layout
 from dataset_builders.readers.conversation import unread_of
 from dataset_builders.readers.parts import NO_CLASSES, Part, SkippedRow, heldout_globs, parts_of, words_of
 from dataset_builders.readers.source_files import IMAGE_SUFFIXES, SourceFile, list_files, may_hold_rows, subset_files
@@ -38,6 +39,7 @@ from dataset_builders.readers.text_files import (
     iter_json_rows,
     json_file_parts,
 )
+from dataset_builders.recognise.boxes import convention_of, json_layouts, words_of_layout, yolo_options
 from dataset_builders.recognise.columns import CLASSIFY, DESCRIBE, find_columns, split_names, tar_options
 from dataset_builders.recognise.exports import (
     RUN,
@@ -114,6 +116,8 @@ class Trial:
     reasons: Counter[str] = field(default_factory=Counter)  # skip reason -> number of rows
     details: dict[str, str] = field(default_factory=dict)  # skip reason -> the first such row's key and the fault
     duplicates: int = 0  # samples that equal an earlier one
+    turned: int = 0  # samples with boxes of an image that EXIF turns
+    not_read: Counter[str] = field(default_factory=Counter)  # what is left out within rows, in words -> how often
     refused: str = ""  # why the builder refuses the source; empty if it reads it
     subsets: Counter[str] = field(default_factory=Counter)  # subset -> number of rows
     splits: bool = False  # whether the source specifies which rows are held out
@@ -138,6 +142,7 @@ def recognise(source: StorePath, limits: ImageLimits) -> Recognised:
     """Find the candidate readings of a source and try each one."""
     found = survey(source)
     trials = [_with_image_root(source, reading, found, limits) for reading in found.readings]
+    trials = [_with_convention(source, trial, limits) for trial in trials]
     usable = [trial for trial in trials if trial.samples]
     good = [trial for trial in usable if trial.usable >= ENOUGH]
     best = min(good, key=lambda t: (t.reading.tier, -t.usable * t.rows), default=None)
@@ -148,6 +153,7 @@ def _with_image_root(source: StorePath, reading: Reading, found: Survey, limits:
     """Try a reading; where images are not found, choose for each file the directory that its paths are relative to."""
     trial = try_reading(source, reading, limits=limits)
     has_root = "image_root" in get_builder(reading.builder).options.model_fields
+    has_root = has_root and reading.options.get("layout") != "yolo"
     if not has_root or not trial.reasons["image_not_found"]:
         return trial
     chosen: dict[str, str] = {}
@@ -162,6 +168,20 @@ def _with_image_root(source: StorePath, reading: Reading, found: Survey, limits:
     if not image_root:
         return trial
     return try_reading(source, replace(reading, options={**reading.options, "image_root": image_root}), limits=limits)
+
+
+def _with_convention(source: StorePath, trial: Trial, limits: ImageLimits) -> Trial:
+    """Return the trial with the option that says what the numbers of boxes in texts are, by their largest ones."""
+    if not trial.reasons["undeclared_boxes"]:
+        return trial
+    reading = trial.reading
+    as_text = try_reading(source, replace(reading, options={**reading.options, "boxes": "literal"}))
+    convention, why = convention_of(as_text.samples)
+    if convention is None:
+        trial.details["undeclared_boxes"] += f"; no value fits: {why}"
+        return trial
+    options, told = {**reading.options, "boxes": convention}, f"{reading.why}; boxes are {convention}: {why}"
+    return try_reading(source, replace(reading, options=options, why=told), limits=limits)
 
 
 def _named_alike(name: str, roots: Sequence[str]) -> str | None:
@@ -184,6 +204,7 @@ def try_reading(source: StorePath, reading: Reading, limit: int = MAX_ROWS, limi
         trial.heldout = sum(part.num_rows for part in parts if part.split == "heldout")
         for part in parts:
             trial.subsets[part.subset] += part.num_rows
+            trial.not_read.update(builder.not_read(part, options) if builder.not_read else {})
         for item in _rows(parts, reading, options, limit):
             trial.tried += 1
             if (skip := _check(item, trial, limits)) is not None:
@@ -236,6 +257,8 @@ def _check(item: Sample | SkippedRow, trial: Trial, limits: ImageLimits | None) 
         except SkipSample as skip:
             return skip.reason, skip.detail
         trial.sizes += [(info.width, info.height) for info in infos]
+        boxed = {place.image for message in item.messages for place in message.boxes}
+        trial.turned += any(infos[image].orientation != 1 for image in boxed)
     return None
 
 
@@ -247,14 +270,41 @@ def survey(source: StorePath) -> Survey:
     images = [file.name for file in files if _suffix(file.name) in IMAGE_SUFFIXES]
     rows = [file.name for file in files if file.name.endswith((*ROW_SUFFIXES, TAR_SUFFIX))]
     found = Survey([], problems, rows, images, [])
-    found.readings.extend(_row_readings(source, files, found.problems))
+    boxed, other_boxes = json_layouts(files)
+    found.readings.extend(_box_readings(files, boxed, found.problems))
+    if other_boxes:
+        names = ", ".join(file.name for file in other_boxes)
+        found.problems.append(f"{names}: boxes beside those of instances, which are not read")
+    of_boxes = {file.name for own in (*boxed.values(), other_boxes) for file in own}
+    found.readings.extend(_row_readings(source, [f for f in files if f.name not in of_boxes], found.problems))
     found.readings.extend(_tar_readings(files, found.problems))
     texts = [file.name for file in files if _suffix(file.name) in CAPTION_SUFFIXES]
-    found.readings.extend(_image_readings(images, texts))
+    yolo = yolo_options(files, images)
+    if yolo is None:
+        found.readings.extend(_image_readings(images, texts))
+    else:
+        found.readings.append(Reading(builder="detection", options=yolo[0], why=yolo[1], tier=2))
     read = {*images, *(texts if any(r.options.get("answer") == "text_file" for r in found.readings) else ())}
+    read |= set() if yolo is None else yolo[2]
     near = {name for name in rows if name.count("/") <= 1}
     found.others.extend(file.name for file in files if file.name not in {*read, *near})
     return found
+
+
+def _box_readings(
+    files: Sequence[SourceFile], layouts: Mapping[Layout, Sequence[SourceFile]], problems: list[str]
+) -> Iterator[Reading]:
+    """Yield a reading for each layout of JSON files of boxes."""
+    all_json = [file.name for file in files if file.name.endswith(".json") and file.name.count("/") <= 1]
+    for layout, own in layouts.items():
+        names = [file.name for file in own]
+        options = {"layout": layout} | ({"annotations": names} if len(names) < len(all_json) else {})
+        try:
+            why = words_of_layout(layout, own[0])
+        except InputError as error:
+            problems.append(str(error))
+            continue
+        yield Reading(builder="detection", options=options, why=why, heldout_files=heldout_globs(names))
 
 
 def _row_readings(source: StorePath, files: Sequence[SourceFile], problems: list[str]) -> Iterator[Reading]:

@@ -15,7 +15,6 @@ import os
 import re
 import sys
 import tarfile
-import urllib.parse
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from dataset_builders.readers.annotations import local_path
 from dataset_builders.readers.source_files import IMAGE_SUFFIXES
 from dataset_builders.readers.table_files import ARROW_SUFFIXES
 from dataset_builders.readers.text_files import CSV_SUFFIXES, csv_header
 
-# Label Studio's columns beside the data and the answers, in JSON-MIN and CSV, and its address of a file.
+# Label Studio's columns beside the data and the answers, in JSON-MIN and CSV.
 LABEL_STUDIO = ("id", "annotator", "annotation_id", "created_at", "updated_at", "lead_time", "agreement")
-LOCAL_FILES = "/data/local-files/?d="
 
 Row = dict[str, Any]
 
@@ -46,7 +45,7 @@ def label_studio(rows: list[Row]) -> Iterator[Row]:
     """Leave out the columns of Label Studio's JSON-MIN or CSV, and name its local files by their paths."""
     for row in rows:
         kept = {name: value for name, value in row.items() if name not in LABEL_STUDIO}
-        yield {name: _local_file(value) if LOCAL_FILES in str(value) else value for name, value in kept.items()}
+        yield {name: _path(value) for name, value in kept.items()}
 
 
 def label_studio_tasks(tasks: list[Row]) -> Iterator[Row]:
@@ -55,15 +54,15 @@ def label_studio_tasks(tasks: list[Row]) -> Iterator[Row]:
     is_one = len({result["from_name"] for _, results in results_of for result in results}) == 1
     for task, results in results_of:
         if results:
-            data = {name: _local_file(value) for name, value in task["data"].items()}
+            data = {name: _path(value) for name, value in task["data"].items()}
             answers = {
                 "answer" if is_one else result["from_name"]: next(iter(result["value"].values())) for result in results
             }
             yield {**data, **answers}
 
 
-def _local_file(value: Any) -> Any:
-    return urllib.parse.unquote(value.split(LOCAL_FILES)[-1]) if isinstance(value, str) else value
+def _path(value: Any) -> Any:
+    return local_path(value) if isinstance(value, str) else value
 
 
 def webdataset_table(rows: list[Row]) -> Iterator[Row]:

@@ -74,6 +74,7 @@ from typing import Any
 import pyarrow as pa
 
 from dataset_builders.contracts.sample import Sample, SkipSample
+from dataset_builders.readers.box_places import BoxOptions
 from dataset_builders.readers.conversation import (
     ROW_KEYS,
     Conversation,
@@ -100,7 +101,7 @@ _TABLES = (".parquet", *ARROW_SUFFIXES)
 _SUFFIXES = (*JSON_SUFFIXES, *_TABLES)
 
 
-class ConversationOptions(ImageRefOptions):
+class ConversationOptions(BoxOptions, ImageRefOptions):
     """Options for the conversion of a raw row to a sample."""
 
 
@@ -128,7 +129,7 @@ def iter_part(
     reader = ImageReader(part, options.image_root)
 
     def convert(key: str, record: Mapping[str, Any]) -> Iterator[Sample]:
-        yield _conversation(record, column).sample(key, reader.read)
+        yield _conversation(record, column).sample(key, reader.read, options)
 
     records = _iter_table(part, rows) if part.path.name.endswith(_TABLES) else iter_json_rows(part, rows)
     return convert_rows(part, records, convert)

@@ -30,7 +30,7 @@ import numpy as np
 
 from dataset_builders.errors import InputError
 from dataset_builders.known_version import installed_version
-from dataset_builders.pictures.images import enlarge_grey, grey_png
+from dataset_builders.pictures.images import enlarge_grey, pixels_png
 
 NUM_SCANS = 1797
 SUBSETS = ("digits_single", "digits_multi", "digits_compare", "digits_text", "digits_words")
@@ -109,7 +109,7 @@ def _scan_png(scan: np.ndarray, rng: np.random.Generator) -> bytes:
         margins = [(0, 0), (0, 0)]
         margins[int(rng.integers(2))] = (before, side - before)
         picture = np.pad(picture, margins, constant_values=_PAPER)
-    return grey_png(picture)
+    return pixels_png(picture)
 
 
 def _row(images: list[bytes], pairs: list[tuple[str, str]]) -> Row:

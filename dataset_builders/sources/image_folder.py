@@ -27,28 +27,33 @@ that contains `<image>` (special_token_in_text); an empty text (empty_target); a
 """
 
 import json
-import re
 from collections.abc import Container, Iterator, Sequence
-from itertools import groupby
 from typing import Literal
 
 from pydantic import Field
 
 from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Sample, SkipSample, Split
-from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.errors import InputError
+from dataset_builders.readers.annotations import YOLO_LINES
+from dataset_builders.readers.box_places import BoxOptions, with_boxes
 from dataset_builders.readers.image_refs import ImageReader
 from dataset_builders.readers.parts import Builder, Part, SkippedRow, splits_of
-from dataset_builders.readers.source_files import IMAGE_SUFFIXES, NUMBERED, SourceFile, choose_subsets, list_files
+from dataset_builders.readers.source_files import (
+    IMAGE_SUFFIXES,
+    NUMBERED,
+    SourceFile,
+    choose_subsets,
+    file_parts,
+    list_files,
+)
 from dataset_builders.readers.table_files import stripped
 from dataset_builders.storage.store import StorePath
 
 _PART_ROWS = 512
-_YOLO = re.compile(r"(\d+( +-?\d*\.?\d+(e-?\d+)?){4,}\s*)+")  # a class and numbers in each line
 _IMAGES = tuple(f".{suffix}" for suffix in (*IMAGE_SUFFIXES, "heic", "heif"))  # the last two leave their rows out
 
 
-class ImageFolderOptions(StrictModel):
+class ImageFolderOptions(BoxOptions):
     """The question about each image, and the source of its answer."""
 
     question: str = Field(min_length=1, description="the text that is asked about each image")
@@ -87,7 +92,9 @@ def list_parts(source: StorePath, subsets: Sequence[str], options: ImageFolderOp
     if not rows_of:
         raise InputError(f"raw data {source} holds no image; the builder image_folder reads {', '.join(_IMAGES)}")
     return [
-        part for subset, files in choose_subsets(source, subsets, rows_of) for part in _parts(files, subset, options)
+        part
+        for subset, files in choose_subsets(source, subsets, rows_of)
+        for part in file_parts(files, subset, lambda name: _split(name, options), _PART_ROWS)
     ]
 
 
@@ -139,26 +146,6 @@ def _check_folders(source: StorePath, names: Sequence[str], options: ImageFolder
             )
 
 
-def _parts(files: Sequence[SourceFile], subset: str, options: ImageFolderOptions) -> Iterator[Part]:
-    first_row = 0
-    for split, run in groupby(files, lambda file: _split(file.name, options)):
-        of_split = list(run)
-        for start in range(0, len(of_split), _PART_ROWS):
-            chosen = of_split[start : start + _PART_ROWS]
-            yield Part(
-                path=chosen[0].path,
-                name=chosen[0].name,
-                subset=subset,
-                span=(first_row, first_row + len(chosen)),
-                first_row=first_row,
-                file_row=0,
-                num_rows=len(chosen),
-                split=split,
-                files=tuple(file.name for file in chosen),
-            )
-            first_row += len(chosen)
-
-
 def _sample(key: str, name: str, reader: ImageReader, options: ImageFolderOptions) -> Sample:
     if not _is_image(name):
         raise SkipSample("image_not_found", "a text without an image of the same name")
@@ -173,7 +160,8 @@ def _sample(key: str, name: str, reader: ImageReader, options: ImageFolderOption
     question = options.question if IMAGE_SLOT in options.question else IMAGE_SLOT + options.question
     messages = (Message(role="user", text=stripped(question)), Message(role="assistant", text=answer))
     # The "./" keeps a name such as "data:1.jpg" from being read as a data URI or an address.
-    sample = Sample(key=key, messages=messages, images=(reader.read(f"./{name}"),))
+    images = (reader.read(f"./{name}"),)
+    sample = Sample(key=key, messages=with_boxes(messages, images, options), images=images)
     sample.check()
     return sample
 
@@ -182,8 +170,10 @@ def _text(name: str, reader: ImageReader, options: ImageFolderOptions) -> str:
     text_name = f"{_stem(name)}.{options.suffix}"
     try:
         text = stripped(reader.read_path(f"./{text_name}").decode("utf-8-sig"))
-        if _YOLO.fullmatch(text):
-            detail = f"{text_name!r} holds places of objects in YOLO's form, {text[:40]!r}, and no text"
+        if YOLO_LINES.fullmatch(text):
+            detail = (
+                f"{text_name!r} holds boxes in YOLO's form, {text[:40]!r}, and no text; builder detection reads them"
+            )
             raise SkipSample("schema_error", detail)
         return text
     except UnicodeDecodeError as error:

@@ -20,6 +20,7 @@ BUILDERS = {
     "llava": "dataset_builders.sources.conversations:LLAVA",
     "webdataset_tars": "dataset_builders.sources.webdataset_tars:BUILDER",
     "image_folder": "dataset_builders.sources.image_folder:BUILDER",
+    "detection": "dataset_builders.sources.detection:BUILDER",
 }
 
 

@@ -41,6 +41,7 @@ from pydantic import Field
 
 from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Sample, SkipSample, Split
 from dataset_builders.errors import InputError
+from dataset_builders.readers.box_places import BoxOptions, with_boxes
 from dataset_builders.readers.conversation import answer_of, check_unread, is_watched, place_numbered
 from dataset_builders.readers.image_refs import IMAGE_PATTERNS, ImageReader, ImageRefOptions, check_image_root
 from dataset_builders.readers.parts import Builder, Part, SkippedRow, convert_rows
@@ -80,7 +81,7 @@ _CHOICE = re.compile(r"([A-Z])\. \{\1\}")
 _LIST_AS_TEXT = re.compile(r"""\[\s*(['"]).*\1\s*\]|\{\s*['"].*\}""", re.DOTALL)
 
 
-class TableOptions(ImageRefOptions):
+class TableOptions(BoxOptions, ImageRefOptions):
     """The roles of the columns, and how they are read."""
 
     later_fields = ("class_names",)
@@ -328,7 +329,7 @@ def _sample(key: str, record: Record, reader: ImageReader, options: TableOptions
     for message in messages:
         if message.role != "user" and IMAGE_SLOT in message.text:
             raise SkipSample("special_token_in_text", f"the {message.role} text holds {IMAGE_SLOT}")
-    sample = Sample(key=key, messages=tuple(messages), images=tuple(images))
+    sample = Sample(key=key, messages=with_boxes(messages, images, options), images=tuple(images))
     sample.check()
     return sample
 

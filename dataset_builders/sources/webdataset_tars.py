@@ -35,7 +35,7 @@ from typing import Any
 from pydantic import Field, field_validator, model_validator
 
 from dataset_builders.contracts.sample import Sample, SkipSample
-from dataset_builders.contracts.strict import StrictModel
+from dataset_builders.readers.box_places import BoxOptions
 from dataset_builders.readers.conversation import Conversation, check_unread, from_openai, from_sharegpt, names_images
 from dataset_builders.readers.image_refs import MAX_IMAGE_BYTES
 from dataset_builders.readers.parts import Builder, Part, SkippedRow, natural_order
@@ -49,7 +49,7 @@ _CONSTANT = "constant:"
 _MAX_TEXT_BYTES = 64 << 20
 
 
-class WebDatasetOptions(StrictModel):
+class WebDatasetOptions(BoxOptions):
     """The roles of a sample's members."""
 
     images: tuple[str, ...] = Field(
@@ -123,8 +123,8 @@ def _sample(key: str, group: Group, options: WebDatasetOptions) -> Sample:
         question, answer = texts.text(options.question), texts.text(options.answer)
         texts.check_unread((options.question, options.answer))
         turns = [{"from": "user", "value": question}, {"from": "assistant", "value": answer}]
-        return from_sharegpt({"conversations": turns}, fields).sample(key, read)
-    return _conversation(texts.value(options.messages), fields).sample(key, read)
+        return from_sharegpt({"conversations": turns}, fields).sample(key, read, options)
+    return _conversation(texts.value(options.messages), fields).sample(key, read, options)
 
 
 def _conversation(value: Any, fields: Sequence[str]) -> Conversation:

@@ -5,7 +5,6 @@ import contextlib
 import hashlib
 import json
 import os
-import shutil
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -127,13 +126,21 @@ class GrowingFile:
 
 
 def trim_log(path: Path) -> bool:
-    """Copy a long log to `<name>.1` and empty it; return whether it was long. A writer that appends continues at the
+    """Move what a long log holds to `moved_log`; return whether it was long. A writer that appends continues at the
     start of the file."""
     if not path.exists() or path.stat().st_size <= MAX_LOG_BYTES:
         return False
-    shutil.copyfile(path, path.with_name(path.name + ".1"))
-    os.truncate(path, 0)
+    with path.open("rb") as log, moved_log(path).open("wb") as moved:
+        # Up to the end as it is then, right before the cut: what is written between the two is lost.
+        while data := log.read(1 << 20):
+            moved.write(data)
+        os.truncate(path, 0)
     return True
+
+
+def moved_log(path: Path) -> Path:
+    """Return the file that holds the beginning of a long log."""
+    return path.with_name(path.name + ".1")
 
 
 def check_database(path: Path, lost: str) -> None:

@@ -21,7 +21,7 @@ from dataset_builders.recognise.columns import CLASSIFY
 from dataset_builders.recognise.layouts import unread
 from dataset_builders.recognise.recognise import Reading, Recognised, Survey, Trial, survey, try_reading
 from dataset_builders.storage.store import StorePath, free_bytes, is_local
-from flows.cli.fit import FEW_STEPS
+from flows.cli.fit import FEW_STEPS, written
 from flows.cli.terminal import bytes_text
 from flows.pipeline.config import PipelineConfig
 from stages.convert.config import ConvertConfig, SourceReading
@@ -156,6 +156,13 @@ def summary(found: Recognised, trial: Trial) -> Iterator[str]:
     if trial.heldout:
         yield f"  {trial.heldout:,} of these rows are held out by the names of their files, folders or splits"
     yield f"  {len(trial.samples):,} of the {trial.tried:,} rows that were read can be used"
+    places = [[place for m in sample.messages for place in m.boxes] for sample in trial.samples]
+    if any(places):
+        boxes = [box for own in places for place in own for box in place.boxes]
+        labels = Counter(box.label for box in boxes if box.label)
+        named = f" ({', '.join(label for label, _ in labels.most_common(_FEW))})" if labels else ""
+        of_labels = f" of {_counted(len(labels), 'label')}{named}"
+        yield f"  {_counted(len(boxes), 'box')}{of_labels} in {_counted(sum(map(bool, places)), 'sample')}"
     others = [other.reading for other in found.trials if other is not trial and other.samples]
     for other in others:
         yield f"  it could also be {other.builder}: {other.why}"
@@ -167,7 +174,7 @@ def sample_lines(sample: Sample, is_terminal: bool) -> Iterator[str]:
     if is_terminal:
         for data in sample.images[:2]:
             yield from _blocks(data)
-    for message in sample.messages:
+    for message in written(sample).messages:
         text = printable(" ".join(message.text.replace(IMAGE_SLOT, "<image> ").split()))
         yield f"  {message.role}: {text if len(text) <= _CHARS else text[:_CHARS] + ' ...'}"
 
@@ -190,6 +197,11 @@ def anomalies(source: StorePath, found: Survey, trial: Trial, convert: ConvertCo
     if trial.reading.unused:
         what = "columns" if trial.reading.builder == "table" else "fields"
         yield f"{what} that are not used: {', '.join(trial.reading.unused)}"
+    if trial.not_read:
+        yield f"not read within the rows: {', '.join(f'{number:,} {what}' for what, number in trial.not_read.items())}"
+    if trial.turned:
+        boxes_of = trial.reading.options.get("boxes_of") or "shown, unless a size beside them says otherwise"
+        yield f"EXIF turns images of {trial.turned} samples with boxes, which are taken as of the image as {boxes_of}"
     yield from found.problems
     yield from unread(source, found.others)
     used = sum(len(sample.images) for sample in trial.samples)
@@ -198,7 +210,7 @@ def anomalies(source: StorePath, found: Survey, trial: Trial, convert: ConvertCo
     if found.others:
         names = ", ".join(found.others[:_FEW]) + (" ..." if len(found.others) > _FEW else "")
         yield f"files that are not read: {names}"
-    answers = Counter(sample.messages[-1].text for sample in trial.samples)
+    answers = Counter(written(sample).messages[-1].text for sample in trial.samples)
     if str(trial.reading.options.get("question")).endswith(CLASSIFY) and all(text.isdigit() for text in answers):
         yield "the answers are the numbers of classes; write the names in their place, or the model learns numbers"
     text, times = answers.most_common(1)[0]
@@ -274,7 +286,9 @@ def _lengths(
 ) -> list[float]:
     """Return the tokens of each sample: of its texts by the model's tokenizer, of its images by their area, and the
     tokens that the chat template adds to each message and image."""
-    texts = [[m.reasoning + m.text.replace(IMAGE_SLOT, "") for m in sample.messages] for sample in samples]
+    texts = [
+        [m.reasoning + m.text.replace(IMAGE_SLOT, "") for m in sample.messages] for sample in map(written, samples)
+    ]
     file = None if model is None else opened_model(model).path / "tokenizer.json"
     if file is not None and file.is_file():
         tokenizer = Tokenizer.from_file(str(file))
@@ -337,4 +351,4 @@ def _colour(ground: int, rgb: np.ndarray) -> str:
 
 
 def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith('x') else 's'}"

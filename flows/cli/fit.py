@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dataset_builders.contracts.sample import IMAGE_SLOT
+from dataset_builders.contracts.sample import IMAGE_SLOT, Sample
 from dataset_builders.errors import InputError
 from dataset_builders.recognise.recognise import Trial
+from stages.shared.chat_format.boxes import with_boxes_written
+from stages.shared.chat_format.config import BoxFormat
 from stages.shared.inputs.config import EmbeddedModelConfig
 from stages.shared.inputs.model_directory import ModelDirectory, resolve_hf_dir
 from trainer.contract.parallel import ParallelConfig
@@ -28,6 +30,7 @@ _HUB = {
 }
 _DEFAULTS = tuple(f"Qwen/Qwen3-VL-{size}-Instruct" for size in ("8B", "4B", "2B"))
 _IMAGE_TOKEN = 32 * 32  # pixels
+_BOX_CHARS_PER_TOKEN = 1.5  # of coordinates: Qwen's tokenizers have a token for each digit
 _MAX_PIXELS = 1_048_576
 _TINY_PIXELS = 65_536  # for the model of random weights, which trains on a CPU
 _TINY_BINS = (1024, 2048, 4096, 8192)
@@ -221,9 +224,20 @@ def _tokens_of(trial: Trial, pixels: int, chars_per_token: float) -> list[float]
     lengths = []
     for sample in trial.samples:
         images = [min(pixels, width * height) / _IMAGE_TOKEN + 4 for _, (width, height) in zip(sample.images, sizes)]
-        chars = sum(len(m.text.replace(IMAGE_SLOT, "")) + len(m.reasoning) for m in sample.messages)
-        lengths.append(sum(images) + chars / chars_per_token + 8 * len(sample.messages))
+        lengths.append(sum(images) + sum(_text_tokens(sample, chars_per_token)) + 8 * len(sample.messages))
     return lengths
+
+
+def written(sample: Sample) -> Sample:
+    """Return the sample with its boxes in its texts in the default form, for lengths: others are about as long."""
+    return with_boxes_written(sample, BoxFormat(), None)
+
+
+def _text_tokens(sample: Sample, chars_per_token: float) -> list[float]:
+    """Return the approximate number of tokens of each message's text."""
+    chars = [len(m.text.replace(IMAGE_SLOT, "")) + len(m.reasoning) for m in sample.messages]
+    of_boxes = [len(new.text) - len(m.text) for new, m in zip(written(sample).messages, sample.messages)]
+    return [c / chars_per_token + boxes / _BOX_CHARS_PER_TOKEN for c, boxes in zip(chars, of_boxes)]
 
 
 def _tokens(trial: Trial, pixels: int, chars_per_token: float) -> float:
@@ -242,8 +256,11 @@ def _answers(trial: Trial) -> Sequence[str]:
 
 
 def _new_tokens(trial: Trial, chars_per_token: float) -> int:
-    longest = max(len(text) for text in _answers(trial)) / chars_per_token
-    return min(1024, max(16, 2 ** math.ceil(math.log2(1.3 * longest + 2))))
+    samples = trial.samples
+    answers = [(m, n) for s in samples for m, n in zip(s.messages, _text_tokens(s, chars_per_token))]
+    longest = max(tokens for message, tokens in answers if message.role == "assistant")
+    has_boxes = any(message.boxes for message, _ in answers)  # a list of them that is cut has no end that scores
+    return min(4096 if has_boxes else 1024, max(16, 2 ** math.ceil(math.log2(1.3 * longest + 2))))
 
 
 def _metrics(trial: Trial) -> tuple[str, ...]:

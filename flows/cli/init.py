@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from dataset_builders.errors import InputError, printable, shown
-from dataset_builders.pictures.images import PILLOW_PIXEL_LIMIT, ImageLimits
+from dataset_builders.pictures.images import PILLOW_PIXEL_LIMIT, ImageLimits, preview_png
 from dataset_builders.readers.parts import heldout_globs
 from dataset_builders.recognise.layouts import nearest_layout
 from dataset_builders.recognise.recognise import ROW_SUFFIXES, TAR_SUFFIX, Trial, recognise
 from dataset_builders.storage.files import write_text
 from dataset_builders.storage.store import StorePath, absolute, check_reachable, is_local, location, side_dir
 from flows.cli.first_rows import SHOWN, anomalies, check_apart, check_images, is_colourful, sample_lines, summary
-from flows.cli.fit import FULL_RATES, LORA_RATE, PATCHES, Choice, check_memory, choose
+from flows.cli.fit import FULL_RATES, LORA_RATE, PATCHES, Choice, check_memory, choose, written
 from flows.cli.terminal import raw_stdout
 from flows.pipeline.host import gpu_memory_gb
 from flows.pipeline.recipe import load_recipe, read_yaml
@@ -26,6 +26,7 @@ from stages.convert.config import ConvertConfig
 from stages.shared.inputs.raw_source import download_first
 from stages.shared.pages.page import plain_page
 from stages.shared.pages.report import REPORT_HTML, Picture, Pictures, Table
+from stages.shared.preview.samples import boxes_over
 
 _LIMITS = ImageLimits(max_pixels=PILLOW_PIXEL_LIMIT, min_side=4)  # convert.min_image_side of the recipes
 _PAGE_SAMPLES = 12
@@ -66,7 +67,9 @@ def init_command(args: argparse.Namespace) -> int:
         for line in sample_lines(sample, is_colourful()):
             print(line, file=raw_stdout())
     page = _write_page(side_dir(args.root) / "init" / data_name(args.data), trial)
-    print(f"\nMore samples, with their images: {page}")
+    has_boxes = any(message.boxes for sample in trial.samples for message in sample.messages)
+    drawn = ", and boxes drawn on them: see that they are where they should be" if has_boxes else ""
+    print(f"\nMore samples, with their images{drawn}: {page}")
     if hub_names:
         names = f"of the hub's {len(hub_names):,} files of rows only {hub_names[0]}"
         print(f"look at: {names} was downloaded and looked at")
@@ -119,11 +122,20 @@ def _open(data: str) -> tuple[str, StorePath, list[str]]:
 def _write_page(directory: Path, trial: Trial) -> Path:
     """Write a page of samples with their images, and return its path."""
     directory.mkdir(parents=True, exist_ok=True)
+    boxed = [sample for sample in trial.samples if any(message.boxes for message in sample.messages)][:SHOWN]
+    drawn = [
+        Picture(preview_png([data], 640), f"image {i} of {sample.key} with boxes", f"{sample.key}, image {i}", boxes)
+        for sample in boxed
+        for i, data in enumerate(sample.images)
+        if (boxes := boxes_over(sample, i)) is not None
+    ]
     shown = [sample for sample in trial.samples[:_PAGE_SAMPLES] if sample.images]
-    captions = ["\n".join(f"{message.role}: {message.text}" for message in sample.messages) for sample in shown]
+    captions = ["\n".join(f"{m.role}: {m.text}" for m in written(sample).messages) for sample in shown]
     pictures = [Picture.of_sample(s.key, list(s.images), 320, caption) for s, caption in zip(shown, captions)]
-    rows = [(s.key, len(s.images), m.role, m.text) for s in trial.samples[:_PAGE_SAMPLES] for m in s.messages]
+    samples = map(written, trial.samples[:_PAGE_SAMPLES])
+    rows = [(s.key, len(s.images), m.role, m.text) for s in samples for m in s.messages]
     sections = [
+        *([Pictures("Boxes", drawn)] if drawn else []),
         Pictures("Samples", pictures),
         Table("Their messages", ["key", "images", "role", "text"], rows),
         Table(

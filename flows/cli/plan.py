@@ -28,6 +28,7 @@ from stages.shared.artifacts.artifact import Artifact, stage_identity
 from stages.shared.artifacts.run_stage import scratch_dir
 from stages.shared.inputs.model_directory import opened_model
 from stages.shared.launchers.job import Job, make_launcher
+from stages.shared.launchers.vllm import find_vllm
 from stages.train.run_trainer import trainer_job
 from trainer.contract.parallel import ParallelConfig, VisionRanks
 from trainer.model.adapters import adapter_sizes, list_matches
@@ -68,6 +69,7 @@ of the fullest process. tokens/s is relative to the present layout."""
 # If vision takes at least this share of a step, and there is a choice, the table is shown even where one process has
 # the whole model.
 LARGE_SHARE = 1 / 3
+LARGE_MODEL = 10**9  # parameters from which on the program that answers is named
 
 
 def plan_command(args: argparse.Namespace) -> int:
@@ -248,6 +250,17 @@ def _memory_rows(plan: Plan, job: PlacementJob) -> Iterator[tuple[str, str]]:
         yield "host memory", f"{copied} in the fullest process, page-locked: checkpoints are written from it"
     yield "disk", _disk(plan, job)
     yield "processes", str(execution.cluster.processes)
+    yield from _engine_rows(plan, job)
+
+
+def _engine_rows(plan: Plan, job: PlacementJob) -> Iterator[tuple[str, str]]:
+    """Yield which program answers, where a large model could be answered by vLLM too."""
+    if not plan.config.execution.cluster.is_here or sum(job.shape.parameters.values()) <= LARGE_MODEL:
+        return
+    if (vllm := find_vllm()) is not None:
+        engine = plan.config.evaluate.engine
+        other = "vllm" if engine == "transformers" else "transformers"
+        yield "answers", f"by {engine}; vLLM {vllm.version} is here ({vllm.path}), so evaluate.engine={other} works too"
 
 
 def _disk(plan: Plan, job: PlacementJob) -> str:

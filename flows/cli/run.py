@@ -101,7 +101,8 @@ def print_closing(
     print_table(f"Stages, in {shorten(root)}", ("stage", "", "seconds", "directory"), rows, is_terminal)
     print_scores(result["scores"], result["counts"], is_terminal, result["headlines"])
     num_made = sum(not r["reused"] for r in result["stages"])
-    print("".join(f"\n{line}" for line in left_out_lines(result["stages"])))
+    lines = [*(f"Warning: {line}" for line in result["warnings"]), *left_out_lines(result["stages"])]
+    print("".join(f"\n{line}" for line in lines))
     print(f"{num_made} of {len(rows)} stages made, {len(rows) - num_made} reused, {seconds:.0f} s in all.")
     print(f"Model:  {shorten(location(result['hf_dir']))}  (loads with transformers' from_pretrained)")
     learnt = result["learnt"]

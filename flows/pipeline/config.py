@@ -2,11 +2,12 @@
 a pipeline runs, none of which changes a byte of an artifact.
 """
 
+import difflib
 import os
 import re
 from typing import Annotated
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.errors import shown
@@ -19,7 +20,13 @@ from stages.encode_images.config import EncodeImagesConfig
 from stages.evaluate.config import CompareConfig, EvaluateConfig
 from stages.export.config import ExportConfig
 from stages.plan_bins.config import PlanBinsConfig
-from stages.shared.inputs.config import EmbeddedDataConfig, EmbeddedEasyVqaConfig, EmbeddedModelConfig
+from stages.shared.inputs.config import (
+    EmbeddedDataConfig,
+    EmbeddedEasyVqaConfig,
+    EmbeddedModelConfig,
+    EmbeddedShapesConfig,
+)
+from stages.shared.inputs.served import unservable_adapter
 from stages.shared.launchers.config import ClusterConfig
 from stages.shared.scoring.names import SAME_ANSWERS
 from stages.tokenize.config import TokenizeConfig
@@ -31,9 +38,16 @@ from trainer.plan.layout import FieldNames, check_layout
 # The kinds of `data` and `model`.
 EMBEDDED = "embedded"
 EASY_VQA = "easy_vqa"
+SHAPES = "shapes"
 SOURCE = "source"
 SOURCES = "sources"
-EMBEDDED_RECIPES = ("embedded", "adapter", "easy-vqa")  # names of the recipes whose data a stage makes
+EMBEDDED_RECIPES = (
+    "embedded",
+    "adapter",
+    "easy-vqa",
+    "shapes",
+    "shapes-gpu",
+)  # names of the recipes whose data a stage makes
 
 
 class ExecutionConfig(TrainerExecution):
@@ -66,9 +80,9 @@ def _kind(value: object) -> str:
 
 
 def _data_kind(value: object) -> str:
-    # Only easy-VQA has a kind, so a wrong kind is reported as its own.
-    has_kind = "kind" in value if isinstance(value, dict) else hasattr(value, "kind")
-    return EASY_VQA if has_kind else _kind(value)
+    kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
+    # A wrong kind is reported as the nearest one.
+    return _kind(value) if kind is None else difflib.get_close_matches(str(kind), (EASY_VQA, SHAPES), 1, 0)[0]
 
 
 class DataSource(SourceReading):
@@ -96,6 +110,7 @@ class DataSource(SourceReading):
 Data = Annotated[
     Annotated[EmbeddedDataConfig, Tag(EMBEDDED)]
     | Annotated[EmbeddedEasyVqaConfig, Tag(EASY_VQA)]
+    | Annotated[EmbeddedShapesConfig, Tag(SHAPES)]
     | Annotated[str, Tag(SOURCE), Field(min_length=1, description="directory, file, URL or hub name")]
     | Annotated[tuple[DataSource, ...], Tag(SOURCES), Field(min_length=1)],
     Discriminator(_data_kind),
@@ -119,8 +134,9 @@ class PipelineConfig(StrictModel):
         "data, the name of the data is used instead",
     )
     data: Data = Field(
-        description="settings of the embedded digits, or kind=easy_vqa for the data set easy-VQA; or a directory, a "
-        "file, a URL or a hub name; or a list of sources, each with name, source, builder, subsets, options and share"
+        description="settings of the embedded digits, or kind=easy_vqa for the data set easy-VQA, or kind=shapes for "
+        "drawn shapes; or a directory, a file, a URL or a hub name; or a list of sources, each with name, source, "
+        "builder, subsets, options and share"
     )
     model: Model = Field(description="settings of an embedded model; or an HF directory or hub name")
     start_adapter: str | None = Field(
@@ -245,11 +261,13 @@ class PipelineConfig(StrictModel):
                 "evaluate.adapter=beside asks the base model with an adapter, and train.adapter is null; try "
                 "evaluate.adapter=merged"
             )
-        if self.evaluate.adapter == "beside" and self.evaluate.engine != "transformers":
-            raise ValueError(
-                f"evaluate.adapter=beside is not for evaluate.engine={self.evaluate.engine}; try "
-                "evaluate.engine=transformers, or evaluate.adapter=merged"
-            )
+        if self.evaluate.adapter == "beside" and self.evaluate.engine == "vllm":
+            config = {"use_dora": self.train.adapter.kind == "dora", "r": self.train.adapter.rank}
+            if refused := unservable_adapter(config, self.train.adapter.modules_to_save):
+                raise ValueError(
+                    f"evaluate.adapter=beside is not for evaluate.engine=vllm: {refused}; try "
+                    "evaluate.engine=transformers, or evaluate.adapter=merged"
+                )
 
     def check_parallel(self, shape: ModelShape | None) -> None:
         """Check the layout against the model, the batch and the bins.
@@ -300,13 +318,13 @@ class PipelineConfig(StrictModel):
             return "+".join(each.name for each in self.data)
         if isinstance(self.data, str):
             return os.path.basename(os.path.abspath(self.data.partition("://")[2] or self.data)) or "data"
-        return EASY_VQA if isinstance(self.data, EmbeddedEasyVqaConfig) else "digits"
+        return "digits" if isinstance(self.data, EmbeddedDataConfig) else self.data.kind
 
     @property
     def mlflow_name(self) -> str:
         """The name of the MLflow experiment and of the registered model. It is made from the recipe's name, or from the
         data's name if a recipe of EMBEDDED_RECIPES reads other data."""
-        if isinstance(self.data, EmbeddedDataConfig | EmbeddedEasyVqaConfig) or self.name not in EMBEDDED_RECIPES:
+        if isinstance(self.data, BaseModel) or self.name not in EMBEDDED_RECIPES:
             return f"athanor-{self.name}"
         words = re.sub("[^a-z0-9]+", "-", self.data_name.lower()).strip("-") or "data"
         return f"athanor-{words}" if words not in EMBEDDED_RECIPES else f"athanor-{words}-data"

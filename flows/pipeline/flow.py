@@ -33,6 +33,7 @@ from stages.release.hub import check_push
 from stages.shared.artifacts.run_stage import check_places
 from stages.shared.inputs.model_directory import opened_model
 from stages.shared.launchers.job import check_launcher
+from stages.shared.launchers.vllm import find_vllm
 from stages.tokenize.shard import encoder_of
 from trainer.contract.names import HF_EXPORT
 
@@ -119,6 +120,7 @@ def vlm_sft(plan: Plan) -> dict[str, Any]:
     check_chat(plan)
     if plan.config.execution.cluster.is_here:  # this machine will generate the answers, after hours of training
         check_engine(plan.config.evaluate.engine)
+        find_vllm()  # a wrong ATHANOR_VLLM_PYTHON: verify asks vLLM too
     check_push(execution.registry.push_to)
     with on_cluster(execution, plan.root, [item.dir for item in plan.given.values()]):
         pass  # its errors come now, and not when the first data stage needs the cluster
@@ -140,6 +142,7 @@ def vlm_sft(plan: Plan) -> dict[str, Any]:
         "scores": stats["scores"],
         "counts": stats.get("counts", {}),
         "headlines": stats.get("headlines", {}),
+        "warnings": stats.get("warnings", []),
         "registered_name": plan.config.mlflow_name,
         "refusals": refusals,
         "mlflow_run": tracker.key,
@@ -188,7 +191,7 @@ def check_heldout(plan: Plan) -> None:
     unscored = {} if seen is None else contaminated_keys(seen.dir)
     limit = plan.config.evaluate.max_samples_per_subset
     if unscored and limit is not None:
-        asked = {sample.key for sample in heldout_samples(samples, limit)}
+        asked = {sample.key for sample in heldout_samples(samples, None, limit)}
         num_asked, unscored = len(asked), {key: how for key, how in unscored.items() if key in asked}
     num_scored, least = num_asked - len(unscored), plan.config.convert.min_heldout
     num_near = sum(how == "near" for how in unscored.values())

@@ -33,7 +33,7 @@ def publish_scores(stats: Mapping[str, Any], export_dir: str) -> None:
     """Publish the scores of every subset, the headline of each with its interval first, and the model's directory.
 
     Args:
-        stats: the stats of the evaluation: "scores", and "headlines" and "counts" if it has them.
+        stats: the stats of the evaluation: "scores", and "headlines", "counts" and "warnings" if it has them.
     """
     scores, headlines, counts = stats["scores"], stats.get("headlines", {}), stats.get("counts", {})
     metrics = list(dict.fromkeys(metric for values in scores.values() for metric in values))
@@ -44,7 +44,8 @@ def publish_scores(stats: Mapping[str, Any], export_dir: str) -> None:
         answers = f"{counts[name]['answers']:,}" if name in counts else ""
         rows.append((name, answers, first, *(score_text(scores[name].get(metric)) for metric in metrics)))
     table = markdown_table(("subset", "answers", "headline", *metrics), rows, numbers=range(1, len(metrics) + 3))
-    text = f"Model: `{export_dir}`\n\n{table}"
+    warnings = "".join(f"\n\n**Warning**: {line}" for line in stats.get("warnings", []))
+    text = f"Model: `{export_dir}`{warnings}\n\n{table}"
     create_markdown_artifact(key="scores", markdown=text, description="Scores on held-out samples")
 
 

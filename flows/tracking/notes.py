@@ -6,6 +6,7 @@ from typing import Any
 from flows.tracking.store import compare_url
 
 NOTE_TAG = "mlflow.note.content"
+WARNING_TAG = "athanor.warning"  # what the evaluation warns of
 MAX_NAME = 250
 _MAX_VALUE = 48
 MAX_VERSION_NOTE = 5000  # characters that MLflow stores
@@ -45,6 +46,7 @@ def run_note(
     scores: Mapping[str, Mapping[str, Any]],
     verdict: str | None,
     headline: Sequence[str] = (),
+    warning: str | None = None,
 ) -> str:
     """Return a run's description in Markdown.
 
@@ -58,12 +60,14 @@ def run_note(
         stages: name of a stage -> directory of its artifact, and names of the artifact's files that the run holds.
         scores: subset -> metric -> value.
         verdict: why the run's model is champion, or why not.
+        warning: what the evaluation warns of.
     """
     reports = [link for name, (_, files) in stages.items() if (link := _link(page, name, files, name))]
     paragraphs = [
         f"**{', '.join(headline)}**" if headline else "",
         f"Reports: {', '.join(reversed(reports))}" if reports else "",
         f"Registered model: {verdict}." if verdict else "",
+        f"**Warning**: {warning}" if warning else "",
         head,
         _score_table(scores) if scores else "",
     ]

@@ -27,7 +27,7 @@ from dataset_builders.contracts.manifest import MANIFEST, fingerprint, flatten
 from dataset_builders.storage.files import GrowingFile
 from dataset_builders.storage.store import StorePath, absolute, is_local, local_copy, modified
 from flows.libraries.mlflow_private import VIEW_TAG, first_view
-from flows.tracking.notes import NOTE_TAG, experiment_note, run_note, score_text
+from flows.tracking.notes import NOTE_TAG, WARNING_TAG, experiment_note, run_note, score_text
 from flows.tracking.record import (
     Registration,
     StageEntry,
@@ -217,6 +217,8 @@ def _scores(run: OpenRun, registration: Registration) -> None:
     ends = {f"score_{end}": interval[end] for end in ("low", "high") if interval.get(end) is not None}
     writer.log_metrics(flat_scores(registration.scores) | ends, _made_ms(evaluation), **about)
     log_answers(writer, PREDICTIONS_TABLE, wrong_first(evaluation.dir, MAX_ANSWERS))
+    if warnings := evaluation.manifest.stats.get("warnings"):
+        writer.set_tags({WARNING_TAG: "; ".join(warnings)})
     run.count("score table")
 
 
@@ -257,7 +259,8 @@ def _describe(run: OpenRun) -> None:
     stages = {name: (entry.dir, run.held_files[name]) for name, entry in record.stages.items()}
     scores = registration.scores if registration else {}
     figures = headline(writer.client.get_run(writer.run_id).data.metrics, scores.get(OVERALL, {}))
-    writer.set_tags({NOTE_TAG: run_note(record.opening.note, writer.page, stages, scores, decision, figures)})
+    warning = writer.tags.get(WARNING_TAG)
+    writer.set_tags({NOTE_TAG: run_note(record.opening.note, writer.page, stages, scores, decision, figures, warning)})
 
 
 def _end(run: OpenRun) -> None:

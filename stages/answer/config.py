@@ -19,7 +19,9 @@ class AnswerConfig(StrictModel):
         le=10**9,
         description="maximal number of held-out samples of each subset, drawn, always the same ones; null: all",
     )
-    engine: EngineName = Field(default="transformers", description="library that generates; vllm must be installed")
+    engine: EngineName = Field(
+        default="transformers", description="library that generates; vllm: here or by ATHANOR_VLLM_PYTHON"
+    )
     batch_size: int = Field(default=128, gt=0, le=10**4, description="answers generated side by side, at most")
     batch_tokens: int = Field(
         default=131072,

@@ -1,6 +1,5 @@
 """The interface of an engine: a loaded model with one method to prepare questions and one to answer them."""
 
-import importlib.util
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
@@ -12,6 +11,8 @@ from stages.answer.config import EngineName
 from stages.shared.chat_format.prompt import PromptFormat
 from stages.shared.inputs.adapter_directory import AdapterDirectory
 from stages.shared.inputs.model_directory import ModelDirectory
+from stages.shared.inputs.served import unservable_adapter
+from stages.shared.launchers.vllm import check_vllm
 
 ENGINES: dict[str, str] = {
     "transformers": "stages.answer.transformers_engine:TransformersEngine",
@@ -70,6 +71,7 @@ class EngineSettings:
     batch_tokens: int  # their tokens together, at most
     device: int | None = None  # number of the GPU on this host; None: the first one, or the CPU if there is no GPU
     adapter: AdapterDirectory | None = None  # an adapter of this model; None: no adapter
+    longest: int | None = None  # tokens of the longest prompt with its answer; None: as many as the model has positions
 
 
 def make_engine(name: EngineName, settings: EngineSettings) -> Engine:
@@ -78,13 +80,8 @@ def make_engine(name: EngineName, settings: EngineSettings) -> Engine:
 
 
 def check_engine(name: EngineName, adapter: AdapterDirectory | None = None) -> None:
-    """Check, before work starts, that an engine's library is installed and supports the adapter, if there is one."""
-    if adapter is not None and name != "transformers":
-        raise InputError(
-            f"engine={name} cannot use the unmerged adapter {adapter.path}; take engine=transformers, or "
-            "the merged model of an export"
-        )
-    if importlib.util.find_spec(name) is None:
-        raise InputError(
-            f"evaluate.engine is {name!r}, which is not installed here; install {name}, or use engine=transformers"
-        )
+    """Check, before work starts, that an engine's library is there and supports the adapter, if there is one."""
+    if name == "vllm":
+        check_vllm()
+        if adapter is not None and (refused := unservable_adapter(adapter.config, adapter.tensors)):
+            raise InputError(f"{adapter.path}: {refused}; take engine=transformers, or the merged model of an export")

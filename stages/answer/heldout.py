@@ -18,6 +18,7 @@ from dataset_builders.contracts.sample import Sample, from_fields, subset_of
 from dataset_builders.contracts.shard_io import RecordRange, iter_located, iter_records
 from dataset_builders.storage.store import StorePath
 from stages.shared.artifacts.artifact import Artifact
+from stages.shared.chat_format.prompt import PromptFormat
 
 ANSWERS_JSONL = "answers.jsonl"
 
@@ -49,13 +50,22 @@ class SkippedSample:
 Line = GeneratedAnswer | SkippedSample
 
 
-def heldout_samples(samples: Artifact, max_per_subset: int | None = None) -> Iterator[Sample]:
-    """Return an iterator over the held-out samples of a convert artifact, in shard order; of each subset, all or a draw
-    of `max_per_subset`."""
-    return (sample for sample, *_ in heldout_records(samples, max_per_subset))
+def heldout_samples(
+    samples: Artifact, prompt: PromptFormat | None, max_per_subset: int | None = None
+) -> Iterator[Sample]:
+    """Return an iterator over the held-out samples of a convert artifact, in shard order.
+
+    Args:
+        prompt: the form of the model's prompts, in which boxes are written in the texts; None: they are not written,
+            for a caller that reads no text or writes them itself.
+        max_per_subset: number of samples to draw from each subset; None: all.
+    """
+    return (sample for sample, *_ in heldout_records(samples, prompt, max_per_subset))
 
 
-def heldout_records(samples: Artifact, max_per_subset: int | None = None) -> Iterator[tuple[Sample, str, RecordRange]]:
+def heldout_records(
+    samples: Artifact, prompt: PromptFormat | None, max_per_subset: int | None = None
+) -> Iterator[tuple[Sample, str, RecordRange]]:
     """Yield the samples of `heldout_samples`, each with the name of its shard and the byte range of its record."""
     shards = [entry for entry in samples.manifest.shards if entry.split == "heldout"]
     drawn: set[str] | None = None
@@ -73,7 +83,8 @@ def heldout_records(samples: Artifact, max_per_subset: int | None = None) -> Ite
     for entry in shards:
         for record, fields in iter_located(samples.dir / entry.name, entry):
             if drawn is None or record.key in drawn:
-                yield from_fields(record.key, fields), entry.name, record
+                sample = from_fields(record.key, fields)
+                yield sample if prompt is None else prompt.with_boxes(sample), entry.name, record
 
 
 def read_answers(path: StorePath) -> Iterator[Line]:

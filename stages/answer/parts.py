@@ -27,7 +27,6 @@ from pydantic import Field
 from dataset_builders.contracts.sample import IMAGE_SLOT, SkipSample, from_fields
 from dataset_builders.contracts.shard_io import read_record
 from dataset_builders.contracts.strict import StrictModel
-from dataset_builders.contracts.tokenized import PixelConfig
 from dataset_builders.pictures.images import image_size
 from dataset_builders.pictures.pixels import image_grid
 from dataset_builders.storage.files import read_sealed, write_sealed
@@ -80,10 +79,10 @@ class Question:
 
 
 def plan_questions(
-    samples: Artifact, chat: ChatEncoder, pixels: PixelConfig, max_per_subset: int | None
+    samples: Artifact, chat: ChatEncoder, prompt: PromptFormat, max_per_subset: int | None
 ) -> Iterator[Question]:
     """Yield every assistant turn of the held-out samples, in their order; no image is decoded."""
-    for sample, shard, record in heldout_records(samples, max_per_subset):
+    for sample, shard, record in heldout_records(samples, prompt, max_per_subset):
         answers = [place for place, message in enumerate(sample.messages) if message.role == "assistant"]
         for turn, place in enumerate(answers):
             before = sample.messages[:place]
@@ -91,7 +90,7 @@ def plan_questions(
             length, skip, detail = 0, "", ""
             try:
                 # EXIF may swap an image's sides, but the number of its tokens does not change.
-                grids = [image_grid(*image_size(image), pixels) for image in sample.images[:shown]]
+                grids = [image_grid(*image_size(image), prompt.pixels) for image in sample.images[:shown]]
                 length = len(chat.encode_prompt(before, grids))
             except SkipSample as error:
                 skip, detail = error.reason, error.detail
@@ -179,7 +178,8 @@ def answer_parts(
         return
     if model is None:  # in a worker
         model, adapter = open_model_to_answer(job.hf_dir, job.adapter_dir, job.code_sha256)
-    settings = EngineSettings(model, job.prompt, config.batch_size, config.batch_tokens, device, adapter)
+    longest = max(questions[place].num_tokens for number in mine for place in parts[number]) + config.max_new_tokens
+    settings = EngineSettings(model, job.prompt, config.batch_size, config.batch_tokens, device, adapter, longest)
     engine = make_engine(config.engine, settings)
     groups: dict[int, list[list[int]]] = {}  # number of a part -> the question numbers of each group
     for number in mine:
@@ -220,10 +220,8 @@ def _prepare(job: AnswerJob, engine: Engine, questions: Sequence[Question], grou
     for number in group:
         question = questions[number]
         shard = local_copy(job.samples_dir / question.shard)
-        sample = from_fields(
-            question.key,
-            read_record(shard, question.offset, question.size, checksum=question.checksum, key=question.key),
-        )
+        fields = read_record(shard, question.offset, question.size, checksum=question.checksum, key=question.key)
+        sample = job.prompt.with_boxes(from_fields(question.key, fields))
         before, images = sample.messages[: question.place], sample.images[: question.num_images]
         requests.append(Request(number, before, images, job.config.max_new_tokens))
     return engine.prepare(requests)

@@ -53,15 +53,15 @@ from stages.answer.worker import run_workers
 from stages.shared.artifacts.artifact import Artifact, Input, Stage, StageOutput
 from stages.shared.artifacts.workers import StageResources
 from stages.shared.chat_format.chat import ChatEncoder
-from stages.shared.chat_format.prompt import read_prompt_format
+from stages.shared.chat_format.prompt import PromptFormat, read_prompt_format
 from stages.shared.inputs.adapter_directory import AdapterDirectory, opened_adapter
 from stages.shared.inputs.model_directory import ModelDirectory, opened_model
 from stages.shared.launchers.config import ClusterConfig
 from stages.shared.pages.report import Histogram, Section, Table, write_report
 
 # 2: answers.jsonl has the token ids in place of their number; 3: an answer ends with its turn, and
-# max_samples_per_subset draws samples
-VERSION = 3
+# max_samples_per_subset draws samples; 4: the form of the prompts is in the manifest
+VERSION = 4
 SPEED_JSON = "speed.json"
 _LEFT_OUT_ROWS = 200
 
@@ -72,8 +72,11 @@ def answer(
     """Run the stage. Inputs: "hf" (an export, or the user's HF directory), "samples", and optionally "adapter" (an
     export, or the user's PEFT directory) and "tokenized". With "tokenized", the model gets the prompts that the export
     of a training on these samples would get."""
+    tokenized = inputs.get("tokenized")
+    assert tokenized is None or isinstance(tokenized, Artifact)
+    prompt = read_prompt_format(opened_model(inputs["hf"]), None if tokenized is None else tokenized.manifest.stats)
     if not (work / ANSWERS_JSONL).is_file():  # else the work of an earlier run was whole, and only its end is repeated
-        _answer_all(config, inputs, work, resources or StageResources())
+        _answer_all(config, inputs, prompt, work, resources or StageResources())
     shutil.rmtree(work / PARTS, ignore_errors=True)
     (work / PLAN_JSONL).unlink(missing_ok=True)
     lines = list(read_answers(work / ANSWERS_JSONL))
@@ -86,33 +89,34 @@ def answer(
         "tokens": sum(line.num_tokens for line in answers),
     }
     _write_report(work, answers, left_out, counts, skips)
-    return StageOutput(skips=skips, stats={"counts": counts})
+    return StageOutput(skips=skips, stats={"counts": counts, "prompt": prompt.model_dump(mode="json")})
 
 
-def _answer_all(config: AnswerConfig, inputs: Mapping[str, Input], work: Path, resources: StageResources) -> None:
+def _answer_all(
+    config: AnswerConfig, inputs: Mapping[str, Input], prompt: PromptFormat, work: Path, resources: StageResources
+) -> None:
     """Plan the questions, or read an earlier run's plan; answer the missing parts, and gather all of them."""
     adapter = opened_adapter(inputs["adapter"]) if "adapter" in inputs else None
     if resources.cluster.is_here:  # elsewhere the workers check it
         check_engine(config.engine, adapter)
-    model, samples, tokenized = opened_model(inputs["hf"]), inputs["samples"], inputs.get("tokenized")
+    model, samples = opened_model(inputs["hf"]), inputs["samples"]
     model.check_weights()
     if adapter is not None:
         adapter.check_base(model)
-    assert tokenized is None or isinstance(tokenized, Artifact)
     job = AnswerJob(
         config=config,
         hf_dir=model.path.resolve(),
         adapter_dir=None if adapter is None else adapter.path.resolve(),
         code_sha256=model.code_sha256,
-        prompt=read_prompt_format(model, None if tokenized is None else tokenized.manifest.stats),
+        prompt=prompt,
         samples_dir=absolute(samples.dir),
         work_dir=work.resolve(),
         num_threads=resources.cluster.num_threads,
     )
     questions = read_plan(job.work_dir / PLAN_JSONL)
     if questions is None:
-        chat = ChatEncoder(model, system_prompt=job.prompt.system_prompt)
-        questions = list(plan_questions(samples, chat, job.prompt.pixels, config.max_samples_per_subset))
+        chat = ChatEncoder(model, system_prompt=prompt.system_prompt)
+        questions = list(plan_questions(samples, chat, prompt, config.max_samples_per_subset))
         write_plan(job.work_dir / PLAN_JSONL, questions)
     if not questions:
         raise InputError(f"{samples.dir} has no held-out samples to evaluate on; raise convert.heldout_fraction")

@@ -73,15 +73,6 @@ def main(argv: Sequence[str]) -> int:
         print(f"worker {worker} of {workers}: {answered} more answers", flush=True)
 
     try:
-        if job.config.engine == "vllm":
-            # Only one of the host's GPUs is visible, before CUDA is first used: vLLM has no argument for it.
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-            if visible != [""] and local >= len(visible):
-                raise InputError(
-                    f"worker {local} of this host has no GPU: CUDA_VISIBLE_DEVICES={','.join(visible)}; lower "
-                    "execution.cluster.processes"
-                )
-            os.environ["CUDA_VISIBLE_DEVICES"] = str(local) if visible == [""] else visible[local]
         answer_parts(job, worker, workers, local, say)
     except InputError as error:
         write_text(path.parent / REFUSED, str(error))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
+from dataset_builders.contracts.boxes import TrueBoxes
 from dataset_builders.errors import InputError
 from stages.evaluate.evaluation import BOOTSTRAP
 from stages.evaluate.predictions import counted, read_predictions
@@ -31,7 +32,7 @@ from stages.shared.scoring.subsets import SubsetMetrics, get_metric, read_metric
 from stages.shared.scoring.summary import AnswerSet, SubsetScores, score_subsets, upward_rows
 
 _SAME = ("key", "turn", "question", "references")
-_SCORED = ("key", "turn", "subset", "question", "references", "answer", "pictures", "contaminated")
+_SCORED = ("key", "turn", "subset", "question", "references", "answer", "boxes", "pictures", "contaminated")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,10 +148,15 @@ class ScoredAnswers:
 
 
 def _answers_of(predictions: pa.Table) -> AnswerSet:
-    columns = predictions.select(["key", "subset", "question", "references", "answer", "pictures"]).to_pydict()
+    columns = predictions.select(["key", "subset", "pictures"]).to_pydict()
     judged = [
-        Judged(question=question, references=tuple(references), answer=answer)
-        for question, references, answer in zip(columns["question"], columns["references"], columns["answer"])
+        Judged(
+            question=row["question"],
+            references=tuple(row["references"]),
+            answer=row["answer"],
+            boxes=None if row["boxes"] is None else TrueBoxes.from_json(row["boxes"]),
+        )
+        for row in predictions.select(["question", "references", "answer", "boxes"]).to_pylist()
     ]
     return AnswerSet(subset=columns["subset"], sample=columns["key"], pictures=columns["pictures"], judged=judged)
 

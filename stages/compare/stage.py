@@ -17,10 +17,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from dataset_builders.contracts.boxes import TrueBoxes
+from dataset_builders.contracts.sample import Sample
 from dataset_builders.errors import InputError
 from dataset_builders.storage.files import atomic_path
 from stages.answer.heldout import heldout_samples
 from stages.compare.comparison import Comparison, compare_predictions
+from stages.evaluate.answer_pictures import answer_layer, answer_picture
 from stages.evaluate.config import CompareConfig
 from stages.evaluate.predictions import COMPARISON, counted, read_predictions
 from stages.shared.artifacts.artifact import Artifact, Stage, StageOutput
@@ -31,8 +34,8 @@ from stages.shared.scoring.names import OVERALL
 from stages.shared.scoring.subsets import read_metrics
 from stages.shared.scoring.summary import upward_rows, upwards
 
-# 2: contaminated samples are excluded; 3: all images of a sample on the page; 4: what they show
-VERSION = 4
+# 2: contaminated samples are excluded; 3: all images of a sample on the page; 4: what they show; 5: boxes
+VERSION = 5
 COMPARISON_SCHEMA = pa.schema(
     [
         ("key", pa.string()),
@@ -43,6 +46,7 @@ COMPARISON_SCHEMA = pa.schema(
         ("references", pa.list_(pa.string())),
         ("base", pa.string()),
         ("tuned", pa.string()),
+        ("boxes", pa.string()),  # as in predictions.parquet
         ("base_score", pa.float64()),
         ("tuned_score", pa.float64()),
         ("gain", pa.float64()),
@@ -67,13 +71,13 @@ def compare(config: CompareConfig, inputs: Mapping[str, Artifact], work: Path, r
     table = _table(base, tuned, comparison)
     with atomic_path(work / COMPARISON) as tmp:
         pq.write_table(table, tmp)
-    keys, images_of = shown_keys(table), {}
-    for sample in heldout_samples(inputs["samples"]):
-        if images_of.keys() == keys:
+    keys, samples_of = shown_keys(table), {}
+    for sample in heldout_samples(inputs["samples"], None):
+        if samples_of.keys() == keys:
             break
         if sample.key in keys:
-            images_of[sample.key] = sample.images
-    write_comparison_report(work, comparison, table, images_of)
+            samples_of[sample.key] = sample
+    write_comparison_report(work, comparison, table, samples_of)
     return StageOutput(stats=_stats(comparison))
 
 
@@ -87,7 +91,7 @@ def _table(base: pa.Table, tuned: pa.Table, comparison: Comparison) -> pa.Table:
         scores["base_score"][here] = upward_rows(comparison.base[name])
         scores["tuned_score"][here] = upward_rows(tuned_scores)
         metrics[here] = tuned_scores.metrics.headline
-    columns = {name: tuned[name] for name in ("key", "turn", "subset", "question", "references", "image")}
+    columns = {name: tuned[name] for name in ("key", "turn", "subset", "question", "references", "boxes", "image")}
     columns |= {"base": base["answer"], "tuned": tuned["answer"], "metric": metrics, "gain": comparison.rows, **scores}
     table = pa.table({name: columns[name] for name in COMPARISON_SCHEMA.names}, schema=COMPARISON_SCHEMA)
     return table.take(np.argsort(-np.abs(comparison.rows), kind="stable"))
@@ -112,13 +116,13 @@ def _stats(comparison: Comparison) -> dict[str, object]:
 
 
 def write_comparison_report(
-    directory: Path, comparison: Comparison, table: pa.Table, images_of: Mapping[str, Sequence[bytes]]
+    directory: Path, comparison: Comparison, table: pa.Table, samples_of: Mapping[str, Sample]
 ) -> None:
     """Write report.json: the differences, then images with both answers, the largest differences first.
 
     Args:
         table: the rows of comparison.parquet, in its order.
-        images_of: key of a sample -> all its encoded images; for the `shown_keys`.
+        samples_of: key -> the sample, for the `shown_keys`.
     """
     whole = comparison.differences[OVERALL]
     before, after = (
@@ -136,7 +140,7 @@ def write_comparison_report(
     for title, answers in zip(("Worse than before", "Better than before"), _worse_and_better(table)):
         rows = _with_image(answers)
         shown |= {(row["key"], row["turn"]) for row in rows}
-        items = [Picture.of_sample(r["key"], images_of[r["key"]], _THUMBNAIL_SIDE, _caption(r)) for r in rows]
+        items = [_picture(row, samples_of[row["key"]]) for row in rows]
         sections.append(Pictures(f"{title} ({answers.num_rows} in all; the first with pictures)", items))
     columns = ["key", "turn", "metric", "question", "references", "base", "tuned", "base_score", "tuned_score"]
     changed = table.filter(pc.not_equal(table["gain"], 0)).select(columns).to_pylist()
@@ -149,6 +153,16 @@ def write_comparison_report(
 def shown_keys(table: pa.Table) -> set[str]:
     """Return the keys of the samples whose images are on the page."""
     return {row["key"] for answers in _worse_and_better(table) for row in _with_image(answers)}
+
+
+def _picture(row: dict[str, Any], sample: Sample) -> Picture:
+    caption, layers, truth = _caption(row), [], None
+    if row["boxes"] is not None:
+        truth = TrueBoxes.from_json(row["boxes"])
+        layers.append(answer_layer("before", "before", row["base"], truth))
+        layers.append(answer_layer("after", "answer", row["tuned"], truth))
+    boxed = answer_picture(sample, row["turn"], truth, layers, caption)
+    return boxed or Picture.of_sample(sample.key, sample.images, _THUMBNAIL_SIDE, caption)
 
 
 def _worse_and_better(table: pa.Table) -> tuple[pa.Table, pa.Table]:

@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dataset_builders.contracts.sample import subset_of
-from dataset_builders.pictures.images import grey_png
+from dataset_builders.pictures.images import pixels_png
 from dataset_builders.pictures.picture_hash import THUMBNAIL_SIDE
 from dataset_builders.storage.files import atomic_path
 from dataset_builders.storage.store import StorePath, local_copy, remove_tree
@@ -147,7 +147,7 @@ def _pair(copy: Copy) -> Picture:
     difference, apart = show_value(copy.difference), show_value(copy.apart)
     caption = f"{keys}\n{copy.bits} bits, {difference} grey levels, {apart} apart"
     shows = f"left an image of held-out {copy.key}, right one of {copy.train_key} in train"
-    return Picture(grey_png(pair.repeat(_SCALE, 0).repeat(_SCALE, 1)), shows, caption)
+    return Picture(pixels_png(pair.repeat(_SCALE, 0).repeat(_SCALE, 1)), shows, caption)
 
 
 STAGE = Stage("contamination", VERSION, find_contamination, digested=(CONTAMINATION,))

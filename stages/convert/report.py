@@ -52,6 +52,9 @@ class Figures:
     turns_per_sample: Counter[int] = field(default_factory=Counter)  # number of turns -> number of samples
     scripts: dict[str, int] = field(default_factory=dict)  # Unicode's name of a script -> letters, most frequent first
     answers: list[tuple[str, int]] = field(default_factory=list)  # (first 60 characters, times), most frequent first
+    with_boxes: int = 0  # samples with places for boxes
+    with_empty_lists: int = 0  # of these, samples in whose places there is no box
+    labels: Counter[str] = field(default_factory=Counter)  # label of a box -> number of boxes
 
     @property
     def turns(self) -> int:
@@ -68,6 +71,7 @@ class Converted:
         pictures: the table of `distinct_pictures`.
         parts: number of a part -> the part.
         origins: subset -> its origin.
+        not_read: what the builders leave out within rows, in words -> how often (see Builder.not_read).
     """
 
     source_rows: int
@@ -78,6 +82,7 @@ class Converted:
     pictures: pa.Table
     parts: Mapping[int, Part]
     origins: Mapping[str, SubsetOrigin]
+    not_read: Mapping[str, int]
 
 
 def iter_left_out(scan: Scan, plan: Plan, parts: Mapping[int, Part]) -> Iterator[LeftOut]:
@@ -116,6 +121,17 @@ def convert_stats(converted: Converted) -> dict[str, object]:
         "pictures_rotated_by_exif": int(pc.sum(pictures["rotated"]).as_py() or 0),
         "picture_sides": sides,
         "scripts": figures.scripts,
+        **({"boxes": _box_counts(figures)} if figures.with_boxes else {}),
+        **({"not_read": dict(converted.not_read)} if converted.not_read else {}),
+    }
+
+
+def _box_counts(figures: Figures) -> dict[str, int]:
+    return {
+        "samples": figures.with_boxes,
+        "samples_without_a_box": figures.with_empty_lists,
+        "boxes": figures.labels.total(),
+        "labels": len(figures.labels.keys() - {""}),
     }
 
 
@@ -135,6 +151,7 @@ def write_convert_report(directory: StorePath, converted: Converted, stats: Mapp
     ]
     letters = sum(figures.scripts.values())
     answers = [[text, count, count / max(1, figures.turns)] for text, count in figures.answers]
+    boxes = [[text or "no label", n, n / figures.labels.total()] for text, n in figures.labels.most_common(_FREQUENT)]
     reasons = [[reason, number, SKIP_REASONS[reason]] for reason, number in Counter(plan.skips()).most_common()]
     sections: list[Section] = [
         Histogram("Picture widths", pc.struct_field(uses, "width").to_numpy(), "pixels, one count a use"),
@@ -147,6 +164,7 @@ def write_convert_report(directory: StorePath, converted: Converted, stats: Mapp
         Table("Subsets", columns, subsets),
         Table("Scripts", ["script", "letters", "share"], [[s, n, n / letters] for s, n in figures.scripts.items()]),
         Table("Most frequent answers", ["answer", "times", "share of answers"], answers),
+        *([Table("Boxes", ["label", "boxes", "share"], boxes)] if figures.with_boxes else []),
         Table("Left out, by reason", ["reason", "samples", "meaning"], reasons),
         left_out_table(left_out, num_left_out),
     ]
@@ -160,6 +178,7 @@ def write_convert_report(directory: StorePath, converted: Converted, stats: Mapp
         "distinct pictures": stats["pictures"],
         "picture formats": stats["picture_formats"],
         "pixel formats": stats["picture_modes"],
+        **{name.replace("_", " "): stats[name] for name in ("boxes", "not_read") if name in stats},
     }
     write_report(directory, title="Samples", summary=summary, sections=sections)
 
@@ -172,7 +191,7 @@ def gather_figures(work: StorePath, scan: Scan, plan: Plan, parts: Mapping[int, 
     for number, part in parts.items():
         subset = figures.subsets.setdefault(part.subset, SubsetFigures())
         splits = plan.splits[scan.starts[number] : scan.starts[number + 1]]
-        columns = (*_LENGTHS, "size", "pictures", "answer_hashes", "scripts", "letters")
+        columns = (*_LENGTHS, "size", "pictures", "answer_hashes", "scripts", "letters", "box_places", "labels")
         table = read_columns(scan_path(work, number), columns)
         sizes = table["size"].fill_null(0).to_numpy()
         for place, split in enumerate(SPLITS):
@@ -188,6 +207,10 @@ def gather_figures(work: StorePath, scan: Scan, plan: Plan, parts: Mapping[int, 
             counter.update(value_counts(pc.list_flatten(table[name])))
         for script, letters in zip(pc.list_flatten(table["scripts"]).to_pylist(), _flat(table, "letters").tolist()):
             scripts[script] += letters
+        has_places = table["box_places"].to_numpy() > 0
+        figures.with_boxes += int(has_places.sum())
+        figures.with_empty_lists += int((has_places & (pc.list_value_length(table["labels"]).to_numpy() == 0)).sum())
+        figures.labels.update(value_counts(pc.list_flatten(table["labels"])))
         np.add.at(buckets, _bucket(_flat(table, "answer_hashes")), 1)
     figures.scripts = dict(sorted(scripts.items(), key=lambda item: (-item[1], item[0])))
     figures.answers = _frequent_answers(work, scan, plan, list(parts), buckets)

@@ -7,6 +7,7 @@ smaller choice is a subset of a larger one.
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -39,6 +40,15 @@ class RawRows:
             part.subset: SubsetOrigin(builder=self.readers[number][0], name=part.own_subset)
             for number, part in self.parts.items()
         }
+
+    def not_read(self) -> Counter[str]:
+        """Return what the builders leave out within the rows of all parts, in words -> how often."""
+        counts: Counter[str] = Counter()
+        for number, part in self.parts.items():
+            name, options = self.readers[number]
+            if (count := get_builder(name).not_read) is not None:
+                counts.update(count(part, options))
+        return counts
 
     def read(self, number: int, keys: Sequence[str]) -> Iterator[Sample]:
         """Yield the samples of a part with these keys, in the order of the source."""

@@ -12,6 +12,7 @@ import pyarrow as pa
 import xxhash
 from fontTools.unicodedata import script, script_name
 
+from dataset_builders.contracts.boxes import BOX_SLOT
 from dataset_builders.contracts.sample import IMAGE_SLOT, Sample, SkipSample, to_fields
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.errors import InputError
@@ -43,12 +44,14 @@ SCAN_SCHEMA = pa.schema(
         ("size", pa.int64()),  # bytes in a shard
         ("pictures", pa.list_(_PICTURE)),
         ("checksums", pa.list_(pa.uint64())),  # xxh3_64 of each image's bytes
-        ("question_chars", pa.list_(pa.int32())),  # without image slots
+        ("question_chars", pa.list_(pa.int32())),  # without slots of images and boxes
         ("answer_chars", pa.list_(pa.int32())),
         ("answers", pa.list_(pa.string())),  # the first ANSWER_CHARS characters
         ("answer_hashes", pa.list_(pa.uint64())),  # xxh3_64 of each entry of `answers`
         ("scripts", pa.list_(pa.string())),
         ("letters", pa.list_(pa.int64())),  # number of letters of each script, in all messages
+        ("box_places", pa.int32()),  # places for boxes in its texts
+        ("labels", pa.list_(pa.string())),  # of each box; empty for a box without one
     ]
 )
 PLAN_COLUMNS = ("key", "reason", "detail", "digest", "size", "pictures")
@@ -175,13 +178,20 @@ def _scan_row(item: Sample | SkippedRow, images: _ImageChecks) -> dict[str, obje
             pictures.append(images.check(data))
         except SkipSample as skip:
             return {"key": item.key, "reason": skip.reason, "detail": f"image {i}: {skip.detail}"}
+    places = [place for message in item.messages for place in message.boxes]
+    for place in places:  # the builder measured by the header, this is the decoded image
+        size = (pictures[place.image][1].width, pictures[place.image][1].height)
+        if place.size != size:
+            detail = (
+                f"boxes for image {place.image} of {place.size[0]} x {place.size[1]} px, which is {size[0]} x {size[1]}"
+            )
+            return {"key": item.key, "reason": "bad_box", "detail": detail}
     digests = [digest.hex() for digest, _ in pictures]
     # In a tar, each member has one header block and whole blocks of content.
     sizes = (len(data) for data in to_fields(item, digests).values())
-    questions = [m.text.replace(IMAGE_SLOT, "") for m in item.messages if m.role == "user"]
-    answers = [m.text for m in item.messages if m.role == "assistant"]
-    beginnings = [answer[:ANSWER_CHARS] for answer in answers]
-    scripts = count_scripts("\n".join(m.text.replace(IMAGE_SLOT, "") for m in item.messages))
+    texts = [(m.role, m.text.replace(IMAGE_SLOT, "").replace(BOX_SLOT, "")) for m in item.messages]
+    beginnings = [m.text[:ANSWER_CHARS] for m in item.messages if m.role == "assistant"]
+    scripts = count_scripts("\n".join(text for _, text in texts))
     return {
         "key": item.key,
         "digest": bytes.fromhex(item.digest(digests)),
@@ -198,12 +208,14 @@ def _scan_row(item: Sample | SkippedRow, images: _ImageChecks) -> dict[str, obje
             for digest, info in pictures
         ],
         "checksums": [xxhash.xxh3_64_intdigest(data) for data in item.images],
-        "question_chars": [len(text) for text in questions],
-        "answer_chars": [len(text) for text in answers],
+        "question_chars": [len(text) for role, text in texts if role == "user"],
+        "answer_chars": [len(text) for role, text in texts if role == "assistant"],
         "answers": beginnings,
         "answer_hashes": [xxhash.xxh3_64_intdigest(text.encode()) for text in beginnings],
         "scripts": list(scripts),
         "letters": list(scripts.values()),
+        "box_places": len(places),
+        "labels": [box.label for place in places for box in place.boxes],
     }
 
 

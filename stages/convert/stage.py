@@ -27,7 +27,8 @@ from stages.shared.artifacts.workers import StageResources
 # 3: references of documents without the_cauldron's full stop; 4: min_heldout, running numbers with any number of digits
 # 5: a key twice, the digits of float32; 6: what no option reads, placeholders, numbered marks
 # 7: rows with a mask, weights of messages or an image that no option reads are left out of tables too
-VERSION = 8  # 8: origins of the subsets; both spellings of documents among several sources too
+# 8: origins of the subsets; both spellings of documents among several sources too
+VERSION = 9  # 9: boxes, those in texts too
 
 _ROWS_PER_WORKER = 2000  # rows that take about as long as the start of a process
 
@@ -74,6 +75,7 @@ def _run(config: ConvertConfig, inputs: Mapping[str, Input], work: StorePath, re
         pictures=distinct_pictures(scan, plan),
         parts=rows.parts,
         origins=rows.origins(),
+        not_read=rows.not_read(),
     )
     write_pictures(work / PICTURES, converted.pictures, scan, plan)
     stats = convert_stats(converted)

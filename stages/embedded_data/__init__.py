@@ -1,4 +1,4 @@
-"""Raw rows that athanor makes itself: scans of digits, or the data set easy-VQA out of its package.
+"""Raw rows that athanor makes itself: scans of digits, the data set easy-VQA out of its package, or drawn shapes.
 
 In: a seed and sizes. Out: raw rows in a format of `dataset_builders`.
 Read first: `digits.py`.

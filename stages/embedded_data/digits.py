@@ -39,12 +39,12 @@ def _run(config: EmbeddedDataConfig, inputs: Mapping[str, object], work: Path, r
     return StageOutput(stats={"rows": {subset: len(rows) for subset, rows in subsets.items()}})
 
 
-def write_subset(directory: Path, rows: list[Row], split: str) -> None:
+def write_subset(directory: Path, rows: list[Row], split: str, schema: pa.Schema = ROW_SCHEMA) -> None:
     """Write the rows of a subset into files that are named after their split."""
     directory.mkdir(parents=True, exist_ok=True)
     starts = range(0, len(rows), _FILE_ROWS)
     for i, start in enumerate(starts):
-        table = pa.Table.from_pylist(rows[start : start + _FILE_ROWS], schema=ROW_SCHEMA)
+        table = pa.Table.from_pylist(rows[start : start + _FILE_ROWS], schema=schema)
         with atomic_path(directory / f"{split}-{i:05d}-of-{len(starts):05d}.parquet") as tmp:
             pq.write_table(table, tmp, row_group_size=_GROUP_ROWS, compression="zstd")
 

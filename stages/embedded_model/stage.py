@@ -18,10 +18,12 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
-from dataset_builders.contracts.sample import IMAGE_SLOT
+from dataset_builders.contracts.sample import IMAGE_SLOT, from_fields
 from dataset_builders.contracts.shard_io import iter_records
 from dataset_builders.storage.files import write_json, write_text
 from stages.shared.artifacts.artifact import Artifact, Stage, StageOutput
+from stages.shared.chat_format.boxes import with_boxes_written
+from stages.shared.chat_format.config import BoxFormat
 from stages.shared.inputs.config import EmbeddedModelConfig
 from stages.shared.inputs.load_transformers import no_progress_bar
 from trainer.contract.names import HF_EXPORT
@@ -79,12 +81,15 @@ def _run(config: EmbeddedModelConfig, inputs: Mapping[str, Artifact], work: Path
 
 
 def _texts(samples: Artifact) -> Iterator[str]:
-    """Yield all texts to train on: questions, answers and reasoning of the train split, without image slots."""
+    """Yield all texts to train on: questions, answers and reasoning of the train split, without image slots.
+
+    Boxes are written in the default form, since the recipe's is not known here; in another one, they are only longer.
+    """
     for shard in (shard for shard in samples.manifest.shards if shard.split == "train"):
-        for _, fields in iter_records(samples.dir / shard.name, shard):
-            for message in json.loads(fields["json"])["messages"]:
-                yield message["text"].replace(IMAGE_SLOT, "")
-                yield from filter(None, [message.get("reasoning")])
+        for key, fields in iter_records(samples.dir / shard.name, shard):
+            for message in with_boxes_written(from_fields(key, fields), BoxFormat(), None).messages:
+                yield message.text.replace(IMAGE_SLOT, "")
+                yield from filter(None, [message.reasoning])
 
 
 def make_tiny_hf_dir(directory: Path, config: EmbeddedModelConfig, texts: list[str]) -> Path:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from dataset_builders.contracts.sample import whole_key
 from stages.evaluate.predictions import Prediction, Scored
+from stages.shared.scoring.box_readings import BetterReading, better_reading
 from stages.shared.scoring.intervals import Bootstrap, Interval
 from stages.shared.scoring.metrics.contract import Judged
 from stages.shared.scoring.names import HEALTH_NAMES, LOSS, OVERALL, PERPLEXITY
@@ -32,17 +33,17 @@ class Evaluation:
     """Predictions by sample, and their scores after a call of `score`.
 
     Args:
-        metrics_of: subset -> its metrics, for all subsets.
         losses: key of a sample -> the loss of its reference answers, if the trainer measured it.
     """
 
-    def __init__(self, metrics_of: Mapping[str, SubsetMetrics], losses: Mapping[str, HeldoutRow] | None = None) -> None:
+    def __init__(self, losses: Mapping[str, HeldoutRow] | None = None) -> None:
         self.predictions: list[Prediction] = []  # in the order in which they were added
         self.table: dict[str, dict[str, float]] = {}  # by subset or overall, and metric; without contaminated samples
         self.subsets: dict[str, SubsetScores] = {}  # subset -> its scores, without contaminated samples
         self.overall: Interval | None = None  # the mean of the subsets' headlines; None before `score`
         self.with_contaminated: dict[str, float] = {}  # subset or overall -> `score` with them; empty if there are none
-        self._metrics_of, self._losses = metrics_of, losses or {}
+        self.better_readings: dict[str, BetterReading] = {}  # subset -> another reading of boxes that fits better
+        self._losses = losses or {}
         self._pictures: list[list[str]] = []
         self._rows: dict[str, list[int]] = defaultdict(list)
         self._scored: list[Scored] = []
@@ -54,22 +55,37 @@ class Evaluation:
             self.predictions.append(prediction)
             self._pictures.append(pictures)
 
-    def score(self) -> None:
-        """Score all predictions that were added; ValueError if none of them counts."""
+    def num_boxes(self, subset: str) -> list[int | None]:
+        """Return the number of true boxes of each answer of a subset; None for an answer that is no boxes."""
+        boxes = [prediction.boxes for prediction in self.predictions if prediction.subset == subset]
+        return [None if each is None else len(each.boxes) for each in boxes]
+
+    def score(self, metrics_of: Mapping[str, SubsetMetrics]) -> None:
+        """Score all predictions that were added; ValueError if none of them counts.
+
+        Args:
+            metrics_of: subset -> its metrics, for all subsets.
+        """
         predictions, rows = self.predictions, self._counted()
-        judged = [Judged(question=p.question, references=p.references, answer=p.answer) for p in predictions]
+        judged = [
+            Judged(question=p.question, references=p.references, answer=p.answer, boxes=p.boxes) for p in predictions
+        ]
         subsets, samples = ([getattr(p, name) for p in predictions] for name in ("subset", "key"))
         everything = AnswerSet(subset=subsets, sample=samples, pictures=self._pictures, judged=judged)
         self._scored = [Scored("", None)] * len(predictions)
         # Contaminated samples get scores per answer, but no other score counts them.
         if len(rows) < len(predictions):
-            scores, overall = score_subsets(everything, self._metrics_of, _POINT)
+            scores, overall = score_subsets(everything, metrics_of, _POINT)
             self._set_rows(scores, self._groups(range(len(predictions))))
             self.with_contaminated = {name: upwards(s) for name, s in scores.items()} | {OVERALL: overall.value}
         counted, groups = everything.take(rows), self._groups(rows)
-        self.subsets, self.overall = score_subsets(counted, self._metrics_of, BOOTSTRAP)
+        self.subsets, self.overall = score_subsets(counted, metrics_of, BOOTSTRAP)
         self._set_rows(self.subsets, groups)
         self.table = table_of(counted, self.subsets, self.overall)
+        for name in self.subsets:
+            answers = counted.of(name)
+            if (found := better_reading(answers.judged, answers.groups, BOOTSTRAP)) is not None:
+                self.better_readings[name] = found
         for name, members in groups.items():
             answers = [predictions[row] for row in members]
             self.table[name] |= health(answers) | reference_loss(self._losses, {answer.key for answer in answers})

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from dataset_builders.contracts.boxes import TrueBoxes
 from dataset_builders.contracts.manifest import canonical_json, fingerprint
 from dataset_builders.contracts.sample import Sample, image_digests, subset_of
 from dataset_builders.storage.files import atomic_path
@@ -26,6 +27,7 @@ PREDICTIONS_SCHEMA = pa.schema(
         ("reference", pa.string()),
         ("references", pa.list_(pa.string())),
         ("answer", pa.string()),
+        ("boxes", pa.string()),  # TrueBoxes as JSON
         ("metric", pa.string()),
         ("score", pa.float64()),
         ("stopped", pa.bool_()),
@@ -49,6 +51,7 @@ class Prediction:
     reference: str  # the data's answer
     references: tuple[str, ...]  # all answers that count as right; only `reference` if the data has no others
     answer: str
+    boxes: TrueBoxes | None  # the right boxes; None if the data has none for this turn, or boxes of several images
     stopped: bool  # whether the model generated an end-of-turn token
     num_tokens: int  # generated, without the end-of-turn token
     contaminated: str | None = None  # how one of its images occurs in train, and no score counts it; None: none does
@@ -86,7 +89,9 @@ def predictions_table(samples: Sequence[Sample], rows: Sequence[tuple[Prediction
     }
     own = [name for name in PREDICTIONS_SCHEMA.names if name not in _OF_THE_SAMPLE]
     table = [
-        {name: getattr(p, name) for name in own} | {"metric": s.metric, "score": s.score} | about[p.key]
+        {name: getattr(p, name) for name in own}
+        | {"boxes": None if p.boxes is None else p.boxes.to_json(), "metric": s.metric, "score": s.score}
+        | about[p.key]
         for p, s in rows
     ]
     return pa.Table.from_pylist(table, schema=PREDICTIONS_SCHEMA)

@@ -2,7 +2,9 @@
 
 hf/model.safetensors  config.json  generation_config.json
 hf/tokenizer.json ...  chat_template.jinja  preprocessor_config.json   from the source, with the training's pixel limits
+hf/system_prompt.txt  box_format.json   how the training's prompts were made, if they had these; for athanor alone
 adapter/adapter_config.json  adapter_model.safetensors   if adapters were trained; they are also merged into hf/
+adapter/generation_config.json                           how a server of the base model has to end the adapter's answers
 """
 
 import math
@@ -18,18 +20,21 @@ from stages.export.config import ExportConfig
 from stages.shared.artifacts.artifact import Artifact, Input, Stage, StageOutput
 from stages.shared.artifacts.verify import file_entries
 from stages.shared.artifacts.workers import StageResources
-from stages.shared.chat_format.images import write_pixel_limits
-from stages.shared.chat_format.prompt import SYSTEM_PROMPT
+from stages.shared.chat_format.images import load_image_config, write_pixel_limits
+from stages.shared.chat_format.prompt import BOX_FORMAT, SYSTEM_PROMPT
 from stages.shared.inputs.model_directory import (
+    GENERATION_CONFIG,
     ModelDirectory,
     StoredTensor,
     add_end,
+    generation_config,
     opened_model,
     read_json,
     safetensors_header,
     stored_tensors,
 )
 from stages.shared.inputs.remote_code import drop_auto_maps
+from stages.shared.inputs.served import completed
 from stages.shared.pages.report import Table, write_report
 from stages.train.run_trainer import run_trainer
 from stages.train.stage import digest_of_base
@@ -37,7 +42,9 @@ from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT, RUN_JSON
 from trainer.contract.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from trainer.contract.run import RunConfig, TrainConfig
 
-VERSION = 3  # 3: the token that ends a trained turn is among eos_token_id
+# 3: the token that ends a trained turn is among eos_token_id; 4: generation_config.json of an adapter, and the keys of
+# config.json that vLLM reads
+VERSION = 4
 JOB_DIR = "job"  # output directory of the trainer's run, in the work directory
 _COPIED = ("*.json", "*.jinja", "*.txt")
 _NOT_COPIED = ("model.safetensors.index.json",)  # the exported weights have an index of their own
@@ -58,6 +65,9 @@ def export(config: ExportConfig, inputs: Mapping[str, Input], work_dir: Path, re
     copy_processor_files(source, hf_dir, tokenized)
     end = tokenized.get("end_of_turn_id")
     added = end is not None and add_end(hf_dir, end)
+    if run.train.adapter:
+        # The base model's own file may end elsewhere: vLLM takes this one with --generation-config (config/model.py).
+        write_json(work_dir / ADAPTER_EXPORT / GENERATION_CONFIG, generation_config(hf_dir))
     shutil.rmtree(job_dir)  # its paths and times would make every export different
     weights = [file.model_copy(update={"name": f"{HF_EXPORT}/{file.name}"}) for file in result.files]
     files = file_entries(work_dir, STAGE.digested, weights)
@@ -71,6 +81,9 @@ def export(config: ExportConfig, inputs: Mapping[str, Input], work_dir: Path, re
         "steps": trained["steps"],
         "checkpoint": trained["checkpoint"],
     }
+    if exported.shape.vision:
+        pixels = load_image_config(exported)
+        stats["pixels"] = {"shortest_edge": pixels.min_pixels, "longest_edge": pixels.max_pixels}
     if added:
         stats["added_end"] = end
     if run.train.mtp_loss_scaling_factor:
@@ -90,6 +103,9 @@ def export(config: ExportConfig, inputs: Mapping[str, Input], work_dir: Path, re
 def _write_report(work_dir: Path, stats: Mapping[str, Any]) -> None:
     parameters = Table("Parameters", ("part", "number"), list(stats["parameters"].items()))
     summary = {"dtype": stats["dtype"], "parameters": sum(stats["parameters"].values()), "steps": stats["steps"]}
+    if "pixels" in stats:
+        low, high = stats["pixels"].values()
+        summary["area of a picture, in preprocessor_config.json"] = f"{low:,} to {high:,} pixels"
     sections = [parameters]
     if stats["carried"]:
         copied = [(f"{prefix}*", number) for prefix, number in stats["carried"].items()]
@@ -127,17 +143,20 @@ def _run_config(inputs: Mapping[str, Input], source: Path, job_dir: Path, resour
 
 
 def copy_processor_files(source: Path, hf_dir: Path, tokenized: Mapping[str, Any]) -> None:
-    """Copy tokenizer, template and configs of the source; write pixel limits, system prompt and dtype of the export."""
+    """Copy tokenizer, template and configs of the source; write pixel limits, system prompt, form of boxes, dtype, and
+    what vLLM reads of config.json."""
     for file in sorted({f for pattern in _COPIED for f in source.glob(pattern)}):
         if file.name not in _NOT_COPIED and not file.name.startswith(("manifest.", "report.")):
             shutil.copyfile(file, hf_dir / file.name)
     drop_auto_maps(hf_dir)
     write_pixel_limits(hf_dir, tokenized.get("min_pixels"), tokenized.get("max_pixels"))
     dtype = written_dtype(stored_tensors(hf_dir))
-    write_json(hf_dir / "config.json", _with_dtype(read_json(hf_dir / "config.json"), dtype))
+    write_json(hf_dir / "config.json", completed(_with_dtype(read_json(hf_dir / "config.json"), dtype)))
     (hf_dir / SYSTEM_PROMPT).unlink(missing_ok=True)
     if tokenized.get("system_prompt"):
         write_text(hf_dir / SYSTEM_PROMPT, tokenized["system_prompt"])
+    if tokenized.get("boxes"):  # else a form that the source has still holds: nothing was trained in another one
+        write_json(hf_dir / BOX_FORMAT, tokenized["boxes"])
 
 
 def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:

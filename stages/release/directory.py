@@ -76,12 +76,13 @@ def _link(source: Path, target: Path) -> bool:
 def _example(samples: Artifact) -> tuple[str, list[str]]:
     """Return the first held-out question about one picture, and the picture in base64; without one, a plain one."""
     seen: set[str] = set()
-    for sample in heldout_samples(samples):
+    for sample in heldout_samples(samples, None):
         if sample.subset in seen:
             continue
         seen.add(sample.subset)
         question = sample.messages[0]
-        if question.role == "user" and question.text.count(IMAGE_SLOT) == 1:
+        # A question with boxes is passed over: its coordinates belong to the whole picture, not to this small one.
+        if question.role == "user" and question.text.count(IMAGE_SLOT) == 1 and not question.boxes:
             picture = preview_png(sample.images[:1], _EXAMPLE_SIDE)
             return question.text, [base64.b64encode(picture).decode()]
     return _QUESTION, []

@@ -5,6 +5,7 @@ trained on), pipeline_tag, library_name, tags, and the scores as a model-index. 
 its bytes depend only on the model and its scores.
 """
 
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -19,12 +20,27 @@ from dataset_builders.contracts.manifest import SubsetOrigin
 from dataset_builders.sources.registry import CAULDRON_PROMPTS, licence_of
 from dataset_builders.storage.files import write_text
 from stages.shared.artifacts.artifact import Artifact
+from stages.shared.chat_format.config import BoxFormat
+from stages.shared.inputs.served import lora_options
 from stages.shared.pages.page import render
 from stages.shared.pages.shown_numbers import show_value
 
 MODEL_CARD = "README.md"
 _CAULDRON = "HuggingFaceM4/the_cauldron"
 _TASK = "image-text-to-text"
+_FORMS = {
+    "bbox_2d": '`[{"bbox_2d": [x1, y1, x2, y2], "label": ".."}]`',
+    "fenced": '`[{"bbox_2d": [x1, y1, x2, y2], "label": ".."}]` in a block of code',
+    "lines": "`label: [x1, y1, x2, y2]`, one a line",
+}
+_IN_PIXELS = "In pixels of a picture of W x H, as it is shown,"
+_CONVENTIONS = {
+    "relative_1000": "from 0 to 1000 along each side (`relative_1000`). "
+    f"{_IN_PIXELS} x is x * W / 1000 and y is y * H / 1000.",
+    "resized_pixels": "in pixels of the picture as the processor resizes it (`resized_pixels`): to h x w, the last two "
+    f"numbers of its `image_grid_thw` times `patch_size`. {_IN_PIXELS} x is x * W / w and y is y * H / h.",
+}
+_LANGUAGE_ROLES = {"attention", "mlp", "experts", "delta"}
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -59,6 +75,21 @@ class CardFacts:
     mtp: int = 0  # number of tensors of multi-token prediction that were trained
     adapter: Mapping[str, object] | None = None  # facts of the trained adapter; None: the model itself was trained
     verify: Mapping[str, Any] | None = None  # the stats of that stage's manifest; None if it did not run
+    boxes: BoxFormat | None = None  # the form of boxes that was trained; None: no sample had boxes
+    pixels: Mapping[str, int] | None = None  # limits of a picture's area, as `size` has them; None for a text model
+
+    @property
+    def adapter_flags(self) -> str:
+        """The arguments with which `vllm serve` gives the base model what the adapter was trained with."""
+        rank, targets = self.adapter["rank"], self.adapter["targets"]
+        options = lora_options(rank, [".visual." if {*targets} - _LANGUAGE_ROLES else ""])
+        flags = ["--enable-lora", f"--max-lora-rank {options['max_lora_rank']}"]
+        flags += ["--enable-tower-connector-lora"] if options["enable_tower_connector_lora"] else []
+        flags += [f"--lora-modules {self.name}=adapter", "--generation-config adapter"]
+        if self.pixels:
+            size = json.dumps({"size": dict(self.pixels)})
+            flags += [f"--mm-processor-kwargs '{size}'", "--mm-processor-cache-gb 0"]
+        return " \\\n    ".join(flags)
 
 
 def training_facts(trained: Artifact, exported: Artifact) -> dict[str, int | float | str]:
@@ -104,6 +135,7 @@ def model_card(facts: CardFacts) -> str:
             for licence in (licence_of(facts.origins[name]),)
         ],
         adapter=[[k, ", ".join(v) if isinstance(v, list) else v] for k, v in (facts.adapter or {}).items()],
+        boxes="" if facts.boxes is None else f"{_FORMS[facts.boxes.form]}, {_CONVENTIONS[facts.boxes.convention]}",
         recipe=yaml.safe_dump(dict(facts.recipe), sort_keys=False).strip(),
     )
 

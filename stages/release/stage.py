@@ -17,13 +17,15 @@ from stages.release.directory import write_directory
 from stages.release.flavor import FLAVOR_FILES
 from stages.release.model_card import MODEL_CARD, CardFacts, Score, training_facts, write_model_card
 from stages.shared.artifacts.artifact import Artifact, Stage, StageOutput
+from stages.shared.chat_format.prompt import read_box_format
 from stages.shared.pages.report import write_report
 from stages.shared.scoring.names import OVERALL, SCORE
 from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT
 
 # 2: MLflow's flavor, and the answers of other programs; 3: what rows may not hold, pictures that look alike; 4: numbers
-# of the card as on the pages, and results of several sources name no dataset
-VERSION = 4
+# of the card as on the pages, and results of several sources name no dataset; 5: the limits of pictures, and how vLLM
+# serves the adapter
+VERSION = 5
 _MAX_NEW_TOKENS = 64
 
 
@@ -49,6 +51,8 @@ def release(config: ReleaseConfig, inputs: Mapping[str, Artifact], work: Path, r
         score_note=_note(evaluated),
         contamination=inputs["contamination"].manifest.stats["contaminated"] if "contamination" in inputs else None,
         verify=inputs["verify"].manifest.stats if "verify" in inputs else None,
+        boxes=read_box_format(work / HF_EXPORT),
+        pixels=exported.stats.get("pixels"),
         reproduce="# the recipe below, in a file of that name\nathanor run recipe.yaml",
     )
     write_model_card(work / HF_EXPORT, facts)

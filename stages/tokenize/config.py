@@ -1,4 +1,4 @@
-"""The config of tokenize: lengths, pixels, and the answers that are trained on."""
+"""The config of tokenize: lengths, pixels, the form of boxes, and the answers that are trained on."""
 
 from typing import Literal
 
@@ -6,13 +6,15 @@ from pydantic import Field, field_validator
 
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.contracts.tokenized import Codec
-from stages.shared.chat_format.config import LEARN_ALL, Learn
+from stages.shared.chat_format.config import LEARN_ALL, BoxFormat, Learn
 
 OverLength = Literal["skip", "drop_turns"]
 
 
 class TokenizeConfig(StrictModel):
     """Identity of tokenized samples, in addition to the samples and the processor's files."""
+
+    later_fields = ("boxes",)
 
     max_seq_len: int = Field(gt=0, le=2**24, description="samples with more tokens are over-long; nothing is ever cut")
     over_length: OverLength = Field(
@@ -36,6 +38,7 @@ class TokenizeConfig(StrictModel):
     system_prompt: str | None = Field(
         default=None, min_length=1, description="put first if a conversation has no system message; null: nothing"
     )
+    boxes: BoxFormat = BoxFormat()
     max_skip_fraction: float = Field(
         ge=0, le=1, description="if a larger share is left out, and at least 3 samples, the stage fails"
     )

@@ -22,6 +22,7 @@ from dataset_builders.pictures.pixels import count_patches, decode_sample, encod
 from dataset_builders.storage.files import read_sealed, write_sealed
 from dataset_builders.storage.store import StorePath, local_dir
 from stages.shared.artifacts.left_out import LeftOut, count_reasons
+from stages.shared.chat_format.boxes import with_boxes_written
 from stages.shared.chat_format.chat import ChatEncoder, TokenizedText, split_turns, trained_answers
 from stages.shared.chat_format.reasoning import Conversation
 from stages.shared.inputs.model_directory import ModelDirectory
@@ -63,6 +64,7 @@ class ShardNotes(StrictModel):
     num_cut: int = 0  # conversations that were cut, because one text is not exact for every answer
     num_parts: int = 0  # samples made from them
     num_reasoned: int = 0  # trained answers with reasoning, in the kept samples
+    num_boxed: int = 0  # conversations with boxes
     num_checked: int  # samples that were compared with transformers
     pixels_against: str  # the reference that their pixels were compared with
 
@@ -80,8 +82,9 @@ def tokenize_shard(task: ShardTask) -> None:
     shortened: list[Shortened] = []
     parts: Counter[str] = Counter()  # number of samples of each cut conversation
     num_reasoned = 0
+    boxed: set[str] = set()  # keys of conversations with boxes
     with _one_thread(), ShardWriter(task.directory, task.shard.name) as writer:
-        for sample, names, text in _read_ahead(task, chat):
+        for sample, names, text in _read_ahead(task, chat, boxed):
             if (whole := whole_key(sample.key)) != sample.key:
                 parts[whole] += 1
             try:
@@ -106,6 +109,7 @@ def tokenize_shard(task: ShardTask) -> None:
             num_cut=len(parts),
             num_parts=parts.total(),
             num_reasoned=num_reasoned,
+            num_boxed=len(boxed),
             num_checked=-(-len(rows) // _CHECK_EVERY),
             pixels_against=reference.pixels_against,
         )
@@ -198,9 +202,12 @@ def _count_images(messages: Sequence[Message]) -> int:
     return sum(message.text.count(IMAGE_SLOT) for message in messages)
 
 
-def _read_ahead(task: ShardTask, chat: ChatEncoder) -> Iterator[tuple[Sample, list[str], TokenizedText | SkipSample]]:
-    """Yield the shard's samples, the names of their image files, and their conversations, tokenized in batches."""
-    for batch in _batches(task):
+def _read_ahead(
+    task: ShardTask, chat: ChatEncoder, boxed: set[str]
+) -> Iterator[tuple[Sample, list[str], TokenizedText | SkipSample]]:
+    """Yield the shard's samples, the names of their image files, and their conversations, tokenized in batches. The
+    samples have their boxes in their texts; keys of those with boxes are added to `boxed`."""
+    for batch in _batches(task, boxed):
         parts = batch
         if not chat.format.is_fixed:
             cut = zip(batch, chat.cut([sample.messages for sample, _ in batch]))
@@ -210,12 +217,16 @@ def _read_ahead(task: ShardTask, chat: ChatEncoder) -> Iterator[tuple[Sample, li
             yield part, names, text
 
 
-def _batches(task: ShardTask) -> Iterator[list[tuple[Sample, list[str]]]]:
+def _batches(task: ShardTask, boxed: set[str]) -> Iterator[list[tuple[Sample, list[str]]]]:
     batch: list[tuple[Sample, list[str]]] = []
     size = 0
     for key, fields in iter_records(task.samples / task.shard.name, task.shard):
         names = sorted((name for name in fields if name[:1].isdigit()), key=lambda name: int(name.partition(".")[0]))
         sample = from_fields(key, fields)
+        if any([message.boxes for message in sample.messages]):
+            boxed.add(key)
+            # Here, before anything measures or cuts the texts.
+            sample = with_boxes_written(sample, task.config.boxes, task.pixels.config)
         batch.append((sample, names))
         size += sum(len(image) for image in sample.images)
         if len(batch) == _BATCH_SAMPLES or size >= _BATCH_BYTES:

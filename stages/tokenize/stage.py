@@ -81,7 +81,9 @@ def _run(
     check_lost(
         skips, stats["total"]["num_samples"] + len(left_out), limit, samples.dir, str(work / QUARANTINE), left_out
     )
-    stats |= stats_of_notes | {"system_prompt": config.system_prompt}
+    # The form of boxes is that of the prompts, as the system prompt is; null if no sample has boxes.
+    boxes = config.boxes.model_dump(mode="json") if stats_of_notes.get("boxed") else None
+    stats |= stats_of_notes | {"system_prompt": config.system_prompt, "boxes": boxes}
     write_tokenize_report(work, left_out, stats, pixels)
     shards = [finished_shard(work, name) for name in names]
     for name in names:
@@ -97,7 +99,7 @@ def _worthwhile_workers(manifest: Manifest) -> int:
 
 def _collect_notes(work: StorePath, names: Sequence[str], chat: ChatEncoder) -> tuple[list[LeftOut], dict[str, Any]]:
     """Write the index, the quarantine and the list of shortened samples from the shards' notes. Return the samples left
-    out, and the manifest's figures of shortened and checked samples, of cut conversations and of reasoning."""
+    out, and the manifest's figures of samples: shortened, checked, cut, with reasoning, with boxes."""
     left_out: list[LeftOut] = []
     against: set[str] = set()
     counts: Counter[str] = Counter()
@@ -109,7 +111,9 @@ def _collect_notes(work: StorePath, names: Sequence[str], chat: ChatEncoder) -> 
             shortened.writelines(json.dumps(asdict(item), ensure_ascii=False) + "\n" for item in notes.shortened)
             left_out += notes.left_out
             counts["shortened"] += len(notes.shortened)
-            counts.update(notes.model_dump(include={"num_checked", "num_cut", "num_parts", "num_reasoned"}))
+            counts.update(
+                notes.model_dump(include={"num_checked", "num_cut", "num_parts", "num_reasoned", "num_boxed"})
+            )
             against.add(notes.pixels_against)
     index.close()
     write_left_out(work, left_out)
@@ -119,6 +123,8 @@ def _collect_notes(work: StorePath, names: Sequence[str], chat: ChatEncoder) -> 
         figures["cut"] = {"conversations": counts["num_cut"], "samples": counts["num_parts"]}
     if counts["num_reasoned"]:
         figures["reasoning"] = {"answers": counts["num_reasoned"], "is_learnt": chat.format.opened is not None}
+    if counts["num_boxed"]:
+        figures["boxed"] = counts["num_boxed"]
     return left_out, figures
 
 
@@ -171,6 +177,9 @@ def write_tokenize_report(
     if reasoning := stats.get("reasoning"):
         learnt = "learnt" if reasoning["is_learnt"] else "left out (tokenize.learn.reasoning, or the template)"
         summary["reasoning"] = f"of {reasoning['answers']:,} answers, {learnt}"
+    if boxes := stats.get("boxes"):
+        how = ", ".join(boxes[name] for name in ("convention", "form"))
+        summary["boxes"] = f"in {stats['boxed']:,} conversations: {how}, in the {boxes['order']} order"
     against = checked["pixels_against"].partition(";")[0]
     summary["checked"] = f"{checked['samples']} samples, with transformers' tokenizer and {against}"
     step = -(-total["num_samples"] // _COUNTED_SAMPLES) or 1

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from stages.shared.chat_format.prompt import SYSTEM_PROMPT
+from stages.shared.chat_format.prompt import BOX_FORMAT, SYSTEM_PROMPT
 from stages.shared.inputs.model_directory import (
     WEIGHTS_INDEX,
     ModelDirectory,
@@ -20,9 +20,10 @@ from stages.shared.inputs.model_directory import (
     stored_tensors,
     tensor_digests,
 )
+from stages.shared.inputs.served import completed
 
 _COMPARED = ("*.json", "*.jinja", "*.txt")
-_NOT_COMPARED = (WEIGHTS_INDEX, SYSTEM_PROMPT)  # depend on the files and on the training
+_NOT_COMPARED = (WEIGHTS_INDEX, SYSTEM_PROMPT, BOX_FORMAT)  # depend on the files and on the training
 _FREE = {"dtype", "torch_dtype", "auto_map", "transformers_version"}
 _PIXEL_LIMITS = {"size", "min_pixels", "max_pixels"}  # the training's limits
 _OUTPUT = "lm_head.weight"
@@ -54,7 +55,10 @@ def _of_files(hf_dir: Path, source: Path) -> Iterator[str]:
             free = _FREE | (_PIXEL_LIMITS if "process" in file.name else set())
             if file.name == "generation_config.json" and {*end_ids(source)} <= {*end_ids(hf_dir)}:
                 free |= {"eos_token_id"}  # the export may add the end of the turns that were trained
-            ours, theirs = (_flat(read_json(path), free) for path in (copy, file))
+            mine, wanted = read_json(copy), read_json(file)
+            if file.name == "config.json":
+                mine, wanted = completed(mine), completed(wanted)  # the export may add keys that vLLM reads
+            ours, theirs = _flat(mine, free), _flat(wanted, free)
             for name in sorted(name for name in ours.keys() | theirs if ours.get(name, ...) != theirs.get(name, ...)):
                 values = [json.dumps(each[name])[:60] if name in each else "absent" for each in (ours, theirs)]
                 yield f"{file.name}: {name} is {values[0]}, in the source {values[1]}"

@@ -1,6 +1,7 @@
 """The program that loads an export as somebody else would, in a process of its own, and answers the drawn questions.
 
-    python -P loaders.py job.json
+    python -P loaders.py job.json            every loader of the job
+    python loaders.py job.json NAME          that one, in the Python that has vLLM
 
 In: job.json with the directories and the loaders; `questions.json`, see `stage.py`. Out: one file per loader with,
 for each question, the first token that differs from our answer, its margin and the pixels' deviation.
@@ -13,6 +14,7 @@ import gc
 import importlib
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -23,7 +25,8 @@ import torch
 import transformers
 from PIL import Image
 
-TOP = 20  # tokens whose log probabilities a server returns
+TOP = 20  # tokens whose log probabilities vLLM returns, at most: its `max_logprobs`
+NAMED = 128  # tokens whose log probabilities can be asked for: its MAX_LOGPROB_TOKEN_IDS (sampling_params.py)
 
 
 class Transformers:
@@ -44,7 +47,9 @@ class Transformers:
         self.processor = transformers.AutoImageProcessor.from_pretrained(path) if has_vision else None
         self.image_token_id = getattr(config, "image_token_id", None)
         self.folder = Path(job["questions"])
-        ends = model.generation_config.eos_token_id
+        # The base model's may end elsewhere than the turns that the adapter was trained on.
+        config = transformers.GenerationConfig.from_pretrained(adapter) if adapter else model.generation_config
+        ends = config.eos_token_id
         self.ends = [ends] if isinstance(ends, int) else list(ends)
 
     def answer(self, question: dict[str, Any], limit: int, patch_format: dict[str, Any]) -> dict[str, Any]:
@@ -84,6 +89,7 @@ class Transformers:
         out = self.model.generate(
             **{name: tensor.to(self.device) for name, tensor in inputs.items()},
             **{"max_new_tokens": limit, "do_sample": False, "output_logits": True, "return_dict_in_generate": True},
+            eos_token_id=self.ends,
         )
         ids = out.sequences[0, inputs["input_ids"].shape[1] :].tolist()
         return self.compare(ids, [step[0].float() for step in out.logits], question["ids"])
@@ -137,33 +143,87 @@ class Pyfunc:
 
 
 class Vllm:
-    """vLLM's `LLM` on the directory, by its chat interface. Tested only against a module with vLLM's interface."""
+    """vLLM on the directory, asked by its chat interface, which forms the prompt and the pixels itself."""
 
-    def __init__(self, job: dict[str, Any]) -> None:
+    def __init__(self, job: dict[str, Any], adapter: bool = False) -> None:
         self._vllm = importlib.import_module("vllm")
-        self._llm = self._vllm.LLM(model=job["hf_dir"], trust_remote_code=False, generation_config="vllm")
+        self.dtype = "bfloat16" if torch.cuda.is_available() or job["is_hybrid"] else "float32"
+        options = {
+            "model": job["base_dir"] if adapter else job["hf_dir"],
+            "max_model_len": job["longest"],
+            "max_num_seqs": 1,  # one question at a time, as every other loader
+            "dtype": self.dtype,
+            "enforce_eager": True,  # compiling takes longer than a few questions
+            "trust_remote_code": False,
+            # What decides how an answer ends; sampling is set below.
+            "generation_config": job["adapter_dir"] if adapter else "auto",
+        }
+        if job["size"]:
+            options["limit_mm_per_prompt"] = {"video": 0}
+            options["mm_processor_cache_gb"] = 0  # see stages/answer/vllm_process.py
+        if job["is_hybrid"]:
+            options["gdn_prefill_backend"] = "triton"
+        self._lora = None
+        if adapter:
+            self._lora = importlib.import_module("vllm.lora.request").LoRARequest("adapter", 1, job["adapter_dir"])
+            options |= job["lora"] | {"hf_overrides": job["overrides"]}
+            if job["size"]:  # the base has limits of its own
+                options["mm_processor_kwargs"] = {"size": job["size"]}
+        self._llm = self._vllm.LLM(**options)
         self.folder = Path(job["questions"])
         self._ends = set(job["ends"])
 
     def answer(self, question: dict[str, Any], limit: int, patch_format: dict[str, Any]) -> dict[str, Any]:
         """Return how the answer to one question differs from ours; the margin is of log probabilities."""
-        sampling = self._vllm.SamplingParams(
-            temperature=0.0, max_tokens=limit, logprobs=TOP, stop_token_ids=sorted(self._ends)
-        )
+        asked = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
+        asked["max_tokens"] = limit + (
+            question["ids"][-1:] == [-1]
+        )  # one more than ours, if it does not end where ours does
+        wanted = sorted({token for token in question["ids"] if token != -1} | self._ends)
+        # With the names of all tokens that we gave, the margin of each place is known.
+        asked |= {"logprob_token_ids": wanted} if len(wanted) <= NAMED else {"logprobs": TOP}
         messages = _messages(question, [Image.open(self.folder / name) for name in question["images"]])
-        (out,) = self._llm.chat(messages, sampling, use_tqdm=False, chat_template_kwargs={"enable_thinking": False})
+        (out,) = self._llm.chat(
+            messages,
+            self._vllm.SamplingParams(**asked),
+            use_tqdm=False,
+            lora_request=self._lora,
+            chat_template_kwargs={"enable_thinking": False},
+        )
+        row: dict[str, Any] = {"prompt": _first_difference(list(out.prompt_token_ids), question["prompt_ids"])}
+        if row["prompt"] is not None:
+            return row
+        if question["images"]:
+            row["pixels"] = self._deviation(question, messages, patch_format)
         (best,) = out.outputs
-        logprobs = [{token: entry.logprob for token, entry in place.items()} for place in best.logprobs]
         tokens = [-1 if token in self._ends else token for token in best.token_ids]
-        place = _first_difference(tokens, question["ids"])
-        row: dict[str, Any] = {"prompt": None, "position": place}
+        place = row["position"] = _first_difference(tokens, question["ids"])
         if place is None or place >= min(len(tokens), len(question["ids"])):
             return row
         row |= {"theirs": tokens[place], "ours": question["ids"][place]}
-        # The server returns the likeliest tokens alone: without ours among them there is no margin.
-        known = logprobs[place]
+        known = {token: entry.logprob for token, entry in best.logprobs[place].items()}
         ours = [known[token] for token in (self._ends if row["ours"] == -1 else [row["ours"]]) if token in known]
-        return row | ({"margin": max(known.values()) - max(ours)} if ours else {})
+        return row | ({"margin": known[best.token_ids[place]] - max(ours)} if ours else {})
+
+    def _deviation(
+        self, question: dict[str, Any], messages: list[dict[str, Any]], patch_format: dict[str, Any]
+    ) -> float:
+        """Return the mean difference, of 255, of the pixels that vLLM's processor makes and ours."""
+        renderers, renderer = importlib.import_module("vllm.renderers"), self._llm.renderer
+        params = renderers.ChatParams(chat_template_kwargs={"enable_thinking": False, "add_generation_prompt": True})
+        _, (made,) = renderer.render_chat([messages], params, renderer.default_chat_tok_params)
+        theirs = torch.cat([item["pixel_values"].data for item in made["mm_kwargs"]["image"]]).float()
+        ours = torch.from_numpy(_normalised(np.load(self.folder / question["patches"]), patch_format))
+        if theirs.shape != ours.shape:
+            return 255.0
+        return float((theirs - ours).abs().mean()) * 255 * float(np.mean(patch_format["image_std"]))
+
+
+class VllmAdapter(Vllm):
+    """vLLM on the base model, with the adapter by its LoRA interface."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        super().__init__(job, adapter=True)
 
 
 LOADERS: dict[str, Any] = {
@@ -171,6 +231,7 @@ LOADERS: dict[str, Any] = {
     "peft": Adapter,
     "mlflow": Pyfunc,
     "vllm": Vllm,
+    "vllm adapter": VllmAdapter,
 }
 
 
@@ -205,24 +266,41 @@ def main() -> None:
     os.umask(0o077)
     job = json.loads(Path(sys.argv[1]).read_text("utf-8"))
     asked = json.loads((Path(job["questions"]) / "questions.json").read_text("utf-8"))
-    for name in job["loaders"]:
-        result = _ask(name, job, asked)
-        print(f"{name}: {result['error'] or 'done'}, {result['seconds']} s", flush=True)
-        Path(job["results"], f"{name}.json").write_text(json.dumps(result), "utf-8")
+    for name in sys.argv[2:] or job["loaders"]:
+        file = Path(job["results"], f"{name}.json")
+        if name.startswith("vllm") and not sys.argv[2:]:
+            _ask_elsewhere(name, job, file)  # its own process: it keeps the memory of its GPU
+        else:
+            file.write_text(json.dumps(_ask(name, job, asked)), "utf-8")
+        result = json.loads(file.read_text("utf-8"))
+        if not sys.argv[2:]:
+            print(f"{name}: {result['error'] or 'done'}, {result['seconds']} s", flush=True)
         gc.collect()
-        torch.cuda.empty_cache()  # the next program needs the memory
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # the next program needs the memory
+
+
+def _ask_elsewhere(name: str, job: dict[str, Any], file: Path) -> None:
+    """Ask a loader of vLLM in the Python that has it."""
+    file.unlink(missing_ok=True)
+    command = [job["vllm_python"], __file__, sys.argv[1], name]
+    ended = subprocess.run(command, env={**os.environ, **job["vllm_environment"]}).returncode
+    if not file.is_file():
+        error = f"its process ended with status {ended}, see the log"
+        file.write_text(json.dumps({"error": error, "rows": [], "dtype": "float32", "seconds": 0.0}), "utf-8")
 
 
 def _ask(name: str, job: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
     start, rows, error = time.perf_counter(), [], ""
+    dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     try:
         loader = LOADERS[name](job)
+        dtype = getattr(loader, "dtype", dtype)
         for question in asked["questions"]:
             # As many tokens as ours, the end among them: an answer that our limit cut says nothing about what follows.
             rows.append(loader.answer(question, len(question["ids"]), asked["patch_format"]))
     except Exception as failure:  # any library may refuse the directory, in its own way
         error = " ".join(f"{type(failure).__name__}: {failure}".split())[:400]
-    dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     return {"error": error, "rows": rows, "dtype": dtype, "seconds": round(time.perf_counter() - start, 2)}
 
 

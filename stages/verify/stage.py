@@ -7,16 +7,16 @@
     job/                        job.json and the log, while the stage runs
 
 The loaders run in a process of their own, which imports nothing of athanor: transformers on the directory alone, PEFT
-with the adapter on its base, MLflow's pyfunc, and vLLM where it is installed. Their answers are compared
-with those of `answer`, token by token. Headers and small files are compared with the model that the training started
-from, since greedy answers do not show a lost draft layer or another dtype.
+with the adapter on its base, MLflow's pyfunc, and vLLM, if this Python or ATHANOR_VLLM_PYTHON has it, on the directory
+and with the adapter on its base. Their answers are compared with those of `answer`, token by token. Headers and small
+files are compared with the model that the training started from, since greedy answers do not show a lost draft layer or
+another dtype, and with what vLLM needs of a directory.
 
 `same_answers` of the manifest's stats is the share of the answers that each loader gives alike, of the worst loader;
 0 if a loader fails, or if the directory differs. `execution.registry.gates.same_answers` holds it against a bound.
 """
 
 import hashlib
-import importlib.util
 import io
 import json
 import shutil
@@ -40,8 +40,11 @@ from stages.shared.artifacts.artifact import Artifact, Input, Stage, StageOutput
 from stages.shared.artifacts.workers import StageResources
 from stages.shared.chat_format.chat import ChatEncoder
 from stages.shared.chat_format.prompt import PromptFormat, read_prompt_format
+from stages.shared.inputs.adapter_directory import AdapterDirectory
 from stages.shared.inputs.model_directory import ModelDirectory, end_ids, opened_model
+from stages.shared.inputs.served import lora_options, missing_keys, unservable, unservable_adapter
 from stages.shared.launchers.job import Job, make_launcher, run_job
+from stages.shared.launchers.vllm import find_vllm
 from stages.shared.pages.report import Section, Table, write_report
 from stages.shared.scoring.names import SAME_ANSWERS
 from stages.verify.config import VerifyConfig
@@ -49,9 +52,10 @@ from stages.verify.directory import differences
 from stages.verify.verdict import counted, first_of, judge, share
 from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT
 
-VERSION = 2  # 2: bytes of copied tensors
+VERSION = 3  # 2: bytes of copied tensors; 3: what vLLM needs of a directory, and the adapter in vLLM
 JOB_DIR, ROWS = "job", "loaders.json"
-SERVERS = ("vllm",)  # checked only where it is installed and loads the directory
+VLLM, VLLM_ADAPTER = "vllm", "vllm adapter"
+SERVERS = (VLLM, VLLM_ADAPTER)  # checked only where vLLM is installed and loads the directory
 QUESTIONS = "questions"
 END = -1  # stands for any token that ends an answer
 _SPARE = 4  # drawn per question, since not every sample is a single question
@@ -71,6 +75,7 @@ def verify(
         line for line in read_answers(inputs["answers"].dir / ANSWERS_JSONL) if isinstance(line, GeneratedAnswer)
     ]
     faults, questions, loaders, results = differences(hf_dir, source, copied), [], {}, {}
+    for_vllm: list[str] = []  # tells, and is no fault: who serves by other programs does not need it
     try:
         model = ModelDirectory(hf_dir)
         prompt = read_prompt_format(model)
@@ -78,8 +83,10 @@ def verify(
     except InputError as error:
         faults.append(str(error))
     else:
+        for_vllm = unservable(model)
         questions = write_questions(work, config, inputs["samples"], answers, chat, prompt)
-        results = _ask(work, source.path, exported, resources or StageResources()) if questions else {}
+        if questions:
+            results = _ask(work, source, exported, model, prompt, questions, resources or StageResources())
         loaders = _judged(results, questions, source.shape.language.num_layers, chat)
     write_json(work / ROWS, {name: {**about, "rows": results[name]["rows"]} for name, about in loaders.items()})
     for name in (HF_EXPORT, QUESTIONS, JOB_DIR):
@@ -88,7 +95,8 @@ def verify(
         (work / name).unlink()
     shares = [each[SAME_ANSWERS] for each in loaders.values() if each[SAME_ANSWERS] is not None]
     share_of_worst = 0.0 if faults else min(shares, default=None)
-    stats = {"questions": len(questions), "faults": faults, "loaders": loaders, SAME_ANSWERS: share_of_worst}
+    stats = {"questions": len(questions), "faults": faults, "vllm": for_vllm, "loaders": loaders}
+    stats[SAME_ANSWERS] = share_of_worst
     firsts = (loader["first"] for loader in loaders.values() if loader[SAME_ANSWERS] is not None)
     # Why not all answers are the same, in words; "" if they are.
     stats |= {"reason": next(filter(None, [*faults, *firsts]), ""), "rows": _loader_rows(loaders)}
@@ -107,7 +115,7 @@ def write_questions(
     """Write the drawn questions as another program gets them, messages and PNG files, with our own answers; return
     them. `chat` is the encoder of the export; its prompts are the expected ones."""
     drawn = {answer.key: answer for answer in draw(answers, _SPARE * config.num_questions)}
-    samples_of = {sample.key: sample for sample in heldout_samples(samples) if sample.key in drawn}
+    samples_of = {sample.key: sample for sample in heldout_samples(samples, prompt) if sample.key in drawn}
     usable = [samples_of[key] for key in drawn if _begins_with_one_question(samples_of[key])][: config.num_questions]
     directory = work / QUESTIONS
     directory.mkdir(exist_ok=True)
@@ -174,31 +182,53 @@ def _write_question(
     }
 
 
-def _ask(work: Path, source: Path, exported: Artifact, resources: StageResources) -> dict[str, Any]:
+def _ask(
+    work: Path,
+    source: ModelDirectory,
+    exported: Artifact,
+    model: ModelDirectory,
+    prompt: PromptFormat,
+    questions: Sequence[Mapping[str, Any]],
+    resources: StageResources,
+) -> dict[str, Any]:
     """Return loader -> its result, see `loaders.py`, from a process of the cluster's launcher."""
     directory = (work / JOB_DIR).resolve()
     directory.mkdir(exist_ok=True)
     hf_dir, has_adapter = (work / HF_EXPORT).resolve(), "adapter" in exported.manifest.stats
-    loaders = ["transformers", *(["peft"] if has_adapter else [])]
-    loaders += [name for name in SERVERS if importlib.util.find_spec(name)]
-    loaders.append("mlflow")  # the last one, because MLflow keeps its model in memory
+    vllm, pixels = find_vllm(), prompt.pixels
     request = {
         "hf_dir": str(hf_dir),
-        "base_dir": str(source.resolve()),
+        "base_dir": str(source.path.resolve()),
         "adapter_dir": str(hf_dir / ADAPTER_EXPORT),
         "questions": str((work / QUESTIONS).resolve()),
         "results": str(directory),
         "ends": end_ids(hf_dir),
-        "loaders": loaders,
+        "longest": max(len(question["prompt_ids"]) + len(question["ids"]) for question in questions) + 1,
+        "is_hybrid": model.shape.language.in_chunks,
+        "size": {"shortest_edge": pixels.min_pixels, "longest_edge": pixels.max_pixels} if model.shape.vision else None,
     }
-    write_json(directory / "job.json", request)
+    loaders, results = ["transformers", *(["peft"] if has_adapter else [])], {}
+    if vllm is not None:
+        request |= {"vllm_python": vllm.path, "vllm_environment": vllm.environment()}
+        loaders.append(VLLM)
+    if vllm is not None and has_adapter:
+        adapter = AdapterDirectory(hf_dir / ADAPTER_EXPORT)
+        request["lora"] = lora_options(adapter.config["r"], adapter.modules)
+        request["overrides"] = missing_keys(source.config)
+        if refused := unservable_adapter(adapter.config, adapter.tensors):
+            results[VLLM_ADAPTER] = {"error": refused, "rows": [], "dtype": "bfloat16", "seconds": 0.0}
+        else:
+            loaders.append(VLLM_ADAPTER)
+    loaders.append("mlflow")  # the last one, because MLflow keeps its model in memory
+    write_json(directory / "job.json", request | {"loaders": loaders})
     arguments = ("-P", str(Path(__file__).with_name("loaders.py").resolve()), str(directory / "job.json"))
     job = Job(str(directory), arguments, directory / "logs" / "verify.log", resources.on_line)
     cluster = resources.cluster
     if cluster.is_here:
         cluster = cluster.model_copy(update={"processes": 1})
     run_job(make_launcher(cluster), job)
-    return {name: json.loads((directory / f"{name}.json").read_text(encoding="utf-8")) for name in loaders}
+    answered = {name: json.loads((directory / f"{name}.json").read_text(encoding="utf-8")) for name in loaders}
+    return answered | results
 
 
 def _judged(
@@ -233,7 +263,7 @@ def _loader_rows(loaders: Mapping[str, Any]) -> list[list[object]]:
         kinds = ", ".join(f"{count} {kind}" for kind, count in loader["kinds"].items())
         value = "not checked" if loader[SAME_ANSWERS] is None else loader[SAME_ANSWERS]
         rows.append([name, value, kinds, loader["first"]])
-    return rows + [[name, "not checked", "", "not installed"] for name in SERVERS if name not in loaders]
+    return rows + ([] if VLLM in loaders else [[VLLM, "not checked", "", "not installed"]])
 
 
 def _write_report(work: Path, stats: Mapping[str, Any]) -> None:
@@ -244,6 +274,8 @@ def _write_report(work: Path, stats: Mapping[str, Any]) -> None:
     if stats["faults"]:
         rows = [[fault] for fault in stats["faults"]]
         sections.append(Table("Differences from the model before training, beside the weights", ["difference"], rows))
+    if stats["vllm"]:
+        sections.append(Table("Keeps vLLM from serving it as it was trained", ["reason"], [[x] for x in stats["vllm"]]))
     write_report(work, title="Loads elsewhere", summary=summary, sections=sections)
 
 

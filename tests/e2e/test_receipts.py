@@ -17,9 +17,8 @@ import pytest
 from dataset_builders.contracts.sample import Sample
 from dataset_builders.sources.cord_target import NoTagForm, Tree, from_json, from_tags, to_json, to_tags
 from dataset_builders.sources.cord_v2 import PROMPTS
-from dataset_builders.storage.files import write_text
 from flows.pipeline.recipe import load_recipe
-from stages.answer.heldout import ANSWERS_JSONL, GeneratedAnswer, heldout_samples, to_line
+from stages.answer.heldout import GeneratedAnswer, heldout_samples, to_line
 from stages.convert.stage import STAGE as CONVERT
 from stages.evaluate.config import EvaluateConfig
 from stages.evaluate.predictions import read_predictions
@@ -28,8 +27,8 @@ from stages.shared.artifacts.artifact import Artifact, External
 from stages.shared.artifacts.run_stage import run_stage
 from tests.helpers.drawn.suite import iter_cord_splits
 from tests.helpers.drawn.write import SUITE_YAML
+from tests.helpers.evaluation import answers_artifact
 from tests.helpers.raw_rows import CORD_SCHEMA, cord_row, png, write_parquet
-from tests.stages.artifacts import stage_artifact
 from tests.stages.convert.test_convert import all_samples
 from tests.stages.shared.scoring.metrics.cord_cases import CORD_JSON, RECEIPTS
 
@@ -150,12 +149,10 @@ def convert(source: Path, target: str, root: Path) -> Made:
 def score(made: Made, answers: Mapping[str, str], metrics: Mapping[str, list[str]] | None = None) -> Artifact:
     """Return the evaluation of these answers (key -> text). Every other held-out sample is answered with its own
     reference."""
-    said = {sample.key: sample.messages[-1].text for sample in heldout_samples(made.converted)} | dict(answers)
+    said = {sample.key: sample.messages[-1].text for sample in heldout_samples(made.converted, None)} | dict(answers)
     lines = [GeneratedAnswer(key=key, turn=0, answer=text, stopped=True, ids=[5]) for key, text in said.items()]
-    text = "".join(map(to_line, lines))
-    mark = hashlib.sha256(text.encode()).hexdigest()[:16]
-    answered = stage_artifact(made.root / "artifacts" / "answer" / mark, "answer", fingerprint=mark)
-    write_text(answered.dir / ANSWERS_JSONL, text)
+    mark = hashlib.sha256("".join(map(to_line, lines)).encode()).hexdigest()[:16]
+    answered = answers_artifact(made.root / "artifacts" / "answer" / mark, lines, fingerprint=mark)
     config = EvaluateConfig(max_new_tokens=1, metrics=dict(metrics or {}))
     return run_stage(EVALUATE, config, {"answers": answered, "samples": made.converted}, made.root).artifact
 

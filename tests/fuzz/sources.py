@@ -160,11 +160,14 @@ def openai_row(rng: random.Random) -> Any:
     rows = (
         [{"role": "system", "content": "a"}, {"role": "user", "content": parts}, {"role": "assistant", "content": "b"}],
         [{"role": "user", "content": "<image>a?"}, {"role": "assistant", "content": "b", "weight": 1}],
+        [{"role": "user", "content": "<image>a <ref-object>?"}, {"role": "assistant", "content": "<bbox> <bbox>"}],
     )
-    chosen = rng.randrange(2)
+    chosen = rng.randrange(3)
     if rng.random() < 0.5:
         parts[2] = {"type": "text", "text": text(rng)}
     row = {"messages": rows[chosen], "id": 1} | ({"images": ["a.png"]} if chosen else {})
+    if chosen == 2:
+        row["objects"] = {"ref": ["b"], "bbox": [[1, 2, 30, 30], [2, 2.5, 3, 4]], "image_id": [0]}
     return mutated(rng, row)
 
 
@@ -219,6 +222,18 @@ def write_images(rng: random.Random, count: int, source: Path) -> None:
     (source / "notes.md").write_bytes(rng.randbytes(100))
 
 
+def write_tasks(rng: random.Random, count: int, source: Path) -> None:
+    """Write tasks of Label Studio in one array, which a damaged line would end."""
+    source.mkdir(parents=True, exist_ok=True)
+    (source / "a.png").write_bytes(IMAGES[0])
+    (source / "b.png").write_bytes(image(rng))
+    box = {"x": 1, "y": 2, "width": 30, "height": 40, "rotation": 0, "rectanglelabels": ["cat"]}
+    result = {"type": "rectanglelabels", "value": box, "original_width": 40, "original_height": 32}
+    annotations = [{"result": [result, {"type": "choices"}]}]
+    tasks = [{"data": {"image": rng.choice(("a.png", "b.png"))}, "annotations": annotations} for _ in range(count)]
+    (source / "array.json").write_text(json.dumps([mutated(rng, task) for task in tasks]))
+
+
 KINDS: dict[str, Kind] = {
     "the_cauldron": Kind({"turns": "chat"}, write_cauldron, "s/train-0.parquet"),
     "cord_v2": Kind({}, write_cord, "train-0.parquet"),
@@ -226,5 +241,6 @@ KINDS: dict[str, Kind] = {
     "openai_messages": Kind({}, _json_writer(openai_row), "array.json"),
     "llava": Kind({}, _json_writer(llava_row), "array.json"),
     "image_folder": Kind({"answer": "text_file", "question": "What?"}, write_images, "notes.md"),
+    "detection": Kind({"layout": "label_studio", "question": "What?"}, write_tasks, "array.json"),
     "webdataset_tars": Kind({"messages": "json:chat"}, write_tars, "s/0.tar"),
 }

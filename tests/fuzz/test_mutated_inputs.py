@@ -28,7 +28,7 @@ pytestmark = [
 ]
 SEED = int(os.environ.get("ATHANOR_FUZZ_SEED") or secrets.randbelow(1 << 31))
 COUNTS = {
-    "images": 2400,
+    "images": 1800,
     "chat": 1000,
     "the_cauldron": 1000,
     "cord_v2": 1000,
@@ -36,6 +36,7 @@ COUNTS = {
     "openai_messages": 1200,
     "llava": 1000,
     "image_folder": 600,
+    "detection": 600,
     "webdataset_tars": 1000,
 }
 MODELS = 900

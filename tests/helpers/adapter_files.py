@@ -13,11 +13,13 @@ RANK, ALPHA = 4, 6
 LINEAR = r".*(q_proj|v_proj|o_proj|up_proj|in_proj_qkv|out_proj|qkv|linear_fc[12])"
 
 
-def write_adapter(directory: Path, hf_dir: Path, *, kind: str = "lora", rslora: bool = False, **config: object) -> Path:
-    """Write an adapter of most linear layers of a model."""
+def write_adapter(
+    directory: Path, hf_dir: Path, *, kind: str = "lora", rslora: bool = False, linear: str = LINEAR, **config: object
+) -> Path:
+    """Write an adapter of the linear layers of a model whose names match a pattern, and how its answers end."""
     directory.mkdir(parents=True)
     weights, generator = load_file(hf_dir / "model.safetensors"), torch.Generator().manual_seed(3)
-    modules = [n.removesuffix(".weight") for n in weights if re.fullmatch(LINEAR + r"\.weight", n)]
+    modules = [n.removesuffix(".weight") for n in weights if re.fullmatch(linear + r"\.weight", n)]
     tensors = {}
     for module in modules:
         weight = weights[f"{module}.weight"].float()
@@ -40,6 +42,7 @@ def write_adapter(directory: Path, hf_dir: Path, *, kind: str = "lora", rslora: 
         "bias": "none",
     }
     (directory / "adapter_config.json").write_text(json.dumps(known | config))
+    shutil.copy(hf_dir / "generation_config.json", directory)
     return directory
 
 

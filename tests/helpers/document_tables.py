@@ -14,6 +14,7 @@ from typing import get_args
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from dataset_builders.readers.box_places import BoxOptions
 from dataset_builders.readers.image_refs import ImageRefOptions
 from dataset_builders.sources.registry import BUILDERS, get_builder
 from flows.cli.commands import purpose_of
@@ -75,7 +76,7 @@ def _options(builder: str) -> Iterator[tuple[str, str, str]]:
     """Yield the options of a builder. What several builders have in common is described at the first."""
     for name, field in get_builder(builder).options.model_fields.items():
         default = "required" if field.default is PydanticUndefined else f"`{json.dumps(field.default)}`"
-        is_told = name in ImageRefOptions.model_fields and builder != "openai_messages"
+        is_told = name in (ImageRefOptions.model_fields | BoxOptions.model_fields) and builder != "openai_messages"
         text = "as for [`openai_messages`](#openai_messages)" if is_told else _plain(field.description)
         yield f"`{name}`", default, text
 

@@ -2,7 +2,7 @@
 
 import functools
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +10,8 @@ from PIL import Image
 
 from dataset_builders.contracts.manifest import Manifest
 from dataset_builders.contracts.sample import Message, Sample
+from dataset_builders.storage.files import write_text
+from stages.answer.heldout import ANSWERS_JSONL, Line, to_line
 from stages.answer.stage import STAGE as ANSWER
 from stages.answer.stage import AnswerConfig
 from stages.embedded_model.stage import make_tiny_hf_dir
@@ -19,10 +21,16 @@ from stages.shared.artifacts.artifact import Artifact
 from stages.shared.artifacts.run_stage import run_stage
 from stages.shared.artifacts.verify import file_entries
 from stages.shared.artifacts.workers import StageResources
+from stages.shared.chat_format.config import BoxFormat
+from stages.shared.chat_format.prompt import PromptFormat
 from tests.helpers.drawn_pictures import encoded
+from tests.helpers.pixels import image_config
 from tests.helpers.process_dir import process_dir
 from tests.helpers.samples import make_samples_artifact
 from tests.helpers.tiny_model import FIRST, TEXTS
+from tests.stages.artifacts import stage_artifact
+
+PROMPT = PromptFormat(pixels=image_config(), system_prompt=None, boxes=BoxFormat())  # of made-up answers
 
 
 @functools.cache
@@ -80,6 +88,17 @@ def hf_artifact(directory: Path, hf_dir: Path) -> Artifact:
     files = file_entries(directory, ("hf/*",))
     Manifest(stage="export", version=1, fingerprint="e" * 16, config={}, parents={}, files=files).write(directory)
     return Artifact.load(directory)
+
+
+def answers_artifact(
+    directory: Path, lines: Iterable[Line], prompt: PromptFormat = PROMPT, fingerprint: str = "a" * 16
+) -> Artifact:
+    """Return an answer artifact with made-up answers."""
+    artifact = stage_artifact(
+        directory, "answer", fingerprint=fingerprint, stats={"prompt": prompt.model_dump(mode="json")}
+    )
+    write_text(directory / ANSWERS_JSONL, "".join(map(to_line, lines)))
+    return artifact
 
 
 def answered(

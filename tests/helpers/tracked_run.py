@@ -97,9 +97,11 @@ def make_trained(root: Path, fingerprint: str, num_steps: int) -> Artifact:
     return artifact
 
 
-def make_evaluated(root: Path, fingerprint: str, num_answers: int = 100, num_wrong: int = 2) -> Artifact:
+def make_evaluated(
+    root: Path, fingerprint: str, num_answers: int = 100, num_wrong: int = 2, **more_stats: Any
+) -> Artifact:
     parents = {"samples": Parent(name="convert", fingerprint="c" * 16, digest="c" * 64)}
-    stats = {"scores": SCORES, "metrics": {"a": {"headline": "exact_match", "others": [], "reason": ""}}}
+    stats = {"scores": SCORES, "metrics": {"a": {"headline": "exact_match", "others": [], "reason": ""}}} | more_stats
     artifact = make_artifact(root, "evaluate", fingerprint, parents=parents, stats=stats)
     answers = {
         "key": [f"a/{i:08d}" for i in range(num_answers)],

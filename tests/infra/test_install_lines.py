@@ -15,7 +15,7 @@ PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 _OF_A_STORE = "{_EXTRAS[protocol]}"  # in the message of dataset_builders/storage/store.py
 # Names of the distributions that are installed in addition to athanor.
-OTHERS = {"megatron-energon", "lmms-eval", "decord", "torchvision", "transformers"}
+OTHERS = {"megatron-energon", "lmms-eval", "decord", "torchvision", "transformers", "vllm"}
 NOT_OURS = {".git", ".venv", "athanor-root", "__pycache__", ".pytest_cache", ".ruff_cache", "build", "mlruns"}
 _LINE = re.compile(r"(?:\bpip3? install|\$\(PIP\))\s+(?P<rest>[^\n`|&\\)]+)")
 _OPTION = re.compile(r"(?:--quiet|--no-deps|--no-build-isolation|-[cr] (?:\$\(.*|\S+)|--target \S+|--index-url \S+)\s*")

@@ -53,9 +53,10 @@ HEAD = """\
 `make test`, in `make test-full` only, and on GPUs; `git grep` finds them by the promise's first words. Bounds hold in
 float32 on a CPU where nothing else is said.
 
-Not shown: published weights, since all that was measured are random ones; real files of the_cauldron and CORD; vLLM,
-the hub and Kubernetes, for which stand-ins answered; compose.yaml in Docker; all but the trainer on Python 3.12; whole
-models with experts on a GPU, but for adapters; `athanor chat` and the check of exports on a GPU. No CI has a GPU.
+Not shown: published weights, since all that was measured are random ones; real files of the_cauldron and CORD; vLLM on
+a GPU, and in CI, where a stand-in answers for it; the hub and Kubernetes, for which stand-ins answered; compose.yaml in
+Docker; all but the trainer on Python 3.12; whole models with experts on a GPU, but for adapters; `athanor chat` and the
+check of exports on a GPU. No CI has a GPU.
 """
 _HEAD = re.compile(r"^Card: (.+?)\. Commit: .+\. Weights: .+\.$", re.MULTILINE)
 

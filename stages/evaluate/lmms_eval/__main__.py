@@ -41,7 +41,7 @@ def write_task_of_run(release: str, directory: Path) -> int:
         metrics={row["subset"]: row["metric"] if row["metric"] in METRICS else _OTHERWISE for row in rows},
         questions={(row["key"], row["turn"]) for row in rows},
     )
-    return write_lmms_eval_task(directory, local_dir(place / HF_EXPORT), heldout_samples(samples), task).num_small
+    return write_lmms_eval_task(directory, local_dir(place / HF_EXPORT), heldout_samples(samples, None), task).num_small
 
 
 def main(argv: Sequence[str]) -> int:

@@ -36,8 +36,8 @@ from dataset_builders.errors import InputError
 from dataset_builders.pictures.pixels import encode_image
 from dataset_builders.storage.files import atomic_path, write_text
 from stages.evaluate.lmms_eval import functions as lmms_eval_functions
-from stages.shared.chat_format.images import load_image_config, patches_png
-from stages.shared.chat_format.prompt import read_system_prompt
+from stages.shared.chat_format.images import patches_png
+from stages.shared.chat_format.prompt import PromptFormat, read_prompt_format
 from stages.shared.inputs.model_directory import ModelDirectory
 
 LMMS_EVAL = "0.7.3"  # the version that this was tested with
@@ -110,8 +110,8 @@ class WrittenTask:
 
 
 def write_lmms_eval_task(directory: Path, hf_dir: Path, samples: Iterable[Sample], task: LmmsEvalTask) -> WrittenTask:
-    """Write the task to `directory`, which is created. `hf_dir` is the exported model, whose system prompt is in the
-    questions. InputError: lmms-eval lacks a metric, or there is no question."""
+    """Write the task to `directory`, which is created. `hf_dir` is the exported model: the questions
+    have its system prompt, and boxes in its form. InputError: lmms-eval lacks a metric, or there is no question."""
     for subset, metric in task.metrics.items():
         if metric not in METRICS:
             raise InputError(f"metrics.{subset}={metric} is not scored in lmms-eval; choose from {', '.join(METRICS)}")
@@ -119,9 +119,7 @@ def write_lmms_eval_task(directory: Path, hf_dir: Path, samples: Iterable[Sample
     subsets, questions, small = set(), 0, 0
     with atomic_path(directory / HELDOUT) as tmp, pq.ParquetWriter(tmp, TASK_SCHEMA) as writer:
         rows: list[dict[str, object]] = []
-        for row, is_small in _rows(
-            samples, task, read_system_prompt(hf_dir), load_image_config(ModelDirectory(hf_dir))
-        ):
+        for row, is_small in _rows(samples, task, read_prompt_format(ModelDirectory(hf_dir))):
             rows.append(row)
             questions += 1
             small += is_small
@@ -142,10 +140,10 @@ def write_lmms_eval_task(directory: Path, hf_dir: Path, samples: Iterable[Sample
 
 
 def _rows(
-    samples: Iterable[Sample], task: LmmsEvalTask, system_prompt: str | None, pixels: PixelConfig
+    samples: Iterable[Sample], task: LmmsEvalTask, prompt: PromptFormat
 ) -> Iterator[tuple[dict[str, object], bool]]:
     """Yield one row per question, and whether one of its images is below MIN_PIXELS."""
-    for sample in samples:
+    for sample in map(prompt.with_boxes, samples):
         turn = -1
         for place, message in enumerate(sample.messages):
             if message.role != "assistant":
@@ -154,11 +152,11 @@ def _rows(
             if task.questions is not None and (sample.key, turn) not in task.questions:
                 continue
             before = list(sample.messages[:place])
-            if system_prompt and not any(m.role == "system" for m in before):
-                before.insert(0, Message(role="system", text=system_prompt))
+            if prompt.system_prompt and not any(m.role == "system" for m in before):
+                before.insert(0, Message(role="system", text=prompt.system_prompt))
             shown = sum(m.text.count(IMAGE_SLOT) for m in before if m.role == "user")
             try:
-                images = [_as_trained(image, pixels) for image in sample.images[:shown]]
+                images = [_as_trained(image, prompt.pixels) for image in sample.images[:shown]]
             except SkipSample:  # our own evaluation leaves it out as well
                 continue
             row = {

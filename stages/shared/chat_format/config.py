@@ -1,9 +1,10 @@
-"""The settings of the loss mask."""
+"""The settings of the loss mask, and of boxes in texts."""
 
 from typing import Any, Literal
 
 from pydantic import Field, SerializationInfo, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from dataset_builders.contracts.boxes import Convention
 from dataset_builders.contracts.strict import EVERY_FIELD, StrictModel
 
 
@@ -31,3 +32,21 @@ class Learn(StrictModel):
 
 
 LEARN_ALL = Learn()
+
+
+class BoxFormat(StrictModel):
+    """The settings of boxes in texts."""
+
+    convention: Convention = Field(
+        default="relative_1000",
+        description="coordinates: relative_1000, 0 to 1000 along each side (Qwen3-VL and later); resized_pixels, "
+        "pixels of the resized image (Qwen2.5-VL)",
+    )
+    form: Literal["bbox_2d", "fenced", "lines"] = Field(
+        default="bbox_2d",
+        description='lists of boxes: bbox_2d, [{"bbox_2d": [x1, y1, x2, y2], "label": ".."}]; fenced, the same in a '
+        "block of code; lines, label: [x1, y1, x2, y2]",
+    )
+    order: Literal["given", "sorted"] = Field(
+        default="given", description="boxes of a list: given, as in the data; sorted, by label, then y1, x1, y2, x2"
+    )

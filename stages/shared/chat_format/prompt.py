@@ -1,15 +1,22 @@
-"""The form of a prompt: the pixels of its images, and its system prompt, as a model directory keeps them."""
+"""The form of a prompt: the pixels of its images, its system prompt and its boxes, as a model directory keeps them."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
+from dataset_builders.contracts.sample import Sample
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.contracts.tokenized import PixelConfig
+from dataset_builders.errors import InputError, plain_message
+from stages.shared.chat_format.boxes import with_boxes_written
+from stages.shared.chat_format.config import BoxFormat
 from stages.shared.chat_format.images import load_image_config
-from stages.shared.inputs.model_directory import ModelDirectory
+from stages.shared.inputs.model_directory import ModelDirectory, read_json
 
-SYSTEM_PROMPT = "system_prompt.txt"  # file of an exported directory: the system prompt that the model was trained with
+# Files of an exported directory: the system prompt and the form of boxes that the model was trained with.
+SYSTEM_PROMPT, BOX_FORMAT = "system_prompt.txt", "box_format.json"
 
 
 class PromptFormat(StrictModel):
@@ -17,21 +24,43 @@ class PromptFormat(StrictModel):
 
     pixels: PixelConfig
     system_prompt: str | None
+    boxes: BoxFormat
+
+    def with_boxes(self, sample: Sample) -> Sample:
+        """Return the sample with its boxes in its texts."""
+        return with_boxes_written(sample, self.boxes, self.pixels)
 
 
 def read_prompt_format(model: ModelDirectory, tokenized: Mapping[str, Any] | None = None) -> PromptFormat:
     """Return the prompt format of a model directory, or of the export of a training that starts from it.
 
-    `tokenized` are the stats of the tokenized samples of that training. If a limit is missing, the directory's limit
-    applies; if the system prompt is missing, there is none, even if the directory has one.
+    `tokenized` are the stats of the tokenized samples of that training. If a limit or the form of boxes is missing (no
+    sample has boxes), the directory's applies; if the system prompt is missing, there is none, even if the directory
+    has one. A directory without a form of boxes has the default one.
     """
-    if tokenized is None:
-        return PromptFormat(pixels=load_image_config(model), system_prompt=read_system_prompt(model.path))
-    pixels = load_image_config(model, tokenized.get("min_pixels"), tokenized.get("max_pixels"))
-    return PromptFormat(pixels=pixels, system_prompt=tokenized.get("system_prompt") or None)
+    stats = tokenized or {}
+    boxes = BoxFormat.model_validate(stats["boxes"]) if stats.get("boxes") else read_box_format(model.path)
+    return PromptFormat(
+        pixels=load_image_config(model, stats.get("min_pixels"), stats.get("max_pixels")),
+        system_prompt=read_system_prompt(model.path) if tokenized is None else stats.get("system_prompt") or None,
+        boxes=boxes or BoxFormat(),
+    )
 
 
 def read_system_prompt(hf_dir: Path) -> str | None:
     """Return the system prompt that an exported directory was trained with, or None."""
     file = hf_dir / SYSTEM_PROMPT
     return file.read_text(encoding="utf-8") if file.is_file() else None
+
+
+def read_box_format(hf_dir: Path) -> BoxFormat | None:
+    """Return the form of boxes that an exported directory was trained with, or None: no sample had boxes."""
+    file = hf_dir / BOX_FORMAT
+    if not file.is_file():
+        return None
+    try:
+        return BoxFormat.model_validate(read_json(file))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key, why = ".".join(map(str, first["loc"])), plain_message(first["type"], first["msg"])
+        raise InputError(f"{file}: {key} {why}; copy the file that athanor's export wrote") from error

@@ -64,6 +64,7 @@ class ChatText:
         return turns
 
     def _content(self, message: Message) -> str | list[dict[str, str]]:
+        assert not message.boxes, "boxes that `with_boxes_written` has not written in the text"
         token = self._forbidden.search(message.text)
         if message.reasoning:
             token = token or self._forbidden.search(message.reasoning)

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializationInfo, SerializerFunctionWrapHandler, model_serializer, model_validator
 
@@ -33,6 +33,19 @@ class EmbeddedEasyVqaConfig(StrictModel):
 
     kind: Literal["easy_vqa"] = Field(description="easy_vqa: the data set easy-VQA in place of the digits")
     version: Literal["1.0"] = Field(default="1.0", description="version of the package easy-vqa that is read")
+
+
+class EmbeddedShapesConfig(StrictModel):
+    """Drawn shapes to be found: their number and their seed."""
+
+    kind: Literal["shapes"] = Field(description="shapes: drawn shapes to be found, in place of the digits")
+    seed: int = Field(ge=0, le=2**32 - 1, description="seed of the drawing")
+    num_one: int = Field(ge=0, le=10**7, description="pictures with a question about one shape")
+    num_many: int = Field(ge=0, le=10**7, description="pictures with a question about any number of shapes")
+    most_shapes: int = Field(default=4, ge=1, le=8, description="shapes of a picture, at most")
+    sides: tuple[Annotated[int, Field(ge=32, le=1024)], ...] = Field(
+        default=(96, 128, 160), min_length=1, description="pixels; each side of a picture is one of them"
+    )
 
 
 class _CommonSizes(StrictModel):

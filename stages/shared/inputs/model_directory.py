@@ -35,7 +35,7 @@ WEIGHTS_INDEX = "model.safetensors.index.json"
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json", "special_tokens_map.json")
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 PREPROCESSOR_CONFIG, PROCESSOR_CONFIG = "preprocessor_config.json", "processor_config.json"
-_GENERATION = "generation_config.json"
+GENERATION_CONFIG = "generation_config.json"
 _PROCESSOR_FILES = (*_TOKENIZER_FILES, *_TEMPLATE_FILES, "tokenizer_config.json")
 _MODEL_FILE_PATTERNS = ["*.json", "*.jinja", "*.txt", "*.safetensors"]
 _HASHERS = 4  # files read at a time
@@ -269,8 +269,8 @@ def hf_dir_of(model: Input) -> Path:
 
 def end_ids(hf_dir: Path) -> list[int]:
     """Return the ids of the tokens that end an answer where the directory is served; [] if it names none."""
-    file = hf_dir / (_GENERATION if (hf_dir / _GENERATION).is_file() else "config.json")
-    eos = _generation(hf_dir).get("eos_token_id")
+    file = hf_dir / (GENERATION_CONFIG if (hf_dir / GENERATION_CONFIG).is_file() else "config.json")
+    eos = generation_config(hf_dir).get("eos_token_id")
     ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
     if any(type(each) is not int or each < 0 for each in ids):
         raise InputError(f"{file}: eos_token_id is {str(eos)[:80]}; give the id of a token, or a list of ids")
@@ -282,14 +282,14 @@ def add_end(hf_dir: Path, end: int) -> bool:
     ids = end_ids(hf_dir)
     if end in ids:
         return False
-    write_json(hf_dir / _GENERATION, {**_generation(hf_dir), "eos_token_id": [*ids, end]})
+    write_json(hf_dir / GENERATION_CONFIG, {**generation_config(hf_dir), "eos_token_id": [*ids, end]})
     return True
 
 
-def _generation(hf_dir: Path) -> dict[str, Any]:
+def generation_config(hf_dir: Path) -> dict[str, Any]:
     """Return generation_config.json, or else what transformers derives from config.json, as far as it names tokens."""
-    if (hf_dir / _GENERATION).is_file():
-        return read_json(hf_dir / _GENERATION)
+    if (hf_dir / GENERATION_CONFIG).is_file():
+        return read_json(hf_dir / GENERATION_CONFIG)
     whole = read_json(hf_dir / "config.json")
     text = whole.get("text_config") or {}
     found = {

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from dataset_builders.storage.files import GrowingFile, trim_log
+from dataset_builders.storage.files import GrowingFile, moved_log, trim_log
 from stages.shared.launchers.config import ClusterConfig
 from stages.shared.launchers.job import Handle, Job, as_rank, rank_environment, remove_rank_logs, timed_out
 from stages.shared.launchers.parent import with_parent
@@ -85,6 +85,7 @@ class TorchrunLauncher:
         handle.pass_on_new(handle.log)
         for path in handle.job.log_path.parent.glob("*.log"):
             if trim_log(path) and path == handle.job.log_path:
+                handle.pass_on_new(GrowingFile(moved_log(path), handle.log.taken))  # what came before the cut
                 handle.log.taken = 0  # it may have as many bytes again before the next poll
         if status is None and time.monotonic() > handle.deadline:
             self.cancel(handle)

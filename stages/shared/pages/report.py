@@ -36,11 +36,13 @@ class Picture:
     Attributes:
         shows: what the image shows, for a reader who does not see it.
         caption: plain text below the image.
+        boxes: boxes over the image, from `drawn_boxes`; None: none are drawn.
     """
 
     image: bytes
     shows: str
     caption: str
+    boxes: Mapping[str, Any] | None = None
 
     @classmethod
     def of_sample(cls, key: str, images: Sequence[bytes], side: int, caption: str) -> "Picture":
@@ -111,7 +113,10 @@ def section_data(section: Section) -> dict[str, Any]:
             rows = [[_plain(cell) for cell in row] for row in section.rows]
             data = {"kind": "table", "columns": list(section.columns), "rows": rows}
         case Pictures():
-            images = [{"source": data_uri(p.image), "shows": p.shows, "caption": p.caption} for p in section.items]
+            images = [
+                {"source": data_uri(p.image), "shows": p.shows, "caption": p.caption, "boxes": p.boxes}
+                for p in section.items
+            ]
             data = {"kind": "pictures", "images": images}
         case Histogram():
             data = {"kind": "histogram", **_histogram_data(section)}

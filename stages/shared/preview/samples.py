@@ -1,5 +1,7 @@
 """Samples on a page: images next to their conversation, in which trained and given answers look different."""
 
+import itertools
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,19 +10,23 @@ from typing import Any, TypeVar
 
 from markupsafe import Markup
 
+from dataset_builders.contracts.boxes import BOX_SLOT, BoxPlace
 from dataset_builders.contracts.manifest import ShardEntry
 from dataset_builders.contracts.sample import IMAGE_SLOT, Sample, SkipSample, from_fields, image_digests
 from dataset_builders.contracts.shard_io import iter_records
 from dataset_builders.errors import InputError
 from dataset_builders.pictures.images import PILLOW_PIXEL_LIMIT, ImageLimits, check_image, preview_png
 from dataset_builders.storage.store import StorePath
+from stages.shared.pages.drawn_boxes import BoxLayer, box_words, drawn_boxes
 from stages.shared.pages.page import render_part
 from stages.shared.pages.report import data_uri
 from stages.shared.pages.shown_numbers import counted, show_value
 
 _READ_RECORDS = 400  # number of first records to read from a shard
 _SHOWN_IMAGES = 16  # per sample
-_SHOWN_CHARS = 8000  # per message
+_SHOWN_CHARS = 8000  # per piece of a message between images and boxes
+_NAMED_BOXES = 6  # in words, of each place
+_SLOTS = re.compile(f"({IMAGE_SLOT}|{BOX_SLOT})")
 TINY_SIDE = 128  # an image with both sides up to this length is enlarged, pixel by pixel
 _SIDES = (640, 448, 320)  # pixels; the first side whose PNG is small enough is used, or the last
 _PNG_BYTES = 250_000
@@ -120,19 +126,19 @@ def _card(item: ShardSample) -> dict[str, Any]:
     split = [item.shard.split] if item.shard else []
     pictures = []
     for place, (data, digest) in enumerate(zip(sample.images[:_SHOWN_IMAGES], image_digests(sample))):
-        picture = _describe_picture(data)
+        picture = _describe_picture(data) | {"boxes": boxes_over(sample, place)}
         caption = f"image {place + 1}: {picture['words']}, {show_value(len(data) / 1000)} kB\nsha256 {digest[:16]}"
         pictures.append({**picture, "caption": caption})
     messages, num_images = [], 0
     for message in sample.messages:
         thought = f"<think>\n{message.reasoning}\n</think>\n\n" if message.reasoning else ""
-        texts = (thought + message.text).split(IMAGE_SLOT)
         kind, label = (message.role if message.role in ("system", "user") else "other"), message.role
         if message.role == "assistant":
             kind = "assistant learnt" if message.is_learnt else "assistant"  # classes of style.css
             label = "assistant, learnt" if message.is_learnt else "assistant, given"
-        messages.append({"kind": kind, "role": label, "texts": list(map(_cut, texts)), "first_image": num_images})
-        num_images += len(texts) - 1
+        pieces = _pieces(thought + message.text, message.boxes, num_images)
+        messages.append({"kind": kind, "role": label, "pieces": pieces})
+        num_images += message.text.count(IMAGE_SLOT)
     return {
         "key": sample.key,
         "subset": sample.subset,
@@ -141,6 +147,40 @@ def _card(item: ShardSample) -> dict[str, Any]:
         "num_images": len(sample.images),
         "messages": messages,
     }
+
+
+def _pieces(text: str, places: Sequence[BoxPlace], first_image: int) -> list[dict[str, Any]]:
+    """Return a message in pieces: text, the number of an image from 0, or boxes in words."""
+    pieces: list[dict[str, Any]] = []
+    numbers, coming = itertools.count(first_image), iter(places)
+    for piece in _SLOTS.split(text):
+        is_image, is_boxes = piece == IMAGE_SLOT, piece == BOX_SLOT and bool(places)
+        pieces.append(
+            {
+                "image": next(numbers) if is_image else None,
+                "boxes": _place_words(next(coming)) if is_boxes else "",
+                "text": _cut(piece),
+            }
+        )
+    return pieces
+
+
+def _place_words(place: BoxPlace) -> str:
+    words = [box_words(box) for box in place.boxes[:_NAMED_BOXES]] or ["no boxes"]
+    words += [f"and {len(place.boxes) - _NAMED_BOXES} more"] if len(place.boxes) > _NAMED_BOXES else []
+    return f"image {place.image + 1}, px: {'; '.join(words)}"
+
+
+def boxes_over(sample: Sample, image: int) -> dict[str, Any] | None:
+    """Return the drawing of an image's boxes, in pixels of the image as shown; None if it has none."""
+    layers, size = [], (0, 0)
+    for role, name, kind in (("user", "in questions", "asked"), ("assistant", "in answers", "true")):
+        places = [place for m in sample.messages if m.role == role for place in m.boxes if place.image == image]
+        if places:
+            size = places[0].size
+            boxes = [box for place in places for box in place.boxes]
+            layers.append(BoxLayer(name=name, kind=kind, boxes=boxes))
+    return drawn_boxes(size, layers) if layers else None
 
 
 def _cut(text: str) -> str:

@@ -1,10 +1,11 @@
 """Tokenized samples on a page: every token, whether it is trained on, and each image with its patches."""
 
 import contextlib
+import dataclasses
 import functools
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from markupsafe import Markup
 
+from dataset_builders.contracts.boxes import RELATIVE, Box
 from dataset_builders.contracts.shard_io import read_record
 from dataset_builders.contracts.tokenized import (
     PatchFormat,
@@ -27,9 +29,12 @@ from dataset_builders.errors import InputError
 from dataset_builders.pictures.pixels import decode_sample
 from dataset_builders.storage.store import StorePath, is_local, local_copy, location
 from stages.shared.artifacts.artifact import Artifact
+from stages.shared.chat_format.boxes import read_boxes
 from stages.shared.chat_format.chat import ChatEncoder
+from stages.shared.chat_format.config import BoxFormat
 from stages.shared.chat_format.images import patches_png
 from stages.shared.inputs.model_directory import ModelDirectory, processor_input
+from stages.shared.pages.drawn_boxes import BoxLayer, drawn_boxes
 from stages.shared.pages.page import render_part
 from stages.shared.pages.shown_numbers import counted, show_value
 from stages.shared.preview.samples import TINY_SIDE, evenly, in_turn, small_picture
@@ -41,6 +46,7 @@ _SHOWN_IMAGES = 16
 _COARSE_GRID = 24  # patches per side; a finer grid has thinner lines
 _LONGEST_CHARACTER = 8  # most tokens that are decoded together until their bytes are whole characters
 _BROKEN = "\ufffd"
+_NOT_DRAWN = "The boxes in the text are not drawn, since it does not say of which of the images they are."
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,16 +152,22 @@ def tokens_html(
     stats = tokenized.manifest.stats
     pixels = read_pixel_store(tokenized.dir, stats)
     speller = find_speller(tokenized, model)
+    boxes = BoxFormat.model_validate(stats["boxes"]) if stats.get("boxes") else None
     cards = []
     for row in choose_rows(tokenized.dir, count, key, shard):
         record = read_record(tokenized.dir / row["shard"], row["offset"], row["size"], checksum=row["checksum"])
         sample = decode_sample(row["key"], record, pixels)
-        cards.append(_card(row, sample, pixels, speller, stats.get("image_token_id", -1)))
+        cards.append(_card(row, sample, pixels, speller, stats.get("image_token_id", -1), boxes))
     return render_part("tokens.html.j2", cards=cards, note=speller.note)
 
 
 def _card(
-    row: dict[str, Any], sample: TokenizedSample, pixels: PixelStore, speller: Speller, image_token_id: int
+    row: dict[str, Any],
+    sample: TokenizedSample,
+    pixels: PixelStore,
+    speller: Speller,
+    image_token_id: int,
+    boxes: BoxFormat | None,
 ) -> dict[str, Any]:
     """Return the values of tokens.html.j2 for one sample."""
     figures = [row["split"], f"{row['num_tokens']:,} tokens", f"{row['num_loss_tokens']:,} learnt"]
@@ -167,15 +179,41 @@ def _card(
             counted(row["num_images"], "image"),
         ]
     figures += [f"{show_value(row['size'] / 1000)} kB as {pixels.codec}"]
-    runs = token_runs(sample, image_token_id, pixels.config.patch_format.merge_size)
+    runs = list(token_runs(sample, image_token_id, pixels.config.patch_format.merge_size))
+    pictures = _pictures(sample, pixels.config.patch_format)
+    layers = [] if boxes is None else list(_box_layers(runs, sample.input_ids, speller))
+    if layers and len(pictures) == 1:
+        size = pictures[0]["width"], pictures[0]["height"]
+        pictures[0]["boxes"] = drawn_boxes(size, [_in_pixels(layer, size, boxes) for layer in layers])
     return {
         "key": row["key"],
         "subset": row["subset"],
         "figures": figures,
         "num_images": row["num_images"],
-        "pictures": _pictures(sample, pixels.config.patch_format),
+        "pictures": pictures,
+        "not_drawn": _NOT_DRAWN if layers and len(pictures) > 1 else "",
         "runs": list(_spelt(runs, sample.input_ids, speller)),
     }
+
+
+def _box_layers(runs: Sequence[TokenRun], ids: np.ndarray, speller: Speller) -> Iterator[BoxLayer]:
+    """Yield the boxes that the decoded texts state, as they are written: those that are given, and those learnt."""
+    if speller.decode is None:
+        return
+    for kind, name, drawn in (("given", "given", "asked"), ("learnt", "learnt", "true")):
+        texts = [speller.decode(ids[run.start : run.end]) for run in runs if run.kind == kind]
+        found = [box for text in texts for box in read_boxes(text) or ()]
+        if found:
+            yield BoxLayer(name=name, kind=drawn, boxes=[Box(*corners, label) for corners, label in found])
+
+
+def _in_pixels(layer: BoxLayer, size: tuple[int, int], boxes: BoxFormat) -> BoxLayer:
+    """Return written boxes in pixels of the resized image, of this (width, height)."""
+    if boxes.convention == "resized_pixels":
+        return layer
+    x, y = (side / RELATIVE for side in size)
+    scaled = [Box(box.x1 * x, box.y1 * y, box.x2 * x, box.y2 * y, box.label) for box in layer.boxes]
+    return dataclasses.replace(layer, boxes=scaled)
 
 
 def token_runs(sample: TokenizedSample, image_token_id: int, merge_size: int) -> Iterator[TokenRun]:
@@ -203,6 +241,7 @@ def _pictures(sample: TokenizedSample, patch_format: PatchFormat) -> list[dict[s
                 "source": small_picture(functools.partial(patches_png, sample.patches[start:end], grid, patch_format)),
                 "density": " fine" if max(rows, columns) > _COARSE_GRID else " tiny" if is_tiny else "",
                 "lines": _grid_lines(rows, columns, merge),
+                "boxes": None,
                 **{"time": time, "rows": rows, "columns": columns, "width": columns * size, "height": rows * size},
                 **{"patch_size": size, "num_patches": rows * columns, "num_tokens": rows * columns // merge**2},
             }
@@ -220,7 +259,7 @@ def _grid_lines(rows: int, columns: int, merge: int) -> dict[str, str]:
     return lines
 
 
-def _spelt(runs: Iterator[TokenRun], ids: np.ndarray, speller: Speller) -> Iterator[TokenRun | dict[str, Any]]:
+def _spelt(runs: Sequence[TokenRun], ids: np.ndarray, speller: Speller) -> Iterator[TokenRun | dict[str, Any]]:
     """Yield runs of images unchanged, and other runs with their tokens as text, up to _SHOWN_TOKENS tokens."""
     room = _SHOWN_TOKENS
     for run in runs:

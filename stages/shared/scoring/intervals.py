@@ -2,13 +2,14 @@
 models.
 
 Answers to one sample's turns, or about one image, are not independent, so whole groups of answers are drawn (cluster
-bootstrap; Davison and Hinkley 1997, Bootstrap Methods and their Application, sections 3.8 and 5.3). A metric is a
-function of sums of rows, so a resample is the sum of each group's row times the group's count. Two models are compared
-on the same draws (paired bootstrap; Koehn 2004, Statistical Significance Tests for Machine Translation Evaluation).
+bootstrap; Davison and Hinkley 1997, Bootstrap Methods and their Application, sections 3.8 and 5.3). A resample is the
+number of times that each group is drawn, from which a metric computes its score. Two models are compared on the same
+draws (paired bootstrap; Koehn 2004, Statistical Significance Tests for Machine Translation Evaluation).
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from scipy.sparse import coo_array
@@ -66,24 +67,23 @@ class Subset:
     """A model's answers to the questions of one subset."""
 
     metric: Metric  # the subset's headline metric
-    statistics: np.ndarray  # (n, columns) float64 of that metric
+    statistics: Any  # of that metric
     # (n,) labels of any kind; answers with the same label are drawn together. None: each answer is drawn separately.
     groups: Sequence | np.ndarray | None = None
 
 
 def interval(subset: Subset, bootstrap: Bootstrap) -> Interval:
     """Return the percentile interval of a score."""
-    (sums,) = _resample((subset.statistics,), subset.groups, bootstrap.resamples, np.random.default_rng(bootstrap.seed))
-    return _interval(_total(subset), subset.metric.value(sums), bootstrap)
+    (values,) = _resample([subset], bootstrap.resamples, np.random.default_rng(bootstrap.seed))
+    return _interval(_total(subset), values, bootstrap)
 
 
 def difference(first: Subset, second: Subset, bootstrap: Bootstrap) -> Difference:
     """Return the second model's score minus the first model's (base, then tuned); ValueError if they do not match."""
     _check_pair(first, second)
     generator = np.random.default_rng(bootstrap.seed)
-    sums = _resample((first.statistics, second.statistics), first.groups, bootstrap.resamples, generator)
-    values = second.metric.value(sums[1]) - first.metric.value(sums[0])
-    return _difference(_total(second) - _total(first), values, _outcomes(first, second), bootstrap)
+    before, after = _resample([first, second], bootstrap.resamples, generator)
+    return _difference(_total(second) - _total(first), after - before, _outcomes(first, second), bootstrap)
 
 
 def overall(subsets: Sequence[Subset], bootstrap: Bootstrap) -> Interval:
@@ -95,8 +95,8 @@ def overall(subsets: Sequence[Subset], bootstrap: Bootstrap) -> Interval:
     generator = np.random.default_rng(bootstrap.seed)
     values = np.zeros(bootstrap.resamples)
     for subset in subsets:
-        (sums,) = _resample((subset.statistics,), subset.groups, bootstrap.resamples, generator)
-        values += _upwards(subset.metric, subset.metric.value(sums))
+        (drawn,) = _resample([subset], bootstrap.resamples, generator)
+        values += _upwards(subset.metric, drawn)
     value = np.mean([_upwards(subset.metric, _total(subset)) for subset in subsets])
     return _interval(float(value), values / len(subsets), bootstrap)
 
@@ -111,9 +111,9 @@ def overall_difference(first: Sequence[Subset], second: Sequence[Subset], bootst
     values, point, outcomes = np.zeros(bootstrap.resamples), 0.0, np.zeros(3, np.int64)
     for one, two in zip(first, second):
         _check_pair(one, two)
-        sums = _resample((one.statistics, two.statistics), one.groups, bootstrap.resamples, generator)
+        before, after = _resample([one, two], bootstrap.resamples, generator)
         sign = 1 if one.metric.higher_is_better else -1
-        values += sign * (two.metric.value(sums[1]) - one.metric.value(sums[0]))
+        values += sign * (after - before)
         point += sign * (_total(two) - _total(one))
         outcomes += _outcomes(one, two)
     return _difference(point / len(first), values / len(first), outcomes, bootstrap)
@@ -133,37 +133,34 @@ def groups_by_picture(samples: Sequence[str], pictures: Sequence[Iterable[str]])
     return labels[[nodes["sample", sample] for sample in samples]]
 
 
-def _group_sums(statistics: np.ndarray, groups: Sequence | np.ndarray | None) -> np.ndarray:
-    """Sum the rows of each group: (n, columns) -> (groups, columns)."""
-    if groups is None:
-        return statistics
-    if len(groups) != len(statistics):
-        raise ValueError(f"{len(groups)} labels of groups for {len(statistics)} answers")
-    names, group = np.unique(np.asarray(groups), return_inverse=True)
-    sums = np.zeros((len(names), statistics.shape[1]))
-    np.add.at(sums, group, statistics)
-    return sums
+def _by_group(subset: Subset) -> Any:
+    """Return the statistics with the answers of each group as one."""
+    if subset.groups is None:
+        return subset.statistics
+    if len(subset.groups) != len(subset.statistics):
+        raise ValueError(f"{len(subset.groups)} labels of groups for {len(subset.statistics)} answers")
+    names, groups = np.unique(np.asarray(subset.groups), return_inverse=True)
+    return subset.metric.grouped(subset.statistics, groups, len(names))
 
 
-def _resample(
-    tables: Sequence[np.ndarray], groups: Sequence | np.ndarray | None, resamples: int, generator: np.random.Generator
-) -> list[np.ndarray]:
-    """Map each (n, columns) table to (resamples, columns) with common draws: sums over as many groups as exist."""
-    sums = [_group_sums(table, groups) for table in tables]
-    count = len(sums[0])
+def _resample(subsets: Sequence[Subset], resamples: int, generator: np.random.Generator) -> list[np.ndarray]:
+    """Return for each subset (resamples,) scores over as many groups as exist, all from the same draws: the subsets are
+    answers to the same questions, with the same groups."""
+    tables = [_by_group(subset) for subset in subsets]
+    count = len(tables[0])
     if count == 0:
         raise ValueError("no answers to score")
-    resampled: list[list[np.ndarray]] = [[] for _ in sums]
+    values: list[list[np.ndarray]] = [[] for _ in subsets]
     rows = max(1, CHUNK // count)
     for start in range(0, resamples, rows):
         size = min(rows, resamples - start)
         draws = generator.integers(0, count, (size, count))
         draws += np.arange(size)[:, None] * count  # numbers of its own for each resample: one bincount counts all
         weights = np.bincount(draws.ravel(), minlength=size * count).reshape(size, count).astype(np.float64)
-        # One product per table, not one for all tables: equal tables then give bit-equal sums.
-        for blocks, table in zip(resampled, sums):
-            blocks.append(weights @ table)
-    return [np.concatenate(blocks) for blocks in resampled]
+        # Each subset by itself, not in one product: equal tables then give bit-equal scores.
+        for blocks, subset, table in zip(values, subsets, tables):
+            blocks.append(subset.metric.weighted(table, weights))
+    return [np.concatenate(blocks) for blocks in values]
 
 
 def _interval(value: float, values: np.ndarray, bootstrap: Bootstrap) -> Interval:
@@ -204,14 +201,14 @@ def _bounds(point: float, values: np.ndarray, bootstrap: Bootstrap) -> tuple[flo
 
 def _outcomes(first: Subset, second: Subset) -> np.ndarray:
     """Return the second model's (wins, losses, ties) over answers; a value missing for either model is a tie."""
-    gain = second.metric.value(second.statistics) - first.metric.value(first.statistics)
+    gain = second.metric.each(second.statistics) - first.metric.each(first.statistics)
     gain = np.nan_to_num(gain if first.metric.higher_is_better else -gain)
     wins, losses = np.sum(gain > ROUNDING), np.sum(gain < -ROUNDING)
     return np.array([wins, losses, len(gain) - wins - losses])
 
 
 def _total(subset: Subset) -> float:
-    return float(subset.metric.value(subset.statistics.sum(axis=0)))
+    return subset.metric.total(subset.statistics)
 
 
 def _upwards(metric: Metric, value):

@@ -3,6 +3,8 @@
 A subset is known by its own name and by the builder that read it, so that `docvqa` of the_cauldron has its metric under
 the name `web_docvqa` too, as a source `web` among several calls it, and a file of yours called docvqa.csv has not.
 
+A subset most of whose answers have boxes is scored by boxes, whatever it is called.
+
 A new metric needs its class, one line in `_METRICS` and its name in names.py. A subset with other metrics than its
 group has a `_table` of its own.
 
@@ -17,6 +19,16 @@ from typing import Any
 
 from dataset_builders.contracts.manifest import SubsetOrigin
 from dataset_builders.sources.registry import KNOWN_SUBSETS, known_name
+from stages.shared.scoring.metrics.boxes import (
+    BoxAccuracies,
+    BoxAccuracy,
+    BoxF1,
+    BoxIoU,
+    BoxPrecision,
+    BoxRecall,
+    CocoMap,
+    CocoMap50,
+)
 from stages.shared.scoring.metrics.captions import Bleu, Cider, RougeL
 from stages.shared.scoring.metrics.choices import MultipleChoice
 from stages.shared.scoring.metrics.contract import Metric
@@ -36,6 +48,7 @@ from stages.shared.scoring.names import METRIC_NAMES, check_name, check_override
 _METRICS: tuple[type[Metric], ...] = (
     *(ExactMatch, VQAExactMatch, VQAAccuracy, MultipleChoice, ANLS, RelaxedAccuracy, TableExactMatch),
     *(CER, WER, Cider, Bleu, RougeL, CordTreeEdit, CordFieldF1),
+    *(BoxIoU, BoxAccuracy, BoxAccuracies, BoxPrecision, BoxRecall, BoxF1, CocoMap, CocoMap50),
 )
 METRICS: dict[str, Metric] = {metric.name: metric() for metric in _METRICS}
 assert tuple(METRICS) == METRIC_NAMES
@@ -168,6 +181,16 @@ _RECEIPTS = _table(
     ("cord_f1",),
     dict.fromkeys(("cord_v2", *KNOWN_SUBSETS["cord_v2"]), "the task's own metric: the tree of a receipt"),
 )
+_ONE_BOX = SubsetMetrics(
+    headline="acc_iou50",
+    others=("iou", "acc_iou50_95", "box_f1", "coco_map"),
+    reason="every answer has one box, as in RefCOCO",
+)
+_BOXES = SubsetMetrics(
+    headline="box_f1",
+    others=("box_precision", "box_recall", "coco_map", "coco_map50"),
+    reason="answers of any number of boxes without confidences",
+)
 SUBSETS: dict[str, SubsetMetrics] = {
     name: metrics
     for group in (_SHORT, _CHOICES, _DOCUMENTS, _CHARTS, _TABLES, _CAPTIONS, _TRANSCRIPTS, _CODE, _RECEIPTS)
@@ -180,9 +203,18 @@ def get_metric(name: str) -> Metric:
     return METRICS[name]
 
 
-def metrics_of(subset: str, origin: SubsetOrigin, overrides: Mapping[str, Sequence[str]]) -> SubsetMetrics:
+def metrics_of(
+    subset: str,
+    origin: SubsetOrigin,
+    overrides: Mapping[str, Sequence[str]],
+    num_boxes: Sequence[int | None] = (),
+) -> SubsetMetrics:
     """Return the metrics of a subset: from `evaluate.metrics` of a recipe (subset -> names, the headline first), else
-    from the table, by the name under which the subset is known, else exact match.
+    those of boxes if most of its answers have boxes, else from the table, by the name under which the subset is known,
+    else exact match.
+
+    Args:
+        num_boxes: the number of true boxes of each answer; None for an answer that is no boxes.
 
     Raises:
         InputError: `overrides` names a metric that does not exist, or none.
@@ -193,8 +225,22 @@ def metrics_of(subset: str, origin: SubsetOrigin, overrides: Mapping[str, Sequen
         return SubsetMetrics(headline=headline, others=tuple(others), reason=f"evaluate.metrics.{subset}")
     known = known_name(origin)
     if known is None:
-        return SubsetMetrics(headline="exact_match", others=(), reason=_why_unknown(origin))
-    return SUBSETS[known] if known == subset else replace(SUBSETS[known], reason=f"{known}: {SUBSETS[known].reason}")
+        by_text = SubsetMetrics(headline="exact_match", others=(), reason=_why_unknown(origin))
+    elif known == subset:
+        by_text = SUBSETS[known]
+    else:
+        by_text = replace(SUBSETS[known], reason=f"{known}: {SUBSETS[known].reason}")
+    boxes = [number for number in num_boxes if number is not None]
+    if not boxes:
+        return by_text
+    by_boxes = _ONE_BOX if set(boxes) == {1} else _BOXES
+    if len(boxes) == len(num_boxes):
+        return by_boxes
+    are_most = 2 * len(boxes) > len(num_boxes)
+    first, second = (by_boxes, by_text) if are_most else (by_text, by_boxes)
+    rest = f"{len(num_boxes) - len(boxes)} of {len(num_boxes)} answers are no boxes and count in {by_text.headline}"
+    few = f"{len(boxes)} of {len(num_boxes)} answers are boxes, and count in {by_boxes.headline} too"
+    return replace(first, others=(*first.others, *second.names), reason=f"{first.reason}; {rest if are_most else few}")
 
 
 def read_metrics(stats: Mapping[str, Any]) -> dict[str, SubsetMetrics]:

@@ -79,7 +79,7 @@ def _score(answered: AnswerSet, metrics: SubsetMetrics, bootstrap: Bootstrap) ->
         values={name: get_metric(name).score(judged) for name in metrics.names},
         headline=interval(statistics, bootstrap),
         fields={name: fields for name in metrics.names if (fields := get_metric(name).fields(judged))},
-        rows=headline.value(statistics.statistics),
+        rows=headline.each(statistics.statistics),
         unparsed=np.logical_or.reduce(failures) if failures else None,
         statistics=statistics,
     )

@@ -18,8 +18,8 @@ from dataset_builders.pictures.images import (
     ImageLimits,
     check_image,
     enlarge_grey,
-    grey_png,
     open_rgb,
+    pixels_png,
     preview_png,
     read_rgb,
 )
@@ -281,7 +281,7 @@ def test_preview_puts_pictures_side_by_side_and_never_enlarges():
     assert sheet.size == (50 + 4 + 20, 25)
 
 
-def test_grey_png_keeps_its_values():
+def test_a_png_keeps_its_values():
     values = np.arange(64, dtype=np.uint8).reshape(8, 8)
-    np.testing.assert_array_equal(pixels(grey_png(values))[..., 0], values)
+    np.testing.assert_array_equal(pixels(pixels_png(values))[..., 0], values)
     assert enlarge_grey(values, 24, 16).shape == (16, 24)

@@ -301,9 +301,9 @@ REFUSED = {
     "a leftover object": (leftover("notes.json", b'{\n "by": "me"\n}'), "if it holds no rows, move it away"),
     "a leftover without a header": (leftover("empty.csv", b""), "if it holds no rows, move it away"),
     "a leftover that is no table": (leftover("old.parquet", b"x"), "if it holds no rows, move it away"),
-    "COCO's boxes beside rows": (
-        leftover("instances.json", json.dumps({"images": [{}], "annotations": [{"bbox": []}]}, indent=1).encode()),
-        "COCO's boxes, as `supervision` writes them"),
+    "COCO's results beside rows": (
+        leftover("keypoints.json", json.dumps({"images": [{}], "annotations": [{"keypoints": []}]}, indent=1).encode()),
+        "COCO's annotations without captions"),
     "two leftovers": (
         lambda d: [leftover(name, b"")(d) for name in ("a.csv", "b.csv")], "if it holds no rows, move it away"),
     "tar keys with dots": (dotted_keys, "names of its members hold dots before their suffix"),
@@ -450,7 +450,7 @@ def vqa_questions(d):
 
 
 def coco_boxes(d):
-    write_json(d / "instances.json", {"images": [{"id": 1}], "annotations": [{"bbox": [0, 0, 1, 1]}], "categories": []})
+    write_json(d / "instances.json", {"images": [{"id": 1}], "annotations": [{"bbox": [0, 0, 1, 1]}]})
 
 
 def rows_far_away(d):
@@ -461,15 +461,11 @@ def rows_far_away(d):
 @pytest.mark.parametrize(
     ("write", "words"),
     [
-        (coco_boxes, "COCO's boxes, as `supervision` writes them"),
+        (coco_boxes, "COCO's annotations without captions, or boxes without categories"),
         (vqa_questions, "VQAv2's questions without answers; docs/data-formats.md has a script that joins them"),
         (
-            with_images(lambda d: label_studio(d, "rectanglelabels", "rectanglelabels")),
-            "results of the kind rectanglelabels",
-        ),
-        (
-            as_json([{"image": r["image"], "prefix": "detect", "suffix": "<loc0001> cat"} for r in flat()]),
-            "PaliGemma's",
+            with_images(lambda d: label_studio(d, "polygonlabels", "polygonlabels")),
+            "results of the kind polygonlabels",
         ),
         (rows_far_away, "outside of the source; copy them below"),
     ],

@@ -278,7 +278,7 @@ BAD_ROWS = {
     "row not to train": (chat("a?", "b", train=False), "schema_error"),
     "label false": (chat("a?", "b", label=False), "schema_error"),
     "preference": (chat("a?", "b", rejected="c"), "schema_error"),
-    "placeholder of a box": (chat("Find <ref-object>", "<bbox>"), "special_token_in_text"),
+    "mark without a box": (chat("Find <ref-object>", "<bbox>"), "box_count_mismatch"),
     "placeholder of another case": (chat("<Image>?", "b", images=[data_uri(ONE)]), "special_token_in_text"),
     "numbered mark twice": (chat("<image 1> or <image 1>?", "b", images=[data_uri(ONE)]), "special_token_in_text"),
     "numbered mark in an answer": (chat("a?", "see <image_1>", images=[data_uri(ONE)]), "special_token_in_text"),

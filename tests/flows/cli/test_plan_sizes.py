@@ -7,7 +7,9 @@ from flows.cli.main import main
 from flows.cli.plan import size_rows
 from flows.pipeline.recipe import load_recipe
 from stages.shared.artifacts.artifact import Artifact
+from stages.shared.launchers.vllm import VLLM_PYTHON
 from tests.helpers.plans import unopened
+from tests.helpers.standin import standin_python
 from tests.helpers.tiny_hybrid_model import mtp_hf_dir
 from tests.helpers.tiny_model import tiny_hf_dir
 
@@ -122,3 +124,13 @@ def test_the_parameters_that_a_token_uses_are_told_for_experts():
     assert "for a token" not in rows_of()["parameters"]
     row = rows_of("model={variant: qwen3_vl_30b_a3b, seed: 0}", "tokenize.max_pixels=262144")["parameters"]
     assert row.startswith("31,070,754,032 (") and row.endswith(", 3,891,664,112 of them for a token"), row
+
+
+def test_a_large_model_is_told_which_programs_can_answer(tmp_path, monkeypatch):
+    large = ("model={variant: qwen3_vl_2b, seed: 0}", "tokenize.max_pixels=262144")
+    monkeypatch.delenv(VLLM_PYTHON, raising=False)
+    assert "answers" not in rows_of(*large)
+    python = standin_python(tmp_path)
+    monkeypatch.setenv(VLLM_PYTHON, str(python))
+    said = f"by transformers; vLLM 0.24.0 is here ({python}), so evaluate.engine=vllm works too"
+    assert rows_of(*large)["answers"] == said and "answers" not in rows_of()

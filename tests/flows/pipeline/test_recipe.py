@@ -402,8 +402,8 @@ def test_what_answers_for_adapters_is_the_merged_model_or_the_base_with_them_bes
 
 def test_an_adapter_beside_the_base_needs_an_adapter_and_our_decoder():
     assert "and train.adapter is null; try evaluate.adapter=merged" in _error("evaluate.adapter=beside")
-    refused = _error("evaluate.adapter=beside", *ADAPTED, "evaluate.engine=vllm")
-    assert "evaluate.adapter=beside is not for evaluate.engine=vllm" in refused
+    refused = _error("evaluate.adapter=beside", *ADAPTED, "train.adapter.kind=dora", "evaluate.engine=vllm")
+    assert "evaluate.adapter=beside is not for evaluate.engine=vllm: it is a DoRA, which vLLM has not" in refused
 
 
 def test_adapters_of_experts_do_not_answer_beside_the_base():

@@ -64,3 +64,16 @@ def test_a_damaged_report_does_not_end_the_run_that_shows_it(text, tmp_path, mon
     prefect_pages.publish_stages(runs, str(tmp_path))
     assert "31" in pages["reports"] and "tokenize" in pages["stages"] and "tokenize" not in pages["reports"]
     assert f"{damaged / 'report.json'} cannot be read; delete {damaged} to make it again" in caplog.text
+
+
+def test_the_page_of_scores_begins_with_what_the_evaluation_warns_of(monkeypatch):
+    pages = {}
+    monkeypatch.setattr(
+        prefect_pages, "create_markdown_artifact", lambda key, markdown, **_: pages.update({key: markdown})
+    )
+    stats = {"scores": {"overall": {"score": 0.5}}}
+    prefect_pages.publish_scores(stats, "/release")
+    usual = pages["scores"]
+    prefect_pages.publish_scores(stats | {"warnings": ["a: read otherwise"]}, "/release")
+    assert pages["scores"].split("\n\n")[1] == "**Warning**: a: read otherwise"
+    assert pages["scores"].replace("**Warning**: a: read otherwise\n\n", "") == usual

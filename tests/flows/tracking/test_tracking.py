@@ -65,7 +65,7 @@ def _shard(directory: Path) -> ShardEntry:
 def test_a_run_holds_everything_and_nothing_twice(root):
     samples = make_artifact(root, "convert", "c" * 16, shards=[_shard(root / "artifacts" / "convert" / ("c" * 16))])
     trained, exported = make_trained(root, "d" * 16, 3), make_exported(root, "e" * 16)
-    evaluated = make_evaluated(root, "f" * 16)
+    evaluated = make_evaluated(root, "f" * 16, warnings=["a: read otherwise, it fits better"])
     times = []
     for _ in range(2):  # the second round repeats the same pipeline
         tracker = open_tracker(root, "whole")
@@ -116,6 +116,8 @@ def test_a_run_holds_everything_and_nothing_twice(root):
     assert decision.startswith("Registered model: exact_match 0.7500 (0.9") and reports.startswith(
         "Reports: [evaluate](#"
     )
+    assert run.data.tags["athanor.warning"] == "a: read otherwise, it fits better"
+    assert note.split("\n\n")[3] == "**Warning**: a: read otherwise, it fits better"
     assert "What it is." in note and "| overall&emsp; | 0.7500 | 1.0000 |" in note
     assert f"runs/{run_id}/artifacts/stages/convert/report.html" in note
     assert Path(client.download_artifacts(run_id, "recipe.yaml")).read_text() == "name: embedded\n"

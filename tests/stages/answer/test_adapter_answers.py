@@ -70,8 +70,6 @@ def test_the_stage_takes_an_adapter_beside_the_model_it_belongs_to(tmp_path):
     beside = {**before, "adapter": adapter_input(AdapterDirectory(adapter))}
     lines = [(answered(config, inputs, root).dir / ANSWERS_JSONL).read_text() for inputs in (beside, merged, before)]
     assert lines[0] == lines[1] != lines[2]
-    with pytest.raises(InputError, match=r"engine=vllm cannot use the unmerged adapter .*; take engine=transformers"):
-        answered(config.model_copy(update={"engine": "vllm"}), beside, root)
     other = {**beside, "hf": model_input(ModelDirectory(tiny_hf_dir("second")))}
     with pytest.raises(InputError, match="is of another model"):
         answered(config, other, root)

@@ -1,7 +1,6 @@
 """The answer stage: grouping of questions, contents of its file, and independence of kills and number of workers."""
 
 import json
-import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +26,6 @@ from stages.answer.stage import AnswerConfig
 from stages.answer.transformers_engine import Generator
 from stages.shared.artifacts.workers import StageResources
 from stages.shared.chat_format.chat import ChatEncoder
-from stages.shared.chat_format.images import load_image_config
 from stages.shared.chat_format.prompt import read_prompt_format
 from stages.shared.inputs.model_directory import ModelDirectory, model_input
 from stages.shared.launchers.config import ClusterConfig
@@ -140,7 +138,7 @@ def test_the_plan_knows_every_length_and_record(made):
     model, samples = ModelDirectory(talkative_hf_dir()), made[0]["samples"]
     generator = Generator(model)
     by_key = {sample.key: sample for sample in mixed_samples(14)}
-    for question in plan_questions(samples, ChatEncoder(model), load_image_config(model), None):
+    for question in plan_questions(samples, ChatEncoder(model), read_prompt_format(model), None):
         sample = by_key[question.key]
         before = sample.messages[: question.place]
         images = generator.encode_images(sample.images[: question.num_images])
@@ -240,19 +238,6 @@ def test_a_worker_with_nothing_to_do_loads_no_model(tmp_path, monkeypatch):
     assert answer_worker.main([str(_worker_job(tmp_path / "job", tmp_path / "no model"))]) == 0
 
 
-@pytest.mark.parametrize(("visible", "seen"), [(None, "1"), ("4,6,7", "6"), ("4", None)])
-def test_a_worker_of_vllm_sees_its_own_gpu(tmp_path, monkeypatch, visible, seen):
-    for name, value in {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "CUDA_VISIBLE_DEVICES": visible}.items():
-        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(answer_worker, "answer_parts", lambda job, worker, workers, local, say: None)
-    path = _worker_job(tmp_path / "job", tmp_path, engine="vllm")
-    assert answer_worker.main([str(path)]) == (0 if seen else EXIT_INPUT)
-    if seen:
-        assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
-    else:
-        assert "has no GPU: CUDA_VISIBLE_DEVICES=4" in (path.parent / answer_worker.REFUSED).read_text()
-
-
 def test_a_rerun_keeps_the_parts_that_are_there_and_counts_them(made, tmp_path, monkeypatch):
     seen, written, real = [], [], answer_parts._write_part
 
@@ -301,10 +286,10 @@ def test_a_draw_is_spread_over_the_subset_and_a_part_of_a_larger_one(tmp_path):
     one = [picture(0)]
     samples = [conversation(f"q/{i:08d}", [(f"<image>{i}?", "7")], one if i < 30 else [picture(i)]) for i in range(60)]
     artifact = samples_artifact(tmp_path / "s", samples)
-    small, large = ([sample.key for sample in heldout_samples(artifact, number)] for number in (20, 40))
+    small, large = ([sample.key for sample in heldout_samples(artifact, None, number)] for number in (20, 40))
     assert len(small) == 20 and set(small) < set(large) and small == sorted(small)
     assert sum(int(key[2:]) >= 30 for key in small) >= 7  # the first 20 show one picture
-    assert [sample.key for sample in heldout_samples(artifact, 61)] == [sample.key for sample in samples]
+    assert [sample.key for sample in heldout_samples(artifact, None, 61)] == [sample.key for sample in samples]
 
 
 @pytest.mark.parametrize(

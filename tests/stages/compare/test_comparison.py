@@ -11,13 +11,15 @@ import pytest
 from PIL import Image
 
 from dataset_builders.contracts.manifest import Manifest
+from dataset_builders.contracts.sample import Sample
 from dataset_builders.errors import InputError
-from dataset_builders.pictures.images import grey_png
+from dataset_builders.pictures.images import pixels_png
 from stages.compare.comparison import compare_predictions
 from stages.compare.stage import _stats, _table, shown_keys, write_comparison_report
 from stages.shared.pages.page import artifact_page
 from stages.shared.scoring.intervals import Bootstrap
 from stages.shared.scoring.subsets import SubsetMetrics
+from tests.helpers.evaluation import conversation
 from tests.helpers.pages import assert_images_told
 
 pytestmark = pytest.mark.promise(
@@ -26,7 +28,7 @@ pytestmark = pytest.mark.promise(
 )
 
 BOOTSTRAP = Bootstrap(resamples=2000, level=0.95, seed=1)
-IMAGE = grey_png(np.full((12, 12), 200, np.uint8))
+IMAGE = pixels_png(np.full((12, 12), 200, np.uint8))
 
 
 def predictions(answers: dict[str, list[str]], references: dict[str, list[str]]) -> pa.Table:
@@ -35,9 +37,13 @@ def predictions(answers: dict[str, list[str]], references: dict[str, list[str]])
     for subset, given in answers.items():
         for number, (answer, reference) in enumerate(zip(given, references[subset], strict=True)):
             asked = {"question": f"Question {number}?", "pictures": [f"{subset}{number}"], "image": IMAGE, "turn": 0}
-            said = {"references": [reference], "answer": answer}
+            said = {"references": [reference], "answer": answer, "boxes": None}
             rows.append({"key": f"{subset}/{number:08d}", "subset": subset, **asked, **said})
     return pa.Table.from_pylist(rows)
+
+
+def sample(key: str, num_images: int) -> Sample:
+    return conversation(key, [("<image>" * num_images + "Which?", "7")], [IMAGE] * num_images)
 
 
 REFERENCES = {"digits_single": ["7"] * 40, "rendered_text": ["abcd"] * 20}
@@ -102,7 +108,8 @@ def test_the_page_shows_both_answers_and_the_numbers(comparison, tmp_path):
     table = _table(BASE, TUNED, comparison)
     keys = shown_keys(table)
     assert len(keys) == 1 + 48
-    write_comparison_report(tmp_path, comparison, table, {key: [IMAGE] for key in keys} | {WORSE: [IMAGE, IMAGE]})
+    samples = {key: sample(key, 2 if key == WORSE else 1) for key in keys}
+    write_comparison_report(tmp_path, comparison, table, samples)
     page = artifact_page(tmp_path, Manifest(stage="compare", version=1, fingerprint="0" * 16, config={}, parents={}))
     assert "Worse than before (1 in all" in page and "Better than before (55 in all" in page
     assert "before (1): 7" in page and "after (0): 3" in page and page.count("data:image/png") == 1 + 48

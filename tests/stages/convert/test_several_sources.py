@@ -5,17 +5,16 @@ import json
 import pytest
 
 from dataset_builders.errors import InputError
-from dataset_builders.storage.files import write_text
-from stages.answer.heldout import ANSWERS_JSONL, GeneratedAnswer, to_line
+from stages.answer.heldout import GeneratedAnswer
 from stages.convert.config import ConvertConfig, MixedConvertConfig, SourceReading
 from stages.convert.stage import STAGE
 from stages.evaluate.config import EvaluateConfig
 from stages.evaluate.stage import STAGE as EVALUATE
 from stages.shared.artifacts.artifact import External
 from stages.shared.artifacts.run_stage import run_stage
+from tests.helpers.evaluation import answers_artifact
 from tests.helpers.own_data import captions, csv_paths, draw_rows
 from tests.helpers.raw_rows import png, row, write_source
-from tests.stages.artifacts import stage_artifact
 from tests.stages.convert.test_convert import samples_of
 
 pytestmark = pytest.mark.promise(
@@ -96,9 +95,7 @@ def test_a_known_subset_keeps_its_metric_and_its_spellings_and_a_name_alone_give
     spellings = {sample.subset: sample.messages[1].references for sample in heldout}
     assert spellings == {"web_docvqa": ("Open.", "Open"), "web_x_docvqa": (), "mine_docvqa": ()}
     lines = [GeneratedAnswer(key=s.key, turn=0, answer="Opes", stopped=True, ids=[7]) for s in heldout]
-    answers = stage_artifact(tmp_path / "answers", "answer")
-    write_text(answers.dir / ANSWERS_JSONL, "".join(map(to_line, lines)))
-    asked_of = {"answers": answers, "samples": made}
+    asked_of = {"answers": answers_artifact(tmp_path / "answers", lines), "samples": made}
     scored = run_stage(EVALUATE, EvaluateConfig(max_new_tokens=6), asked_of, tmp_path / "root").artifact
     scores = scored.manifest.stats["scores"]
     assert (scores["web_docvqa"]["anls"], scores["web_docvqa"]["exact_match"]) == (0.75, 0.0)

@@ -8,9 +8,11 @@ import pyarrow.parquet as pq
 import pytest
 
 import stages.evaluate.stage as evaluate
+from dataset_builders.contracts.boxes import BOX_SLOT, Box, BoxPlace
+from dataset_builders.contracts.sample import Message, Sample
 from dataset_builders.errors import InputError
 from dataset_builders.storage.files import write_text
-from stages.answer.heldout import ANSWERS_JSONL, GeneratedAnswer, SkippedSample, to_line
+from stages.answer.heldout import GeneratedAnswer, SkippedSample
 from stages.contamination.stage import CONTAMINATION, CONTAMINATION_SCHEMA
 from stages.evaluate.config import EvaluateConfig
 from stages.evaluate.evaluation import HEALTH, health
@@ -18,7 +20,9 @@ from stages.evaluate.predictions import PREDICTIONS_SCHEMA, counted, heldout_fin
 from stages.evaluate.stage import STAGE
 from stages.shared.artifacts.run_stage import run_stage
 from stages.shared.artifacts.workers import StageResources
-from tests.helpers.evaluation import conversation, mixed_samples, picture, samples_artifact
+from stages.shared.chat_format.boxes import with_boxes_written
+from stages.shared.chat_format.config import BoxFormat
+from tests.helpers.evaluation import PROMPT, answers_artifact, conversation, mixed_samples, picture, samples_artifact
 from tests.helpers.trees import tree_digest
 from tests.stages.artifacts import stage_artifact
 from trainer.contract.names import HELDOUT_BASE_JSONL, HELDOUT_JSONL
@@ -35,8 +39,7 @@ def _said(sample, answer, stopped=True, num_tokens=1, turn=0):
 def _scored(tmp_path, samples, lines, config=CONFIG, resources=None, **others):
     """Return the evaluation of made-up answers. A text says the same to each sample."""
     lines = [_said(sample, lines) for sample in samples] if isinstance(lines, str) else lines
-    answers = stage_artifact(tmp_path / "answers", "answer", fingerprint="a" * 16)
-    write_text(answers.dir / ANSWERS_JSONL, "".join(map(to_line, lines)))
+    answers = answers_artifact(tmp_path / "answers", lines)
     train = [conversation("single/00000999", [("<image>Which digit?", "9")], [picture(999)])]
     inputs = {"answers": answers, "samples": samples_artifact(tmp_path / "s", samples, train), **others}
     return run_stage(STAGE, config, inputs, tmp_path / "root", resources).artifact
@@ -245,3 +248,50 @@ def test_what_scores_are_of_depends_on_what_is_asked_and_counted_alone(tmp_path)
         name("contaminated", contamination=contaminated),
     ]
     assert len({usual, *others}) == 7
+
+
+def _shapes(count):
+    """Return questions about one box each, and about all boxes of an image."""
+    samples = []
+    for number in range(count):
+        across, down = 40 * (number % 8), 30 * (number % 5)
+        boxes = (Box(across, down, across + 60, down + 45, "circle"), Box(300, 200, 340, 250, "square"))
+        for subset, each in (("one", boxes[:1]), ("all", boxes)):
+            place = BoxPlace(image=0, size=(400, 300), boxes=each, is_list=subset == "all")
+            turns = (
+                Message(role="user", text="<image>Where?"),
+                Message(role="assistant", text=BOX_SLOT, boxes=(place,)),
+            )
+            samples.append(Sample(key=f"{subset}/{number:08d}", images=(picture(2 * number),), messages=turns))
+    return samples
+
+
+@pytest.mark.promise(
+    "An evaluation warns where the coordinates of answers fit clearly better in another convention, with both scores, "
+    "and not where a model has only learnt nothing."
+)
+@pytest.mark.parametrize("convention", ["relative_1000", "resized_pixels"])
+def test_boxes_are_scored_by_boxes_and_another_convention_is_warned_of(tmp_path, caplog, convention):
+    samples = _shapes(20)
+    # As a model would answer that was trained on this convention; it is asked for relative_1000.
+    said = [with_boxes_written(sample, BoxFormat(convention=convention), PROMPT.pixels) for sample in samples]
+    artifact = _scored(tmp_path, samples, [_said(sample, sample.messages[-1].text) for sample in said])
+    stats, sections = artifact.manifest.stats, json.loads((artifact.dir / "report.json").read_text())["sections"]
+    assert {name: each["metric"] for name, each in stats["headlines"].items()} == {
+        "all": "box_f1",
+        "one": "acc_iou50",
+        "overall": "score",
+    }
+    warned = [section for section in sections if section["title"].startswith("Warning")]
+    if convention == "relative_1000":
+        assert [stats["scores"][name]["score"] for name in ("one", "all")] == [1, 1]
+        assert not warned and "warnings" not in stats and not caplog.records
+        return
+    assert max(stats["scores"][name]["score"] for name in ("one", "all")) < 0.3
+    assert [line.split(":")[0] for line in stats["warnings"]] == ["all", "one"]
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == stats["warnings"]
+    (table,) = warned
+    for line, row in zip(stats["warnings"], table["rows"]):
+        own, other = stats["scores"][row[0]].get("iou", row[2]), row[4]
+        assert row[1:] == ["relative_1000", pytest.approx(own), "resized_pixels", other] and other > 0.9
+        assert f"read as resized_pixels, mean IoU {other:.3f}, than as relative_1000, {own:.3f}," in line

@@ -15,7 +15,7 @@ from stages.export.config import ExportConfig
 from stages.shared.artifacts.artifact import Artifact
 from stages.shared.artifacts.run_stage import run_stage
 from stages.shared.inputs.adapter_directory import AdapterDirectory, adapter_input
-from stages.shared.inputs.model_directory import ModelDirectory, model_input
+from stages.shared.inputs.model_directory import GENERATION_CONFIG, ModelDirectory, model_input
 from stages.train import stage as train
 from stages.train.stage import digest_of_base
 from tests.helpers.tiny_model import tiny_hf_dir
@@ -65,7 +65,9 @@ def exported(inputs, root: Path, config: TrainConfig = ADAPTED) -> Artifact:
 
 def test_an_export_holds_the_adapter_beside_the_model(inputs, tmp_path):
     made = exported(inputs, tmp_path)
-    names = {ADAPTER_CONFIG, ADAPTER_WEIGHTS}
+    names = {ADAPTER_CONFIG, ADAPTER_WEIGHTS, GENERATION_CONFIG}
+    ends = [(made.dir / folder / GENERATION_CONFIG).read_text() for folder in ("adapter", "hf")]
+    assert json.loads(ends[0])["eos_token_id"] == json.loads(ends[1])["eos_token_id"]  # the base's may end elsewhere
     assert {file.name for file in (made.dir / "adapter").iterdir()} == names
     digests = {entry.name: entry.sha256 for entry in made.manifest.files}
     assert all(digests[f"adapter/{name}"] == sha256_file(made.dir / "adapter" / name) for name in names)

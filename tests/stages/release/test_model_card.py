@@ -19,6 +19,7 @@ from dataset_builders.errors import InputError
 from dataset_builders.sources.registry import KNOWN_SUBSETS, LICENCES, UNKNOWN, licence_of
 from stages.release.hub import check_push, push_to_hub
 from stages.release.model_card import CardFacts, Score, model_card, training_facts, write_model_card
+from stages.shared.chat_format.config import BoxFormat
 from tests.helpers.tiny_model import tiny_hf_dir
 from tests.stages.artifacts import stage_artifact
 
@@ -94,6 +95,19 @@ def test_people_read_the_rest():
     assert "| tokens | 1,234,567 |" in card and "athanor run receipts" in card and "num_steps: 100" in card
     assert 'path = "path/to/receipts-2b"' in card and 'LLM("path/to/receipts-2b")' in card
     assert model_card(facts()) == card
+
+
+def test_the_card_says_how_boxes_are_written_and_turned_back_to_pixels():
+    assert "Boxes" not in model_card(facts())
+    (line,) = [line for line in model_card(facts(boxes=BoxFormat())).splitlines() if line.startswith("Boxes")]
+    form = '[{"bbox_2d": [x1, y1, x2, y2], "label": ".."}]'
+    assert line == (
+        f"Boxes are read and written as `{form}`, from 0 to 1000 along each side (`relative_1000`). "
+        "In pixels of a picture of W x H, as it is shown, x is x * W / 1000 and y is y * H / 1000."
+    )
+    card = model_card(facts(boxes=BoxFormat(convention="resized_pixels", form="lines")))
+    assert "as `label: [x1, y1, x2, y2]`, one a line, in pixels of the picture as the processor resizes it" in card
+    assert "to h x w, the last two numbers of its `image_grid_thw` times `patch_size`." in card
 
 
 def test_what_is_not_there_is_said_and_not_made_up(hf_dir):
@@ -235,3 +249,23 @@ def test_a_push_without_a_token_is_refused_before_anything_is_made(monkeypatch):
         check_push("owner/name")
     monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_x")
     check_push("owner/name")
+
+
+def test_the_card_tells_how_vllm_serves_the_adapter_with_what_was_trained():
+    size = {"shortest_edge": 1024, "longest_edge": 65536}
+    adapter = {"kind": "lora", "rank": 12, "parameters": 99, "targets": ["attention", "vision"]}
+    card = model_card(facts(adapter=adapter, pixels=size))
+    flags = (
+        "--enable-lora",
+        "--max-lora-rank 16",
+        "--enable-tower-connector-lora",
+        "--lora-modules receipts-2b=adapter",
+        "--generation-config adapter",
+        "--mm-processor-cache-gb 0",
+        '--mm-processor-kwargs \'{"size": {"shortest_edge": 1024, "longest_edge": 65536}}\'',
+    )
+    assert "an area of 1,024 to 65,536 pixels" in card and all(flag in card for flag in flags)
+    assert "tower" not in model_card(facts(adapter=adapter | {"targets": ["attention"]}, pixels=size))
+    assert "vllm serve" not in model_card(facts(pixels=size)) and "vllm serve" not in model_card(
+        facts(adapter=adapter | {"kind": "dora"}, pixels=size)
+    )

@@ -10,6 +10,7 @@ from huggingface_hub import ModelCard
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
 from dataset_builders.errors import InputError
+from dataset_builders.storage.files import write_json
 from stages.release import directory
 from stages.release.flavor import FLAVOR_FILES
 from stages.release.hub import push_to_hub
@@ -17,7 +18,10 @@ from stages.release.stage import STAGE, ReleaseConfig
 from stages.shared.artifacts.artifact import Artifact
 from stages.shared.artifacts.run_stage import run_stage
 from stages.shared.artifacts.verify import check_inputs
-from tests.helpers.evaluation import hf_artifact
+from stages.shared.chat_format.config import BoxFormat
+from stages.shared.chat_format.prompt import BOX_FORMAT
+from tests.helpers.boxes import asked_sample
+from tests.helpers.evaluation import conversation, hf_artifact, picture, samples_artifact
 from tests.helpers.tiny_model import tiny_hf_dir
 from tests.stages.artifacts import stage_artifact
 
@@ -123,6 +127,20 @@ def test_files_are_copied_where_they_cannot_have_two_names(inputs, tmp_path, mon
     hf_dir = released(inputs, tmp_path / "root")
     for file in (inputs["export"].dir / "hf").iterdir():
         assert (hf_dir / file.name).read_bytes() == file.read_bytes()
+
+
+@pytest.mark.promise(
+    "Boxes are written in the model's convention and the recipe's form where a prompt is made, in training, in every "
+    "question and in an export; no text reaches a model with boxes that are not written."
+)
+def test_the_form_of_boxes_is_on_the_card_and_no_mark_of_boxes_is_in_the_example(inputs, tmp_path):
+    shown = conversation("plain/00000000", [("<image>Which digit?", "7")], [picture(1)])
+    samples = samples_artifact(tmp_path / "heldout", [asked_sample(), shown])
+    samples = with_stats(samples, **inputs["samples"].manifest.stats)
+    write_json(inputs["export"].dir / "hf" / BOX_FORMAT, BoxFormat(form="lines").model_dump())
+    hf_dir = released(inputs | {"samples": samples}, tmp_path / "root")
+    assert "Boxes are read and written as `label: [x1, y1, x2, y2]`, one a line" in (hf_dir / "README.md").read_text()
+    assert "<image>Which digit?" in (hf_dir.parent / "input_example.json").read_text()
 
 
 def test_without_comparison_and_search_the_card_says_so(inputs, tmp_path):

@@ -83,13 +83,16 @@ def test_a_difference_is_named(change, tmp_path):
 
 
 def test_what_a_training_changes_is_no_difference(tmp_path):
-    """The pixel limits, the dtype that the config names, the system prompt, a tied matrix that the source stores."""
+    """The pixel limits, the dtype that the config names, the system prompt, the form of boxes, a tied matrix that the
+    source stores."""
     source = shutil.copytree(tiny_hf_dir(), tmp_path / "source")
     untie(source)
     edit(source / "config.json", dtype="bfloat16", auto_map={"AutoModel": "code.Model"})
     export = shutil.copytree(tiny_hf_dir(), tmp_path / "export")
     edit(export / "preprocessor_config.json", size={"shortest_edge": 1024, "longest_edge": 2048})
-    (export / "system_prompt.txt").write_text("Be brief.")
+    for directory, form in ((source, "lines"), (export, "fenced")):
+        (directory / "system_prompt.txt").write_text(f"Be {form}.")
+        (directory / "box_format.json").write_text(f'{{"form": "{form}"}}')
     assert differences(export, ModelDirectory(source)) == []
 
 

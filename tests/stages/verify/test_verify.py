@@ -5,21 +5,30 @@ import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dataset_builders.storage.files import write_json
 from stages.answer.config import AnswerConfig
+from stages.answer.heldout import GeneratedAnswer
 from stages.export.stage import copy_processor_files
 from stages.shared.artifacts.artifact import Artifact, External
 from stages.shared.artifacts.run_stage import run_stage
 from stages.shared.artifacts.verify import file_entries
+from stages.shared.chat_format.chat import ChatEncoder
+from stages.shared.chat_format.config import BoxFormat
+from stages.shared.chat_format.prompt import BOX_FORMAT, read_prompt_format
+from stages.shared.inputs.model_directory import ModelDirectory
+from stages.shared.inputs.served import completed
 from stages.verify import loaders
 from stages.verify import stage as verify_stage
 from stages.verify.config import VerifyConfig
-from stages.verify.stage import STAGE
+from stages.verify.stage import STAGE, write_questions
 from tests.helpers.adapter_files import merge_adapter, write_adapter
 from tests.helpers.adapters import PLACES, adapted_model
+from tests.helpers.boxes import asked_sample
 from tests.helpers.evaluation import answered, mixed_samples, samples_artifact, talkative_hf_dir
 from tests.helpers.single_rank import single_rank
 from tests.helpers.tiers import full
@@ -60,6 +69,8 @@ def in_this_process(monkeypatch):
 
 def exported(directory: Path, hf_dir: Path, adapter_dir: Path | None = None) -> Artifact:
     shutil.copytree(hf_dir, directory / "hf")
+    file = directory / "hf" / "config.json"
+    file.write_text(json.dumps(completed(json.loads(file.read_text()))))  # as the stage `export` does, for vLLM
     stats = {}
     if adapter_dir is not None:
         shutil.copytree(adapter_dir, directory / "adapter")
@@ -117,6 +128,7 @@ def test_what_the_trainer_exports_passes(shape, tmp_path, in_this_process):
         run, model = adapted_model(tmp_path, mesh, shape, adapter)
         write_weights([model], mesh, run.model_copy(update={"output_dir": tmp_path / "made"}))
     copy_processor_files(run.hf_dir, tmp_path / "made" / "hf", {})
+    shutil.copy(run.hf_dir / "generation_config.json", tmp_path / "made" / "adapter")
     export = exported(tmp_path / "export", tmp_path / "made" / "hf", tmp_path / "made" / "adapter")
     stats = verified(tmp_path, export, run.hf_dir)
     assert stats["same_answers"] == 1.0 and set(stats["loaders"]) == {"transformers", "peft", "mlflow"}, stats
@@ -131,6 +143,17 @@ def test_an_adapter_merged_with_a_wrong_scale_is_caught(tmp_path, in_this_proces
     assert stats["loaders"]["transformers"]["same_answers"] == 1.0  # it answers as our own stage, both wrongly
     assert stats["same_answers"] == stats["loaders"]["peft"]["same_answers"] < 1
     assert stats["reason"].startswith("peft answers ") and "by a margin of" in stats["reason"]
+
+
+def test_other_programs_are_asked_with_boxes_in_the_form_of_the_export(tmp_path):
+    hf_dir = Path(shutil.copytree(talkative_hf_dir(), tmp_path / "hf"))
+    write_json(hf_dir / BOX_FORMAT, BoxFormat(convention="resized_pixels").model_dump())
+    model, samples = ModelDirectory(hf_dir), samples_artifact(tmp_path / "samples", [asked_sample()])
+    said = [GeneratedAnswer(key="asked/00000000", turn=0, answer="a", stopped=True, ids=[5])]
+    chat = ChatEncoder(model)
+    (question,) = write_questions(tmp_path, CONFIG, samples, said, chat, read_prompt_format(model))
+    assert question["question"] == "<image>What is at [144, 0, 288, 2]?"
+    assert "What is at [144, 0, 288, 2]?" in chat.decode(np.array(question["prompt_ids"]))
 
 
 @pytest.mark.full

@@ -7,7 +7,7 @@ import numpy as np
 from rapidfuzz.distance import LCSseq
 from sacrebleu.metrics import BLEU
 
-from stages.shared.scoring.metrics.contract import Judged, MeanMetric, Metric
+from stages.shared.scoring.metrics.contract import Judged, MeanMetric, SumMetric
 from stages.shared.scoring.metrics.ptb_tokens import words_of
 
 _MAX_ORDER = 4
@@ -19,7 +19,7 @@ Ngram = tuple[str, ...]
 Vector = tuple[dict[Ngram, float], np.ndarray, int]
 
 
-class Cider(Metric):
+class Cider(SumMetric):
     name = "cider"
     definition = (
         "CIDEr-D: 10 times the mean over 1- to 4-grams and over references of the clipped tf-idf cosine, times"
@@ -49,7 +49,7 @@ class Cider(Metric):
         return np.array(rows)
 
 
-class Bleu(Metric):
+class Bleu(SumMetric):
     name = "bleu4"
     definition = (
         "corpus BLEU of 1- to 4-grams in [0, 1], without smoothing: brevity penalty, against the reference nearest in"

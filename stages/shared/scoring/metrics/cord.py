@@ -15,7 +15,7 @@ from rapidfuzz.distance import Levenshtein
 
 from dataset_builders.errors import InputError
 from dataset_builders.sources.cord_target import Tree, from_json, from_tags
-from stages.shared.scoring.metrics.contract import Judged, MeanMetric, Metric
+from stages.shared.scoring.metrics.contract import Judged, MeanMetric, SumMetric
 
 _FENCE = re.compile(r"```\w*\s(.*?)(?:```|\Z)", re.DOTALL)
 _STARTS = ("{", "[", "<s_")
@@ -62,7 +62,7 @@ class CordTreeEdit(MeanMetric):
         return _unparsed(answers)
 
 
-class CordFieldF1(Metric):
+class CordFieldF1(SumMetric):
     name = "cord_f1"
     definition = (
         "micro F1 = tp / (tp + (fp + fn) / 2) over all answers' (path, text) pairs as multisets, against the best"

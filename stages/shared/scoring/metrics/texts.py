@@ -16,7 +16,7 @@ import numpy as np
 from rapidfuzz.distance import Levenshtein
 
 from dataset_builders.errors import InputError
-from stages.shared.scoring.metrics.contract import Judged, MeanMetric, Metric
+from stages.shared.scoring.metrics.contract import Judged, MeanMetric, SumMetric
 
 _PUNCTUATION = ';/[]"{}()=+\\_->@<`!'
 _FULL_STOP = re.compile(r"\.(?!\d)")
@@ -187,7 +187,7 @@ def _number(text: str) -> float | None:
     return number if math.isfinite(number) else None
 
 
-class ErrorRate(Metric):
+class ErrorRate(SumMetric):
     """Edits over the length of the references, both summed over answers. Of several references, the best counts."""
 
     columns = ("edits", "length")

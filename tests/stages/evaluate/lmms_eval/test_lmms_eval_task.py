@@ -19,16 +19,19 @@ from PIL import Image
 from dataset_builders.contracts.sample import Message, Sample
 from dataset_builders.errors import InputError
 from dataset_builders.pictures.pixels import encode_image
+from dataset_builders.storage.files import write_json
 from stages.evaluate.lmms_eval import functions as lmms_eval_functions
 from stages.evaluate.lmms_eval.__main__ import main
 from stages.evaluate.lmms_eval.task import LmmsEvalTask, write_lmms_eval_task
 from stages.evaluate.predictions import PREDICTIONS_SCHEMA
 from stages.shared.chat_format.chat import ChatEncoder
+from stages.shared.chat_format.config import BoxFormat
 from stages.shared.chat_format.images import load_image_config
-from stages.shared.chat_format.prompt import SYSTEM_PROMPT
+from stages.shared.chat_format.prompt import BOX_FORMAT, SYSTEM_PROMPT
 from stages.shared.chat_format.text import load_tokenizer
 from stages.shared.inputs.model_directory import ModelDirectory
 from stages.shared.scoring.metrics.texts import normalize
+from tests.helpers.boxes import WRITTEN, boxed_sample
 from tests.helpers.evaluation import conversation, mixed_samples, picture, samples_artifact
 from tests.helpers.raw_rows import BAD_IMAGES, encode, jpeg_with_exif, orientation_exif, png
 from tests.helpers.raw_rows import picture as blocks
@@ -121,6 +124,15 @@ def test_the_prompt_is_that_of_our_own_evaluation(tmp_path, system_prompt):
             assert tokenizer(text, add_special_tokens=False)["input_ids"] == ours.tolist()
             assert len(images) == sum(m.text.count("<image>") for m in sample.messages[:place])
     assert next(rows, None) is None
+
+
+def test_boxes_are_in_the_form_of_the_export(tmp_path):
+    hf_dir = Path(shutil.copytree(tiny_hf_dir(), tmp_path / "hf"))
+    write_json(hf_dir / BOX_FORMAT, BoxFormat(convention="resized_pixels", form="lines").model_dump())
+    first, second = written(tmp_path / "task", [boxed_sample()], hf_dir)
+    by_hand = f"Here: {WRITTEN['resized_pixels', 'lines']}"
+    assert first["references"] == [by_hand]
+    assert [m["text"] for m in json.loads(second["messages"])[1:]] == [by_hand, "What is at [144, 0, 288, 2]?"]
 
 
 def test_pictures_have_the_pixels_of_training(tmp_path):

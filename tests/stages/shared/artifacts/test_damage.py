@@ -178,7 +178,7 @@ def test_a_damaged_heldout_shard_is_not_asked(root):
     samples = Artifact.load(artifact(root, "convert"))
     copy(SHARD, HELDOUT)(samples.dir)
     with refused(samples.dir, str(samples.dir / HELDOUT)):
-        list(heldout_samples(samples))
+        list(heldout_samples(samples, None))
 
 
 def reader_of(root: Path, part: RankSlice) -> BinReader:

@@ -10,27 +10,33 @@ import pytest
 import stages.answer.stage as answer
 import stages.answer.worker as answer_worker
 from dataset_builders.contracts.manifest import Manifest
-from dataset_builders.storage.files import write_text
+from dataset_builders.errors import InputError
+from dataset_builders.storage.files import write_json, write_text
 from stages.answer.heldout import ANSWERS_JSONL
 from stages.answer.stage import AnswerConfig
 from stages.answer.transformers_engine import Generator
 from stages.export.stage import copy_processor_files
 from stages.shared.artifacts.artifact import Artifact
 from stages.shared.artifacts.workers import StageResources
-from stages.shared.chat_format.prompt import SYSTEM_PROMPT, read_prompt_format, read_system_prompt
+from stages.shared.chat_format.config import BoxFormat
+from stages.shared.chat_format.prompt import BOX_FORMAT, SYSTEM_PROMPT, read_prompt_format, read_system_prompt
+from stages.shared.chat_format.text import load_tokenizer
 from stages.shared.inputs.model_directory import ModelDirectory, model_input
 from stages.shared.launchers.config import ClusterConfig
 from stages.tokenize.config import TokenizeConfig
+from tests.helpers.boxes import ONE, asked_sample, boxed_sample
 from tests.helpers.evaluation import answered, hf_artifact, mixed_samples, samples_artifact, talkative_hf_dir
 from tests.helpers.tiers import tiered
 
 CONFIG = AnswerConfig(max_new_tokens=4, part_size=4, batch_size=8)
 OTHER = {"min_pixels": 64 * 64, "max_pixels": 96 * 96}  # both limits are reached by the images of mixed_samples
+LINES = BoxFormat(convention="resized_pixels", form="lines", order="sorted")
 OTHERS = [
     OTHER | {"system_prompt": "Be brief: \u00e9\u4e00\U0001f600\n\tone word."},
     OTHER | {"system_prompt": None},
     OTHER,
     {"max_pixels": 96 * 96, "system_prompt": "Be brief."},
+    {"boxes": LINES.model_dump()},
     {"system_prompt": ""},
     {},
 ]
@@ -171,3 +177,35 @@ def test_a_prompt_of_crlf_lines_is_the_same_in_training_and_asking(tmp_path):
     assert config.system_prompt == "Be brief.\nThen\nstop."
     write_text(tmp_path / SYSTEM_PROMPT, config.system_prompt)
     assert read_system_prompt(tmp_path) == config.system_prompt
+
+
+@pytest.mark.promise(
+    "Boxes are written in the model's convention and the recipe's form where a prompt is made, in training, in every "
+    "question and in an export; no text reaches a model with boxes that are not written."
+)
+def test_questions_have_boxes_in_the_form_of_the_training_before_and_after_it(asked, tmp_path):
+    source, stats = _source(tmp_path / "source", None), {"boxes": LINES.model_dump()}
+    samples = samples_artifact(tmp_path / "samples", [boxed_sample(), asked_sample()])
+    export = {"hf": hf_artifact(tmp_path / "e", _exported(tmp_path / "hf", source, stats)), "samples": samples}
+    base = {"hf": model_input(ModelDirectory(source)), "samples": samples}
+    after = _run(asked, export, tmp_path / "a")
+    before = _run(asked, base | {"tokenized": _tokenized(tmp_path / "t", stats)}, tmp_path / "b")
+    assert after[1] == before[1] and after[0] == before[0]
+    assert after[2].manifest.stats["prompt"]["boxes"] == before[2].manifest.stats["prompt"]["boxes"] == stats["boxes"]
+    texts = load_tokenizer(source).batch_decode([ids for ids, _, _ in after[1]])
+    assert sum(f"What is at {ONE['resized_pixels']}?" in text for text in texts) == 2
+    # The reference of an earlier turn, sorted by label.
+    assert sum("Here: a dog: [144, 0, 288, 2]\ncat: [4, 8, 135, 160]<" in text for text in texts) == 1
+
+
+def test_a_form_of_boxes_stays_until_boxes_are_trained_in_another(tmp_path):
+    source = _source(tmp_path / "source")
+    write_json(source / BOX_FORMAT, LINES.model_dump())
+    kept = _exported(tmp_path / "kept", source, {"boxes": None})
+    assert read_prompt_format(ModelDirectory(kept)).boxes == LINES
+    assert read_prompt_format(ModelDirectory(source), {"boxes": None}).boxes == LINES
+    changed = _exported(tmp_path / "changed", source, {"boxes": BoxFormat(form="fenced").model_dump()})
+    assert read_prompt_format(ModelDirectory(changed)).boxes == BoxFormat(form="fenced")
+    write_json(source / BOX_FORMAT, {"form": "xml"})
+    with pytest.raises(InputError, match=r"box_format.json: form should be 'bbox_2d', 'fenced' or 'lines'; copy"):
+        read_prompt_format(ModelDirectory(source))

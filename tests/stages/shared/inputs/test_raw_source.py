@@ -144,6 +144,7 @@ ROW_FILES = {
     "webdataset_tars": "x.tar",
     "table": "x.arrow",
     "image_folder": "x.txt",
+    "detection": "x.json",
 }
 
 

@@ -6,6 +6,8 @@ import jinja2
 import pytest
 from setuptools import Distribution
 
+from dataset_builders.contracts.boxes import Box
+from stages.shared.pages.drawn_boxes import BoxLayer, drawn_boxes
 from stages.shared.pages.page import TEMPLATES, render, render_part
 from tests.test_architecture import ROOT
 
@@ -35,8 +37,11 @@ def test_nothing_stands_unescaped(name):
 
 
 def test_what_is_put_in_is_escaped():
-    message = {"kind": HOSTILE, "role": HOSTILE, "texts": [HOSTILE], "first_image": 0}
-    card = {"key": HOSTILE, "figures": [HOSTILE], "subset": HOSTILE, "pictures": [], "num_images": 0}
+    pieces = [{"image": None, "boxes": boxes, "text": HOSTILE} for boxes in ("", HOSTILE)]
+    message = {"kind": HOSTILE, "role": HOSTILE, "pieces": pieces}
+    layer = BoxLayer(name=HOSTILE, kind="true", boxes=[Box(1, 2, 3, 4, HOSTILE)])
+    picture = {"source": "data:,", "is_tiny": False, "caption": HOSTILE, "boxes": drawn_boxes((9, 9), [layer])}
+    card = {"key": HOSTILE, "figures": [HOSTILE], "subset": HOSTILE, "pictures": [picture], "num_images": 1}
     parts = render_part("samples.html.j2", cards=[card | {"messages": [message]}])
     assert "<script" not in parts and "onload" in parts and not re.search(r"""["']\s*onload""", parts)
 

@@ -16,7 +16,7 @@ from stages.shared.scoring.intervals import (
     overall,
     overall_difference,
 )
-from stages.shared.scoring.metrics.contract import Judged, MeanMetric, Metric
+from stages.shared.scoring.metrics.contract import Judged, MeanMetric, Metric, SumMetric
 from stages.shared.scoring.metrics.cord import CordFieldF1
 
 pytestmark = pytest.mark.promise(
@@ -34,7 +34,7 @@ class Score(MeanMetric):
         return float(answer.answer)
 
 
-class ErrorRate(Metric):
+class ErrorRate(SumMetric):
     name, definition, source = "error_rate", "errors / words", "none"
     columns = ("errors", "words")
     higher_is_better = False

@@ -63,6 +63,23 @@ def test_a_subset_that_is_only_called_like_a_known_one_is_unknown(subset, read, 
 
 
 @pytest.mark.parametrize(
+    ("name", "num_boxes", "names", "reason"),
+    [
+        ("mine", [1, 1], ["acc_iou50", "iou", "acc_iou50_95", "box_f1", "coco_map"], "every answer has one box"),
+        ("mine", [1, 0], ["box_f1", "box_precision", "box_recall", "coco_map", "coco_map50"], "any number of boxes"),
+        ("mine", [1, 2, None], ["box_f1", "exact_match"], "; 1 of 3 answers are no boxes and count in exact_match"),
+        ("vqav2", [1, None, None], ["vqa_em", "acc_iou50"], "; 1 of 3 answers are boxes, and count in acc_iou50 too"),
+        ("vqav2", [None], ["vqa_em", "exact_match"], "one of ten annotators"),
+    ],
+)
+def test_a_subset_of_boxes_is_scored_by_boxes(name, num_boxes, names, reason):
+    metrics = metrics_of(name, origin(name), {}, num_boxes)
+    assert metrics.headline == names[0] and set(names) <= set(metrics.names) and reason in metrics.reason
+    assert (set(metrics.names) == set(names)) == (None not in num_boxes or len(num_boxes) == 1)
+    assert metrics_of(name, origin(name), {name: ["cer"]}, num_boxes).names == ("cer",)
+
+
+@pytest.mark.parametrize(
     ("overrides", "message"),
     [
         ({"chartqa": ["anlss"]}, r"evaluate\.metrics\.chartqa: no metric 'anlss'; did you mean 'anls'\?"),

@@ -465,7 +465,7 @@ def test_a_cluster_that_cannot_now_is_asked_again(tmp_path, fake, status):
 
 def test_a_cluster_that_does_not_answer_at_submit_is_asked_again_for_a_while(tmp_path, fake, monkeypatch):
     fake.outage, said = True, []
-    monkeypatch.setattr("stages.shared.launchers.scheduled.SUBMIT_SECONDS", 0.3)
+    monkeypatch.setattr("stages.shared.launchers.scheduled.SUBMIT_SECONDS", 2)
     with pytest.raises(InputError, match="the API server does not answer"):
         _launcher(tmp_path).submit(_job(tmp_path, on_line=said.append))
     assert said[0].endswith("trying again")
