@@ -6,7 +6,8 @@
     artifacts/               releases, exports and evaluations that a registered version or its run names
 
 In this order. A record that is older than the database is only sent to MLflow once more, and every file that a database
-names was there before the file is copied. The copy is a root: its stages make the other artifacts again.
+names was there before the file is copied. The copy is a root: its stages make the other artifacts again, and the runs
+that went on have ended there.
 """
 
 import argparse
@@ -22,14 +23,15 @@ from dataset_builders.readers.source_files import ROOT_MARK
 from dataset_builders.storage.files import check_database
 from dataset_builders.storage.store import free_bytes, side_dir
 from flows.cli.terminal import bytes_text
-from flows.libraries.prefect_private import free_slots
+from flows.libraries.prefect_private import make_idle
 from flows.pipeline.needs import fingerprints_in, registered
 from flows.service.access import make_private_root
-from flows.tracking.record import records_dir
+from flows.tracking.record import changed, load_record, records_dir
 from flows.tracking.servers import mlflow_database, mlflow_files, prefect_home
 
 _STAGES = ("evaluate", "export", "release")  # a version's run names all stages
 _SECONDS = 60.0  # for a writer of a database
+WENT_ON = "it went on when the backup was made; run it again"  # message of its state
 
 
 def backup_command(args: argparse.Namespace) -> int:
@@ -55,8 +57,7 @@ def backup_command(args: argparse.Namespace) -> int:
     for path, name in databases.items():
         (to / name).parent.mkdir(exist_ok=True)
         copy_database(path, to / name)
-    if (prefect := to / "prefect/prefect.db").exists():
-        free_slots(prefect)
+    _end_open_runs(to)
     files = _named_files(root)  # again, since the copied database may name files that are new
     _copy({path: str(path.relative_to(root)) for path in files}, to)
     size = sum(path.lstat().st_size for path in {p.stat().st_ino: p for p in _files(to)}.values())
@@ -64,6 +65,18 @@ def backup_command(args: argparse.Namespace) -> int:
     print(f"{to}: {bytes_text(size)}: {', '.join(held)}")
     print("It is a root: give it as --root, or copy it to the old place with `cp -a`")
     return 0
+
+
+def _end_open_runs(to: Path) -> None:
+    """End the runs that went on when their records and databases were copied. Their processes, which may be on another
+    host, know nothing of the copy."""
+    for path in records_dir(to).glob("[!.]*.json"):
+        with contextlib.suppress(ValueError):  # it cannot be read, which is said where it is needed
+            if load_record(to, path.stem).status is None:
+                with changed(to, path.stem) as record:
+                    record.end("KILLED", record.changed_ms)
+    if (prefect := to / "prefect/prefect.db").exists():
+        make_idle(prefect, WENT_ON)
 
 
 def _named_files(root: Path) -> list[Path]:

@@ -13,6 +13,7 @@ import contextlib
 import json
 import logging
 import sqlite3
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,11 @@ def server_variables(store: str, files: str) -> dict[str, str]:
 VIEW_TAG = (
     "mlflow.sharedViewState.athanor"  # tag of an experiment: the page opens with it at ?viewStateShareKey=athanor
 )
+COLOUR_TAG = "mlflow.runColor"  # tag of a run; without it the pages choose a colour by the run's id
+# Tableau's ten colours, for as many runs as one chart has.
+RUN_COLOURS = (
+    *("#4e79a7", "#f28e2b", "#e15759", "#76b7b2", "#59a14f", "#edc948", "#b07aa1", "#ff9da7", "#9c755f", "#bab0ac"),
+)
 _COLUMNS = ("score", "gain", "heldout_loss", "loss", "tokens_per_second")
 _CHARTS = (("BAR", "score"), ("LINE", "heldout_loss"), ("LINE", "loss"), ("BAR", "gain"), ("LINE", "tokens_per_second"))
 _LINE = {
@@ -179,6 +185,15 @@ _DIFFERENCE = {
     "showDifferencesOnly": True,
     "baselineColumnUuid": "",
 }
+
+
+def next_colour(used: Sequence[str | None]) -> str:
+    """Return a colour for a run that the runs before it do not have, or else the one that was not used for longest.
+
+    Args:
+        used: colours of the runs before it, of the newest run first; None: a run has none.
+    """
+    return max(RUN_COLOURS, key=lambda colour: used.index(colour) if colour in used else len(used))
 
 
 def first_view(is_of_one_run: bool = False) -> dict[str, Any]:

@@ -6,7 +6,7 @@
 - `StateProposer.propose_cancelled` is replaced: a worker calls it with the message of a run that it has cancelled.
 - The engine reads the entrypoint of its flow from an environment variable.
 - A RunnerDeployment holds the schema of its parameters.
-- The table of concurrency limits in Prefect's database has the number of slots in use.
+- Tables of Prefect's database have the number of slots in use, and the states of flow runs and task runs.
 
 `tests/flows/libraries/test_prefect_private.py` compares them with the installed Prefect.
 """
@@ -14,10 +14,11 @@
 import contextlib
 import sqlite3
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from uuid import UUID
+from uuid import UUID, uuid4
 
 from prefect.results import ResultRecord
 
@@ -28,6 +29,7 @@ check_version("prefect", KNOWN, __name__, "a stored result or a deployment's hoo
 
 # Prefect's engine loads the flow of this variable instead of the deployment's.
 ENTRYPOINT_VARIABLE = "PREFECT__FLOW_ENTRYPOINT"
+OPEN_TABLES = ("flow_run", "task_run")  # each beside a table of its states
 
 
 def replace_result_readers(read: Callable[..., Any]) -> None:
@@ -36,12 +38,34 @@ def replace_result_readers(read: Callable[..., Any]) -> None:
     ResultRecord.deserialize_from_result_and_metadata = read
 
 
-def free_slots(database: Path) -> None:
-    """Free all slots of concurrency limits in a SQLite database that is a copy: nobody holds a slot there, and Prefect
-    would keep them for ever, because the leases that end them are files beside the database."""
+def make_idle(database: Path, message: str) -> None:
+    """Make a SQLite database that is a copy one of a server on which nothing goes on.
+
+    Its open flow runs and task runs become Crashed with a message, or Cancelled if a person was cancelling them: their
+    processes do not know the copy, and only the host of a process could tell that it has ended. All slots of
+    concurrency limits are free, which Prefect would keep for ever, because the leases that end them are files beside
+    the database.
+    """
     with contextlib.closing(sqlite3.connect(database)) as connection, connection:
-        if connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'concurrency_limit_v2'").fetchone():
-            connection.execute("UPDATE concurrency_limit_v2 SET active_slots = 0")
+        tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        if "concurrency_limit_v2" not in tables:  # the first start was interrupted before it made the tables
+            return
+        connection.execute("UPDATE concurrency_limit_v2 SET active_slots = 0")
+        now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S.%f")
+        for table in OPEN_TABLES:
+            query = f"SELECT id, state_type FROM {table} WHERE state_type IN ('RUNNING', 'PENDING', 'CANCELLING')"
+            for run, before in connection.execute(query).fetchall():
+                state, name = str(uuid4()), "CANCELLED" if before == "CANCELLING" else "CRASHED"
+                connection.execute(
+                    f"INSERT INTO {table}_state (id, timestamp, type, name, message, {table}_id) "
+                    "VALUES (?, ?, ?, ?, ?, ?)",
+                    (state, now, name, name.title(), message, run),
+                )
+                connection.execute(
+                    f"UPDATE {table} SET state_id = ?, state_timestamp = ?, state_type = ?, state_name = ?, "
+                    "end_time = ? WHERE id = ?",
+                    (state, now, name, name.title(), now, run),
+                )
 
 
 def replace_flow_loader(worker_module: ModuleType, load: Callable[..., Any]) -> None:

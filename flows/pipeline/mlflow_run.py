@@ -1,6 +1,8 @@
 """The MLflow run of a pipeline: its name, tags and description, and its end if the work fails."""
 
 import contextlib
+import getpass
+import os
 import shlex
 import subprocess
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ from dataset_builders.errors import InputError
 from dataset_builders.storage.store import absolute
 from flows.pipeline.config import PipelineConfig
 from flows.pipeline.plan import Plan
+from flows.pipeline.processes import SERVICE_VARIABLE
 from flows.pipeline.recipe import known_recipes, load_recipe
 from flows.tracking.notes import run_name
 from flows.tracking.record import FLOW_RUN_TAG, SWEEP_TAG
@@ -63,6 +66,9 @@ def open_tracking(plan: Plan) -> str | None:
         "mlflow.source.name": "athanor run",
     }
     tags |= {SWEEP_TAG: plan.sweep} if plan.sweep else {}
+    if SERVICE_VARIABLE not in os.environ:  # all who may use a service have one password
+        with contextlib.suppress(KeyError, OSError):  # a container's user may have no name
+            tags["mlflow.user"] = getpass.getuser()
     usual_name = run_name(recipe, differs)
     opening = Opening(
         experiment=config.mlflow_name,

@@ -79,11 +79,15 @@ Storage.prototype.getItem = function (key) {
   return stored.call(this, key) ?? views.find(([name]) => name.test(key))?.[1] ?? null;
 };
 const opening = /(#\\/experiments\\/[0-9]+)(?:\\/runs)?$/;
-const charts = (url) => String(url ?? "").replace(opening, "$1/runs?compareRunsMode=CHART");
-for (const name of ["pushState", "replaceState"]) {
-  const change = history[name];
-  history[name] = function (state, title, url) { return change.call(this, state, title, url && charts(url)); };
-}
+const charts = (hash) => hash.replace(opening, "$1/runs?compareRunsMode=CHART");
+addEventListener("click", (event) => {
+  const link = event.target.closest("a[href]");
+  const isPlain = !(event.button || event.ctrlKey || event.metaKey || event.shiftKey || event.altKey);
+  if (!link || !isPlain || charts(link.hash) === link.hash) return;
+  event.preventDefault();
+  event.stopPropagation();
+  location.hash = charts(link.hash);
+}, true);
 if (charts(location.hash) !== location.hash) history.replaceState(null, "", charts(location.hash));
 if (innerWidth < 700) {
   const fold = new MutationObserver(() => {

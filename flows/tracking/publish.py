@@ -17,6 +17,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 
 from dataset_builders.storage.store import StorePath
+from flows.libraries.mlflow_private import COLOUR_TAG, RUN_COLOURS, next_colour
 from flows.tracking.parts import OpenRun, add_live_rows, parts_of
 from flows.tracking.record import (
     MlflowState,
@@ -166,7 +167,9 @@ class Publication:
         same = f"tags.`{_IDENTITY_TAG}` = '{opening.identity}'"
         runs = client.search_runs([experiment_id], same, order_by=["attributes.start_time ASC"])
         if not runs:
-            marks = {_IDENTITY_TAG: opening.identity, _CREATION_TAG: record.creation}
+            newest = client.search_runs([experiment_id], "", 1, len(RUN_COLOURS), ["attributes.start_time DESC"])
+            colour = next_colour([run.data.tags.get(COLOUR_TAG) for run in newest])
+            marks = {_IDENTITY_TAG: opening.identity, _CREATION_TAG: record.creation, COLOUR_TAG: colour}
             return client.create_run(experiment_id, record.opened_ms, marks, opening.name)
         for double in runs[1:]:
             if double.data.tags.get(_CREATION_TAG) == record.creation:  # made because the server answered too late

@@ -39,6 +39,7 @@ from stages.shared.chat_format.chat import ChatEncoder
 from stages.shared.chat_format.images import load_image_config
 from stages.shared.inputs.model_directory import opened_model
 from stages.shared.pages.report import Histogram, Table, write_report
+from stages.shared.pages.shown_numbers import counted
 from stages.tokenize.config import TokenizeConfig
 from stages.tokenize.shard import ShardNotes, ShardTask, encoder_of, notes_path, tokenize_shard
 
@@ -181,7 +182,7 @@ def write_tokenize_report(
         how = ", ".join(boxes[name] for name in ("convention", "form"))
         summary["boxes"] = f"in {stats['boxed']:,} conversations: {how}, in the {boxes['order']} order"
     against = checked["pixels_against"].partition(";")[0]
-    summary["checked"] = f"{checked['samples']} samples, with transformers' tokenizer and {against}"
+    summary["checked"] = f"{counted(checked['samples'], 'sample')}, with transformers' tokenizer and {against}"
     step = -(-total["num_samples"] // _COUNTED_SAMPLES) or 1
     lengths = {"num_tokens": [], "num_loss_tokens": [], "num_patches": []}
     for table in iter_index(work):

@@ -167,6 +167,7 @@ def holdings(client: MlflowClient, identity: str) -> dict[str, Any]:
         if name != "timing/flow_seconds"
     }
     own = ("mlflow.athanor.creation", "mlflow.athanor.model_id", "mlflow.note.content", "mlflow.user", "mlflow.source")
+    own += ("mlflow.runColor",)
     numbers = [str(v.version) for v in client.search_model_versions(f"name='{MODEL}'") if v.run_id == run_id]
     return {
         "runs": len(client.search_runs([experiment.experiment_id])),

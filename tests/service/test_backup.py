@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from flows.cli.backup import WENT_ON
 from tests.helpers.service import RunningService, run_athanor, running_service, wait_for
 from tests.helpers.small_run import SMALL
 
@@ -34,8 +35,15 @@ def test_a_backup_of_a_service_that_trains_is_served_and_trains(tmp_path):
         assert states(restored)[done] == "COMPLETED"
         (before,) = [run["info"] for run in restored.mlflow_runs() if run["info"]["status"] == "FINISHED"]
         assert before["artifact_uri"].startswith("mlflow-artifacts:")
-        wait_for(lambda: states(restored)[goes_on] == "CRASHED", 120, "end of the run that went on", restored.tell)
+        assert restored.prefect(f"/flow_runs/{goes_on}")["state"]["message"] == WENT_ON
+        assert not {"RUNNING", "PENDING"} & {*states(restored).values()}
         new = restored.end_of(restored.start_run("vlm-sft", {**SMALL, "train.seed": 7}), RUN_SECONDS)
         assert new["state_type"] == "COMPLETED", new["state"]["message"]
+        wait_for(
+            lambda: (
+                sorted(run["info"]["status"] for run in restored.mlflow_runs()) == ["FINISHED", "FINISHED", "KILLED"]
+            ),
+            *(60, "end of the run that went on in MLflow", restored.tell),
+        )
         versions = restored.ask(f"{restored.record.mlflow}/api/2.0/mlflow/model-versions/search")["model_versions"]
         assert sorted(int(version["version"]) for version in versions) == [1, 2], json.dumps(versions)

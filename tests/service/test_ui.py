@@ -168,6 +168,11 @@ def test_mlflow_opens_on_score_and_loss(service, form_run, pictures, page):
     ] * 2
     page.wait_for_timeout(3000)
     snap(page, pictures / "mlflow_experiment.png")
+    for place in ("", "/#/experiments"):
+        page.goto("about:blank")
+        page.goto(f"{service.record.mlflow}{place}")
+        page.get_by_role("row").get_by_role("link", name="athanor-embedded").click()
+        page.get_by_text("Score and loss", exact=True).wait_for()
     page.goto(f"{run_url.partition('/runs/')[0]}/runs?compareRunsMode=TABLE")
     columns = page.locator(".ag-header-viewport .ag-header-cell")
     columns.filter(has_text="score").first.wait_for()

@@ -9,11 +9,12 @@ import pytest
 
 from flows.cli.backup import copy_database
 from flows.cli.main import main
+from flows.libraries.prefect_private import OPEN_TABLES
 from flows.tracking.publish import Publication
-from flows.tracking.record import load_record
+from flows.tracking.record import changed, load_record
 from flows.tracking.store import connect, tracking_uri
 from flows.tracking.tracker import publish_waiting
-from tests.helpers.tracked_run import MODEL, Nobody, holdings, tell_a_run
+from tests.helpers.tracked_run import MODEL, Nobody, holdings, open_tracker, tell_a_run
 
 pytestmark = pytest.mark.promise(
     "A root that is copied or moved continues there, and a registered model loads over HTTP on another machine."
@@ -33,7 +34,8 @@ def root(tmp_path, monkeypatch) -> Path:
     (root / "prefect").mkdir()
     with sqlite3.connect(root / "prefect" / "prefect.db") as database:
         database.execute("PRAGMA journal_mode=wal")
-        database.execute("CREATE TABLE flow_run (id)")
+        for table in OPEN_TABLES:
+            database.execute(f"CREATE TABLE {table} (id, state_type)")
         database.execute("CREATE TABLE concurrency_limit_v2 (name, active_slots)")
         database.execute("INSERT INTO concurrency_limit_v2 VALUES ('gpu-host', 1)")
     return root
@@ -58,6 +60,19 @@ def test_a_backup_is_a_root_when_the_other_is_gone(root, tmp_path, monkeypatch, 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", tracking_uri(backup))
     place = mlflow.artifacts.download_artifacts(f"models:/{MODEL}@champion")
     assert Path(place).is_relative_to(backup) and (Path(place) / "hf" / "model.safetensors").read_bytes() == b"weights"
+
+
+def test_a_run_that_went_on_has_ended_in_a_backup_whatever_its_host(root, tmp_path):
+    tracker = open_tracker(root, "two")
+    with changed(root, "two") as record:
+        record.owner = record.owner.model_copy(update={"host": "another"})
+    before = load_record(root, "one")
+    assert main(["backup", str(tmp_path / "copy"), "--root", str(root)]) == 0
+    copied = load_record(tmp_path / "copy", "two")
+    assert (copied.status, copied.is_waiting()) == ("KILLED", True)
+    assert load_record(tmp_path / "copy", "one") == before
+    assert load_record(root, "two").status is None
+    tracker.finish("FINISHED")
 
 
 def test_a_run_goes_on_in_a_backup(root, tmp_path):

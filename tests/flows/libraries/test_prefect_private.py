@@ -30,7 +30,7 @@ def changes() -> Iterator[str]:
     from prefect.server.database.orm_models import Base
     from prefect.workers.process import ProcessWorker
 
-    from flows.libraries.prefect_private import ENTRYPOINT_VARIABLE
+    from flows.libraries.prefect_private import ENTRYPOINT_VARIABLE, OPEN_TABLES
 
     functions = [n for n in ast.walk(ast.parse(inspect.getsource(result_records))) if isinstance(n, ast.FunctionDef)]
     unpickling = {function.name for function in functions if ".loads(" in ast.unparse(function)}
@@ -38,6 +38,14 @@ def changes() -> Iterator[str]:
     yield from differing("RunnerDeployment", RunnerDeployment.__private_attributes__.keys() & SCHEMA, SCHEMA)
     columns = set(Base.metadata.tables["concurrency_limit_v2"].columns.keys())
     yield from differing("concurrency_limit_v2", columns & {"active_slots"}, {"active_slots"})
+    for name in OPEN_TABLES:
+        columns, state = (Base.metadata.tables[table].columns for table in (name, f"{name}_state"))
+        used = {"id", "state_id", "state_timestamp", "state_type", "state_name", "end_time"}
+        yield from differing(name, used & set(columns.keys()), used)
+        used = {"id", "timestamp", "type", "name", "message", f"{name}_id"}
+        yield from differing(f"{name}_state", used & set(state.keys()), used)
+        needed = {column.name for column in state if not column.nullable and column.server_default is None}
+        yield from differing(f"columns of {name}_state without a default", needed - used, set())
     yield from unmentioned(ProcessWorker.run, "load_flow_from_flow_run")
     yield from unmentioned(load_flow, ENTRYPOINT_VARIABLE)
 

@@ -1,6 +1,7 @@
 """`athanor` as a user types it: the whole flow on little data with a stand-in trainer, and wrong commands."""
 
 import contextlib
+import getpass
 import io
 import json
 import os
@@ -367,6 +368,10 @@ def test_sixty_damages_of_a_finished_root_are_accounted_for(finished, tmp_path, 
     assert all(line for _, _, line in told)
     stages, kinds = {stage for stage, _, _ in told}, {kind for _, kind, _ in told}
     assert kinds == set(KINDS) and len(stages) > 10
+
+
+def test_mlflow_says_who_gave_the_command(finished):
+    assert {run.data.tags["mlflow.user"] for run in runs_of(finished)} == {getpass.getuser()}
 
 
 @pytest.mark.full

@@ -1,6 +1,7 @@
 """The runs read from Prefect's database file are those that Prefect's client is told by a server."""
 
 import os
+import sqlite3
 import time
 from collections import Counter
 from datetime import UTC, datetime, timedelta
@@ -11,9 +12,11 @@ import pytest
 from prefect import flow, get_run_logger, task
 from prefect.client.schemas.actions import DeploymentScheduleCreate
 from prefect.client.schemas.schedules import CronSchedule
-from prefect.states import Completed, Scheduled, Suspended
+from prefect.states import Cancelling, Completed, Running, Scheduled, Suspended
 
+from flows.cli.backup import copy_database
 from flows.cli.status import served_runs, stored_runs
+from flows.libraries.prefect_private import make_idle
 from flows.service.prometheus import RootNumbers
 from flows.tracking.servers import NIGHTLY
 from tests.helpers.patience import at_most
@@ -72,6 +75,34 @@ def test_the_file_says_what_the_client_says(database):
             assert not {ours[0].id, ours[2].id} & stored.waiting()
         logs = [store.newest_logs(ours[2].id, 9) for store in (stored, served)]
         assert logs[0] == logs[1]
+
+
+@pytest.mark.promise("A backup made while runs go on is a root that can be served, and whose runs register.")
+def test_no_run_goes_on_in_a_copy_of_the_database(database, tmp_path):
+    copied = tmp_path / "prefect.db"
+
+    @flow(name="inner", flow_run_name="inner")
+    def inner():
+        copy_database(database, copied)
+
+    @flow(name="outer", flow_run_name="outer")
+    def outer():
+        with served_runs() as served:
+            cancelled = served.client.create_flow_run(inner, name="cancelled", state=Running())
+            served.client.set_flow_run_state(cancelled.id, Cancelling(), force=True)
+            served.client.create_flow_run(inner, name="paused", state=Suspended())
+            served.client.create_task_run(task(inner.fn), cancelled.id, "key", name="a task", state=Running())
+        inner()
+
+    outer()
+    make_idle(copied, "it went on")
+    with sqlite3.connect(copied) as file:
+        query = "SELECT run.name, state.name, type, message FROM {0} run JOIN {0}_state state ON state.id = state_id"
+        states = {state for table in ("flow_run", "task_run") for state in file.execute(query.format(table))}
+    crashed = {(name, "Crashed", "CRASHED", "it went on") for name in ("outer", "inner", "a task")}
+    assert crashed | {("cancelled", "Cancelled", "CANCELLED", "it went on")} <= states
+    assert ("paused", "Suspended", "PAUSED", None) in states
+    assert not {kind for _, _, kind, _ in states} & {"RUNNING", "PENDING", "CANCELLING"}
 
 
 def test_the_numbers_for_prometheus_are_those_of_the_server(database, tmp_path):

@@ -13,7 +13,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from flows.libraries.mlflow_private import VIEW_TAG, first_view
+from flows.libraries.mlflow_private import COLOUR_TAG, VIEW_TAG, first_view
 from flows.service import mlflow_app, prefect_app
 from flows.service.access import make_access
 from flows.service.programs import Service, prefect_server
@@ -52,6 +52,7 @@ def test_mlflows_pages_read_the_names_of_the_view():
         '"compareRunsMode"',
         f'"{VIEW_TAG.removesuffix("athanor")}"',
         "viewStateShareKey",
+        f'"{COLOUR_TAG}"',
     }
     assert {name for name in names if name not in script} == set()
 

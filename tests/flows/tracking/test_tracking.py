@@ -12,6 +12,7 @@ import flows.tracking.tracker
 from dataset_builders.contracts.manifest import ShardEntry
 from dataset_builders.contracts.sample import to_fields
 from dataset_builders.contracts.shard_io import ShardWriter
+from flows.libraries.mlflow_private import RUN_COLOURS, next_colour
 from flows.tracking.parts import side_by_side, wrong_first
 from flows.tracking.record import load_record, records_dir
 from flows.tracking.run_writer import metric_name
@@ -215,6 +216,16 @@ def test_the_same_pipeline_goes_on_in_its_run_and_another_gets_its_own(root):
     assert connect(root).get_run(_delivered(other)).info.run_name == "embedded lr=0.01"
     again.finish("FINISHED")
     assert run_id in again.url()
+
+
+def test_runs_that_one_chart_may_have_differ_in_colour(root):
+    newest = []
+    for number in range(12):
+        tracker = open_tracker(root, f"colour-{number}")
+        tracker.log_stage(make_artifact(root, "convert", "6" * 16))
+        newest.append(connect(root).get_run(_delivered(tracker)).data.tags["mlflow.runColor"])
+    assert all(len({*newest[first : first + 10]}) == 10 for first in range(3)), newest
+    assert next_colour([None, *RUN_COLOURS]) == RUN_COLOURS[-1], "the one that was not used for longest"
 
 
 def test_a_run_that_is_refused_before_its_first_stage_leaves_none(root):
