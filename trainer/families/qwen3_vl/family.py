@@ -220,4 +220,8 @@ FAMILY = Family(
         types=("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast"),
         reference="transformers.models.qwen2_vl.image_processing_qwen2_vl:Qwen2VLImageProcessor",
     ),
+    video_processor=ImageProcessor(
+        types=("Qwen3VLVideoProcessor",),
+        reference="transformers.models.qwen3_vl.video_processing_qwen3_vl:Qwen3VLVideoProcessor",
+    ),
 )

@@ -1,0 +1,2 @@
+"""Videos: which frames a model reads, at which size and time.
+"""
