@@ -6,8 +6,10 @@ training. The result equals the result of transformers' torchvision image proces
 
 The records of tokenized shards hold the pixels in the artifact's codec. A reader gets the same patch bytes with each:
 
-    u8          `patches.u8`: the patches, 3 * patch_size^2 bytes each, used as they are read
-    u8_zstd     `patches.u8.zst`: the same, compressed; for documents and drawings, as photos gain little
+    u8          `patches.u8`: the patches, 3 * patch_size^2 bytes each, used as they are read; `later_patches.u8` in a
+                record with videos: those of the second frames
+    u8_zstd     `patches.u8.zst`, `later_patches.u8.zst`: the same, compressed; for documents and drawings, as photos
+                gain little
     original    `0.jpg`, `1.png`, ...: the original image files, which are converted whenever a record is read
 """
 
@@ -23,7 +25,7 @@ from dataset_builders.contracts.tokenized import Codec, PatchFormat, PixelConfig
 from dataset_builders.pictures.images import MAX_ASPECT, image_size, read_rgb
 
 _BLOCK = 1024  # number of patches that are normalised at a time
-_PATCHES, _COMPRESSED = "patches.u8", "patches.u8.zst"
+_PATCHES, _LATER, _COMPRESSED = "patches.u8", "later_patches.u8", ".zst"
 _ZSTD = pa.Codec("zstd", compression_level=3)
 
 
@@ -36,8 +38,8 @@ class _ImageNames:
 
 # The fields of a record that hold its pixels: a reader without a vision encoder may skip them.
 PIXEL_FIELDS: dict[Codec, Container[str]] = {
-    "u8": (_PATCHES,),
-    "u8_zstd": (_COMPRESSED,),
+    "u8": (_PATCHES, _LATER),
+    "u8_zstd": (_PATCHES + _COMPRESSED, _LATER + _COMPRESSED),
     "original": _ImageNames(),
 }
 
@@ -155,13 +157,17 @@ def encode_sample(sample: TokenizedSample, codec: Codec, images: Mapping[str, by
     fields = {
         "image_grid_thw.i32": sample.image_grid_thw.tobytes(),
         "input_ids.i32": sample.input_ids.tobytes(),
+        "is_video.u8": sample.is_video.tobytes(),
         "loss_mask.u8": sample.loss_mask.tobytes(),
     }
+    if codec == "original":
+        return {**fields, **images}
+    patches = {_PATCHES: sample.patches.tobytes()}
+    if sample.is_video.any():
+        patches[_LATER] = sample.later_patches.tobytes()
     if codec == "u8":
-        return {**fields, _PATCHES: sample.patches.tobytes()}
-    if codec == "u8_zstd":
-        return {**fields, _COMPRESSED: _ZSTD.compress(sample.patches.tobytes(), asbytes=True)}
-    return {**fields, **images}
+        return {**fields, **patches}
+    return {**fields, **{name + _COMPRESSED: _ZSTD.compress(data, asbytes=True) for name, data in patches.items()}}
 
 
 def decode_sample(key: str, fields: Mapping[str, bytes | memoryview], pixels: PixelStore) -> TokenizedSample:
@@ -171,33 +177,49 @@ def decode_sample(key: str, fields: Mapping[str, bytes | memoryview], pixels: Pi
     """
     try:
         grids = np.frombuffer(fields["image_grid_thw.i32"], np.int32).reshape(-1, 3)
+        is_video = np.frombuffer(fields["is_video.u8"], np.uint8).astype(bool)
+        if len(is_video) != len(grids):
+            raise ValueError(f"{len(is_video)} marks of videos for {len(grids)} grids")
+        patches, later_patches = _decode_patches(fields, grids, is_video, pixels)
         return TokenizedSample(
             key=key,
             input_ids=np.frombuffer(fields["input_ids.i32"], np.int32),
             loss_mask=np.frombuffer(fields["loss_mask.u8"], np.uint8),
             image_grid_thw=grids,
-            patches=_decode_patches(fields, grids, pixels),
+            is_video=is_video,
+            patches=patches,
+            later_patches=later_patches,
         )
     except (KeyError, ValueError, OSError, SkipSample) as error:
         raise ValueError(f"{key}: the stored record cannot be decoded ({type(error).__name__}: {error})") from error
 
 
-def _decode_patches(fields: Mapping[str, bytes | memoryview], grids: np.ndarray, pixels: PixelStore) -> np.ndarray:
-    """Return (P, 3 * patch_size^2) uint8."""
+def _decode_patches(
+    fields: Mapping[str, bytes | memoryview], grids: np.ndarray, is_video: np.ndarray, pixels: PixelStore
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return (p, 3 * patch_size^2) uint8 and (q, 3 * patch_size^2) uint8, the patches of first and of second frames."""
     width = pixels.config.patch_format.patch_bytes
     if pixels.codec == "original":
+        if is_video.any():
+            raise ValueError("codec original stores no videos")
         names = sorted((name for name in fields if name[:1].isdigit()), key=lambda name: int(name.partition(".")[0]))
         encoded = [encode_image(bytes(fields[name]), pixels.config) for name in names]
         image_grids = [grid.tolist() for _, grid in encoded]
         if encoded and image_grids != grids.tolist():
             raise ValueError(f"its images have grids {image_grids}, but {grids.tolist()} are stored")
-        patches = [patches for patches, _ in encoded] or [np.zeros((0, width), np.uint8)]
-        return patches[0] if len(patches) == 1 else np.concatenate(patches)  # no copy of a single image
-    size = int(grids.prod(-1).sum()) * width
-    if pixels.codec == "u8":
-        data = fields.get(_PATCHES)
-    else:
-        data = _ZSTD.decompress(fields[_COMPRESSED], size, asbytes=True) if _COMPRESSED in fields else None
-    if data is not None and len(data) != size:
-        raise ValueError(f"{len(data)} bytes of patches, where its grids need {size}")
-    return np.frombuffer(data or b"", np.uint8).reshape(-1, width)
+        none = np.zeros((0, width), np.uint8)
+        patches = [patches for patches, _ in encoded] or [none]
+        return patches[0] if len(patches) == 1 else np.concatenate(patches), none  # no copy of a single image
+    sizes = grids.prod(-1)
+    has_pixels = any(name in fields for name in PIXEL_FIELDS[pixels.codec])
+    decoded = []
+    for name, rows in ((_PATCHES, int(sizes.sum())), (_LATER, int(sizes[is_video].sum()))):
+        if pixels.codec == "u8":
+            data = fields.get(name, b"")
+        else:
+            compressed = fields.get(name + _COMPRESSED)
+            data = b"" if compressed is None else _ZSTD.decompress(compressed, rows * width, asbytes=True)
+        if has_pixels and len(data) != rows * width:
+            raise ValueError(f"{len(data)} bytes of {name}, where its grids need {rows * width}")
+        decoded.append(np.frombuffer(data, np.uint8).reshape(-1, width))
+    return decoded[0], decoded[1]

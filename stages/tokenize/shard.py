@@ -152,6 +152,8 @@ def tokenize_sample(
         input_ids=input_ids,
         loss_mask=loss_mask,
         image_grid_thw=grids,
+        is_video=np.zeros(len(grids), bool),
+        later_patches=blocks[0],
         patches=blocks[1] if len(blocks) == 2 else np.concatenate(blocks),  # one image, the common case, is not copied
     )
 

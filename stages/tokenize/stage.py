@@ -42,7 +42,7 @@ from stages.shared.pages.report import Histogram, Table, write_report
 from stages.tokenize.config import TokenizeConfig
 from stages.tokenize.shard import ShardNotes, ShardTask, encoder_of, notes_path, tokenize_shard
 
-VERSION = 3  # 2: partitioned index with checksums, codecs; 3: transparent values of PNGs of 2, 4 and 16 bits
+VERSION = 4  # 3: transparent values of PNGs of 2, 4 and 16 bits; 4: records say which grids are of videos
 SHORTENED = "shortened.jsonl"
 _COUNTED_SAMPLES = 1_000_000  # the histograms of a larger index count this number of samples, evenly spread
 _PROCESS_WORTH = 10.0  # seconds of work worth a process, which imports torch and transformers in up to five seconds

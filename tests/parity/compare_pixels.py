@@ -45,7 +45,13 @@ def compare_samples() -> int:
         patches = np.concatenate([np.zeros((0, 768), np.uint8), *(patches for patches, _ in encoded)])
         ids, mask = chat.encode(sample.messages, grids)
         stored = TokenizedSample(
-            key=sample.key, input_ids=ids, loss_mask=mask, image_grid_thw=grids, patches=patches.copy()
+            key=sample.key,
+            input_ids=ids,
+            loss_mask=mask,
+            image_grid_thw=grids,
+            is_video=np.zeros(len(grids), bool),
+            patches=patches.copy(),
+            later_patches=patches[:0],
         )
         check.check(sample, stored)
         if sample.images:
