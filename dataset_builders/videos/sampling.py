@@ -1,9 +1,9 @@
 """The frames of a video that a model reads, their size, and the times that its prompt names.
 
-The formulas are those of transformers' Qwen3VLVideoProcessor and Qwen3VLProcessor (5.23): `sample_frames`, `resize` with
-`smart_resize`, and `_calculate_timestamps`. They get the true times of the frames. A clip of constant rate gives exactly
-their indices, sizes and times. In a clip of variable rate, transformers numbers the frames as if their rate were
-constant; here the chosen frames are the ones on show at evenly spaced times, and the prompt names their true times.
+The formulas are those of transformers' Qwen3VLVideoProcessor and Qwen3VLProcessor (5.23): `sample_frames`, `resize`
+with `smart_resize`, and `_calculate_timestamps`. They get the true times of the frames. A clip of constant rate gives
+exactly their indices, sizes and times. In a clip of variable rate, transformers numbers the frames as if their rate
+were constant; here the frames on show at evenly spaced times are chosen, and the prompt names their true times.
 
 Two frames in a row are a group, which the model reads like an image. An odd frame at the end is its own second frame.
 """
@@ -16,10 +16,11 @@ from fractions import Fraction
 import numpy as np
 from pydantic import Field
 
-from dataset_builders.contracts.sample import SkipSample
+from dataset_builders.contracts.sample import SkipSample, Video
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.contracts.tokenized import PatchFormat
 from dataset_builders.pictures.images import MAX_ASPECT
+from dataset_builders.videos.decode import probe
 
 GROUP = 2  # frames of a group: the temporal patch size of every family
 # Containers round times to a tick: 1 ms in WebM and Matroska. The first frame's time is rounded too.
@@ -132,25 +133,23 @@ class FramePlan:
 
 
 def plan_frames(
-    times: Sequence[float], height: int, width: int, config: VideoConfig, *, is_whole: bool = True, is_chosen: bool = False
+    times: Sequence[float], height: int, width: int, config: VideoConfig, *, is_chosen: bool = False
 ) -> FramePlan:
     """Return the plan of a video's frames. Raises SkipSample (aspect).
 
     Args:
-        times: (n,) seconds of every frame, from the start of the file.
+        times: (n,) seconds of every frame since the file's first one; the first may be later, if only a part is shown.
         height, width: of a frame in pixels, upright.
-        is_whole: whether the frames are those of a whole file, and not of a part from a start to an end.
         is_chosen: whether the frames are a list that was chosen before; then all are read, up to max_frames.
     """
-    total = len(times)
+    total, rate = len(times), None
     if is_chosen:
         chosen = np.linspace(0, total - 1, min(total, config.max_frames)).round().astype(np.int64)
     else:
-        chosen = choose_frames(times, config)
+        chosen, rate = choose_frames(times, config), constant_rate(times)
     seconds = [times[index] for index in chosen]
-    rate = None if is_chosen else constant_rate(times)
     if rate is not None:  # as transformers: the frame's number in the file by the rate, without a tick's rounding
-        first = 0 if is_whole else round(times[0] * rate)
+        first = round(times[0] * rate)
         seconds = [(first + int(index)) / rate for index in chosen]
     new_height, new_width = resized_frame(len(chosen), height, width, config)
     return FramePlan(
@@ -160,3 +159,10 @@ def plan_frames(
         width=new_width,
         patch_size=config.patch_format.patch_size,
     )
+
+
+def plan_video(video: Video, config: VideoConfig) -> FramePlan:
+    """Return the plan of a video's frames, from the times in its record or its container; nothing is decoded. Raises
+    SkipSample as `probe`."""
+    facts = probe(video, decode=False)
+    return plan_frames(facts.times, facts.height, facts.width, config, is_chosen=bool(video.frames))

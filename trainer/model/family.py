@@ -25,6 +25,13 @@ class ImageProcessor:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class VideoProcessor(ImageProcessor):
+    """The processors of videos, and how a video is written in a prompt."""
+
+    prompt: str  # "module:class" of transformers, whose `replace_video_token` writes a video; ids are compared with it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
     """A family of models."""
 
@@ -43,7 +50,7 @@ class Family:
     # the tokens that begin and end a turn in the family's chat template
     turn_tokens: tuple[str, str] = ("<|im_start|>", "<|im_end|>")
     image_processor: ImageProcessor | None = None  # None for a text-only family
-    video_processor: ImageProcessor | None = None  # None for a family that reads no videos
+    video_processor: VideoProcessor | None = None  # None for a family that reads no videos
     # raises InputError for settings that the family does not support yet and that its shape does not exclude
     check_settings: Callable[[TrainConfig, ParallelConfig], None] = lambda train, parallel: None
     # prefixes of the names of tensors that need not be computed; if they are not, they are neither trained nor counted,

@@ -12,10 +12,11 @@ from PIL import Image
 from pydantic import ValidationError
 
 from dataset_builders.contracts.manifest import describe_drift
+from dataset_builders.contracts.sample import Video
 from dataset_builders.contracts.tokenized import PatchFormat, PixelConfig
 from dataset_builders.errors import InputError
 from dataset_builders.storage.files import write_json
-from dataset_builders.videos.sampling import VideoConfig
+from dataset_builders.videos.sampling import FramePlan, VideoConfig, plan_video
 from stages.shared.chat_format.config import VideoFormat
 from stages.shared.inputs.model_directory import (
     PREPROCESSOR_CONFIG,
@@ -87,6 +88,17 @@ def load_video_config(model: ModelDirectory, settings: VideoFormat | None = None
         drift = describe_drift(of_images.model_dump(), config.patch_format.model_dump())
         raise InputError(f"{file}: frames are cut otherwise than images ({drift}); take both files from the same model")
     return config
+
+
+def plans_of(videos: Sequence[Video], config: VideoConfig | None, model: ModelDirectory) -> list[FramePlan]:
+    """Return the frames that are read of each video; nothing is decoded. `config` is the result of `load_video_config`.
+    Raises SkipSample as `plan_video`, InputError if there is a video and no settings."""
+    if videos and config is None:
+        raise InputError(
+            f"{model.path} has no {VIDEO_PREPROCESSOR_CONFIG} (how videos are scaled), and a sample has a video; copy "
+            "the model's"
+        )
+    return [plan_video(video, config) for video in videos]
 
 
 def _video_config(file: Path, raw: dict[str, Any], types: Sequence[str], settings: VideoFormat) -> VideoConfig:

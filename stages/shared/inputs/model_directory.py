@@ -19,6 +19,7 @@ from dataset_builders.contracts.manifest import fingerprint
 from dataset_builders.errors import InputError, in_ascii, one_line
 from dataset_builders.storage.files import read_object, write_json
 from dataset_builders.storage.store import home_expanded, local_dir, location
+from dataset_builders.videos.decode import decoder
 from stages.shared.artifacts.artifact import Artifact, External, Input
 from stages.shared.artifacts.verify import check_written, digest_once, state_of
 from stages.shared.inputs.remote_code import check_remote_code
@@ -249,6 +250,8 @@ def processor_input(model: ModelDirectory) -> External:
         "model_type": config["model_type"],
         "vocab_size": model.shape.language.vocab_size,
     }
+    if model.video_settings:  # other versions of the decoder may give other pixels
+        identity["videos"] = decoder()
     return External(dir=path, name="processor", digest=fingerprint(identity), states=states, opened=model)
 
 
