@@ -130,7 +130,7 @@ def test_the_stage_asks_each_turn_with_the_videos_before_it(tmp_path):
 
 def test_vllm_is_not_asked_about_videos_and_says_so_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(answer_stage, "check_engine", lambda name, adapter: None)
-    with pytest.raises(InputError, match="clips/00000000 has a video, and engine=vllm .*; use engine=transformers"):
+    with pytest.raises(InputError, match=r"clips/00000000 has a video, and engine=vllm .*; use engine=transformers"):
         _asked(tmp_path, AnswerConfig(max_new_tokens=3, engine="vllm"))
 
 
