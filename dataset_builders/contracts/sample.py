@@ -292,11 +292,11 @@ def from_fields(key: str, fields: Mapping[str, bytes | memoryview]) -> Sample:
         key=key,
         messages=tuple(Message(**message) for message in messages),
         images=tuple(bytes(fields[image["name"]]) for image in record["images"]),
-        videos=tuple(_video(video, fields) for video in record.get("videos", ())),
+        videos=tuple(video_of(video, fields) for video in record.get("videos", ())),
     )
 
 
-def _video(record: Mapping[str, Any], fields: Mapping[str, bytes | memoryview]) -> Video:
+def video_of(record: Mapping[str, Any], fields: Mapping[str, bytes | memoryview]) -> Video:
     files = tuple(bytes(fields[file["name"]]) for file in record["files"])
     times = {"start": record.get("start"), "end": record.get("end")}
     # A list of frames may have one frame, and a file has no timestamps of its own in the record.

@@ -53,6 +53,8 @@ def make_sample(kind: Kind, geometry: Geometry, vocab: range, seed: int, key: st
         input_ids=input_ids,
         loss_mask=loss_mask.astype(np.uint8),
         image_grid_thw=grids,
+        is_video=np.zeros(len(grids), bool),
+        later_patches=np.zeros((0, geometry.patch_bytes), np.uint8),
         patches=rng.integers(0, 256, (int(grids.prod(-1).sum()), geometry.patch_bytes), dtype=np.uint8),
     )
 

@@ -52,7 +52,8 @@ class Geometry:
     # the id that marks an image token in input_ids; None if the model takes no images
     image_token_id: int | None = None
     spatial_merge_size: int = 1  # a square of patches with this side becomes one image token
-    patch_bytes: int = 0  # bytes of one patch: 3 * patch_size^2
+    patch_bytes: int = 0  # bytes of one patch of one frame: 3 * patch_size^2
+    video_token_id: int | None = None  # marks a token of a video's temporal group; None if the model takes no videos
     positions: Positions = mrope_positions  # computes the positions of one sample
     in_chunks: bool = False  # whether some layers take a bin's segments in chunks
     marks_padding: bool = False  # whether some layers must know which tokens are padding
@@ -343,7 +344,13 @@ def geometry_of(shape: ModelShape) -> Geometry:
     of_layers["predicts_second"] = language.mtp is not None
     if vision is None or images is None:
         return Geometry(**of_layers)
-    return Geometry(images.image_token_id, vision.spatial_merge_size, 3 * vision.patch_size**2, **of_layers)
+    return Geometry(
+        image_token_id=images.image_token_id,
+        spatial_merge_size=vision.spatial_merge_size,
+        patch_bytes=3 * vision.patch_size**2,
+        video_token_id=images.video_token_id,
+        **of_layers,
+    )
 
 
 _ALIGNMENT = 64  # bytes

@@ -104,14 +104,17 @@ class ImageReader:
         return decode_sample(image["key"], fields, self._pixels)
 
     def _alone(self, sample: TokenizedSample, image: dict) -> TokenizedSample:
-        number, sizes = image["number"], sample.image_grid_thw.prod(1)
-        start, tokens = int(sizes[:number].sum()), int(sizes[number]) // self._geometry.spatial_merge_size**2
+        number, geometry = image["number"], self._geometry
+        visual, is_video = sample.visuals()[number], sample.is_video[number : number + 1]
+        tokens = len(visual.patches) // geometry.spatial_merge_size**2
         return TokenizedSample(
             key=image["digest"].hex(),
-            input_ids=np.full(tokens, self._geometry.image_token_id, np.int32),
+            input_ids=np.full(tokens, geometry.video_token_id if is_video else geometry.image_token_id, np.int32),
             loss_mask=np.zeros(tokens, np.uint8),
-            image_grid_thw=sample.image_grid_thw[number : number + 1],
-            patches=sample.patches[start : start + int(sizes[number])],
+            image_grid_thw=visual.grid[None],
+            is_video=is_video,
+            patches=visual.patches,
+            later_patches=visual.later_patches,
         )
 
 

@@ -24,6 +24,8 @@ def chat(ids: list[int], mask: list[int]) -> TokenizedSample:
         input_ids=np.array(ids, np.int32),
         loss_mask=np.array(mask, np.uint8),
         image_grid_thw=np.empty((0, 3), np.int32),
+        is_video=np.empty(0, bool),
+        later_patches=np.empty((0, 12), np.uint8),
         patches=np.empty((0, 12), np.uint8),
     )
 
@@ -81,7 +83,10 @@ def test_a_family_may_have_positions_of_its_own():
 
     sample = chat([1, 2, 3, *[9] * 6, 4], [0] * 10)
     sample = dataclasses.replace(
-        sample, image_grid_thw=np.array([[1, 4, 6]], np.int32), patches=np.zeros((24, 12), "u1")
+        sample,
+        image_grid_thw=np.array([[1, 4, 6]], np.int32),
+        is_video=np.array([False]),
+        patches=np.zeros((24, 12), "u1"),
     )
     batch = make_micro_batch([sample], dataclasses.replace(GEOMETRY, positions=halves), 12)
     assert batch.position_ids.tolist() == [[0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 0, 0]] * 3

@@ -24,6 +24,8 @@ def sample_of(ids: list[int], grids, key: str = "made/1") -> TokenizedSample:
         input_ids=np.array(ids, np.int32),
         loss_mask=np.zeros(len(ids), np.uint8),
         image_grid_thw=grids,
+        is_video=np.zeros(len(grids), bool),
+        later_patches=np.zeros((0, 12), np.uint8),
         patches=np.zeros((int(grids.prod(1).sum()), 12), np.uint8),
     )
 
