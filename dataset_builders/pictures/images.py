@@ -163,7 +163,15 @@ def header_size(data: bytes) -> tuple[tuple[int, int], int]:
 
 def preview_png(images: Sequence[bytes], side: int) -> bytes:
     """Return a PNG of the images in a row, each shrunk to fit into side x side pixels, never enlarged."""
-    thumbnails = [open_rgb(data) for data in images]
+    return _row_png([open_rgb(data) for data in images], side)
+
+
+def frames_png(frames: Sequence[np.ndarray], side: int) -> bytes:
+    """Return the result of `preview_png` for decoded frames, each (h, w, 3) uint8."""
+    return _row_png([Image.fromarray(frame) for frame in frames], side)
+
+
+def _row_png(thumbnails: Sequence[Image.Image], side: int) -> bytes:
     for image in thumbnails:
         image.thumbnail((side, side))
     gap = 4
