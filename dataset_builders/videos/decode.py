@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from dataset_builders.contracts.sample import SkipSample, Video
-from dataset_builders.pictures.images import PILLOW_PIXEL_LIMIT, ImageLimits, check_image, read_rgb
+from dataset_builders.pictures.images import PILLOW_PIXEL_LIMIT, ImageLimits, check_image, check_size, read_rgb
 
 CPU_SECONDS = 600  # for a file; an hour of 640 x 360 pixels takes some 100 s
 MEMORY = 2 << 30  # bytes, in addition to those of the process at its start and of the file
@@ -35,6 +35,7 @@ class VideoLimits:
     """Limits that are checked before pixels are read, or while a file is decoded."""
 
     max_pixels: int = PILLOW_PIXEL_LIMIT  # width * height of a frame
+    min_side: int = 1  # the shorter side in pixels
     max_frames: int = 10**6  # between start and end
 
 
@@ -65,14 +66,15 @@ def probe(video: Video, limits: VideoLimits | None = None, decode: bool = True) 
             frame that is damaged passes.
 
     Raises:
-        SkipSample: decode_error, truncated_image, bomb, no_frames, no_times, too_many_frames; of a list of frames,
-            those of `check_image`, too.
+        SkipSample: decode_error, truncated_image, bomb, too_small, aspect, no_frames, no_times, too_many_frames; of a
+            list of frames also bad_mode.
     """
     video.check()
     limits = limits or VideoLimits()
     if video.frames:
         return _facts_of_frames(video, limits, decode)
     (outcome,) = _decoders(os.getpid()).read(video, limits, decode, None)
+    check_size(outcome["width"], outcome["height"], _image_limits(limits))
     return VideoFacts(**outcome | {"times": tuple(outcome["times"])})
 
 
@@ -104,6 +106,10 @@ def read_frames(video: Video, indices: Sequence[int]) -> np.ndarray:
     return np.stack([frames[index] for index in indices])
 
 
+def _image_limits(limits: VideoLimits) -> ImageLimits:
+    return ImageLimits(max_pixels=limits.max_pixels, min_side=limits.min_side)
+
+
 def _shown(video: Video) -> list[int]:
     """Return the numbers of the frames of a list that lie between start and end."""
     start, end = video.start or 0.0, float("inf") if video.end is None else video.end
@@ -118,11 +124,10 @@ def _facts_of_frames(video: Video, limits: VideoLimits, decode: bool) -> VideoFa
         )
     if len(shown) > limits.max_frames:
         raise SkipSample("too_many_frames", f"{len(shown)} frames, the limit is {limits.max_frames}")
-    image_limits = ImageLimits(max_pixels=limits.max_pixels, min_side=1)
     infos = []
     for number in shown:
         try:
-            infos.append(check_image(video.frames[number], image_limits, decode))
+            infos.append(check_image(video.frames[number], _image_limits(limits), decode))
         except SkipSample as skip:
             raise SkipSample(skip.reason, f"frame {number}: {skip.detail}") from None
         size, first = ((info.width, info.height) for info in (infos[-1], infos[0]))
