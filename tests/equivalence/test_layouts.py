@@ -1,7 +1,7 @@
 """Every parallel layout trains as one process does: loss, gradient norms and weights, on gloo, in float32.
 
-The bins hold what breaks layouts: samples of every kind side by side, bins without an image, bins whose loss tokens
-all lie on one rank or that have none, images that do not divide among the ranks.
+The bins hold what breaks layouts: samples of every kind side by side, with videos too, bins without an image, bins
+whose loss tokens all lie on one rank or that have none, images that do not divide among the ranks.
 """
 
 import dataclasses

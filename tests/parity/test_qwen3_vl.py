@@ -113,7 +113,7 @@ def test_packed_samples_are_as_each_alone_and_do_not_see_each_other(pair):
     "Another order in a bin moves losses by at most 2e-6, another image changes only its sample's, and "
     "reporting losses changes no bit."
 )
-@pytest.mark.parametrize("order", [(3, 2, 1, 0), (1, 0, 3, 2), (2, 3, 0, 1)])
+@pytest.mark.parametrize("order", [(4, 3, 2, 1, 0), (1, 0, 4, 3, 2), (2, 3, 4, 0, 1)])
 def test_the_order_of_samples_in_a_bin_does_not_change_their_losses(pair, order):
     losses = pair.losses_by_sample(pair.samples)
     again = pair.losses_by_sample([pair.samples[number] for number in order])

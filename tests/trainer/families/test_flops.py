@@ -73,7 +73,7 @@ def test_a_step_counts_what_torch_counts_forward_and_backward(shape, name):
     batch = make_micro_batch(samples, geometry_of(sizes), 512)  # padding is not counted
     theirs = 0
     for sample in samples:
-        inputs = reference_inputs(sample, sizes.images.image_token_id)
+        inputs = reference_inputs(sample, sizes.images)
         # The logits that a loss needs: those before each token that is to be learnt.
         places = torch.from_numpy(sample.loss_mask[1:].nonzero()[0])
         with FlopCounterMode(display=False) as counter:
