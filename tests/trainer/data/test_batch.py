@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dataset_builders.contracts.tokenized import TokenizedSample
 from tests.helpers.bins import MIXED, make_samples
 from tests.helpers.hardware import requires_gpus
+from tests.helpers.tiny_model import tiny_hf_dir
 from tests.helpers.tiny_text_model import text_hf_dir
 from trainer.data.micro_batch import Geometry, geometry_of, make_micro_batch
 from trainer.data.slices import zigzag_order
@@ -90,6 +91,15 @@ def test_a_family_may_have_positions_of_its_own():
     )
     batch = make_micro_batch([sample], dataclasses.replace(GEOMETRY, positions=halves), 12)
     assert batch.position_ids.tolist() == [[0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 0, 0]] * 3
+
+
+def test_a_model_whose_patches_span_other_than_two_frames_takes_no_videos():
+    shape = read_model(tiny_hf_dir())[1]
+    assert geometry_of(shape).video_token_id == shape.images.video_token_id is not None
+    other = dataclasses.replace(shape, vision=dataclasses.replace(shape.vision, temporal_patch_size=1))
+    assert geometry_of(other).video_token_id is None
+    ids = dataclasses.replace(shape.images, video_token_id=None)
+    assert geometry_of(dataclasses.replace(shape, images=ids)).video_token_id is None
 
 
 def test_every_tensor_is_moved():

@@ -1,5 +1,7 @@
 """The vision encoder of Qwen3-VL: from the patches of a bin's images to image tokens and deepstack features.
 
+A temporal group of a video is an image of two frames: only `PatchEmbedding` sees the second one.
+
 `VisionEncoder.forward` tells the steps. The layers are PackedLayers with biases, LayerNorms and full attention inside
 each image; spans.py computes all that lies between two attentions as one function where it can.
 
