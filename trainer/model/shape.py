@@ -26,7 +26,7 @@ class Work(NamedTuple):
     loss_tokens: float  # tokens whose logits are computed
     tokens_squared: float  # sum over samples of length^2; the cost per unit accounts for the causal half
     patches: float  # patches in the vision encoder
-    patches_squared: float  # sum over images of patches^2
+    patches_squared: float  # sum over images, and over temporal groups of videos, of patches^2
 
     def without_images(self) -> "Work":
         """Return the same work without the vision encoder's."""
