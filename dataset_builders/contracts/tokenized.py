@@ -24,6 +24,7 @@ from dataset_builders.storage.files import atomic_path
 from dataset_builders.storage.store import StorePath, local_copy, make_dir
 
 INDEX = "index"  # folder of the index's partitions
+GROUP_FRAMES = 2  # frames of a temporal group: a record stores these, and no other temporal_patch_size of a model
 PARTITION_ROWS = 1_000_000  # a partition takes whole shards up to about this many rows
 INDEX_SCHEMA = pa.schema(
     [

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -78,8 +78,12 @@ def probe(video: Video, limits: VideoLimits | None = None, decode: bool = True) 
     return VideoFacts(**outcome | {"times": tuple(outcome["times"])})
 
 
-def iter_frames(video: Video, indices: Sequence[int]) -> Iterator[np.ndarray]:
+def iter_frames(video: Video, indices: Sequence[int], times: Sequence[float] | None = None) -> Iterator[np.ndarray]:
     """Yield the frames of these indices of `VideoFacts.times`, each (height, width, 3) uint8 RGB. Indices must rise.
+
+    Args:
+        times: the times of these frames, if the facts were those of the container: a frame with another time is
+            refused as `no_times`.
 
     Raises as `probe`, perhaps after some frames.
     """
@@ -94,7 +98,8 @@ def iter_frames(video: Video, indices: Sequence[int]) -> Iterator[np.ndarray]:
             yield read_rgb(video.frames[shown[index]])
         return
     if indices:
-        for item in _decoders(os.getpid()).read(video, VideoLimits(), True, indices):
+        expected = [None] * len(indices) if times is None else times
+        for item in _decoders(os.getpid()).read(video, VideoLimits(), True, dict(zip(indices, expected, strict=True))):
             if isinstance(item, np.ndarray):
                 yield item
 
@@ -152,13 +157,14 @@ class _Decoders:
         self._waiting: list[tuple[subprocess.Popen[bytes], Callable[[], int], int]] = []
 
     def read(
-        self, video: Video, limits: VideoLimits, decode: bool, indices: Sequence[int] | None
+        self, video: Video, limits: VideoLimits, decode: bool, indices: Mapping[int, float | None] | None
     ) -> Iterator[np.ndarray | dict[str, Any]]:
         """Yield the frames that are asked for, in order, and the outcome; SkipSample for a file that is refused."""
         request = {
             **{"size": len(video.data), "start": video.start, "end": video.end, "decode": decode},
             **asdict(limits),
             "indices": None if indices is None else [int(index) for index in indices],
+            "expected": None if indices is None else list(indices.values()),
         }
         process, end, num_files = self._waiting.pop() if self._waiting else self._start()
         outcome = None

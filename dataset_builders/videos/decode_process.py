@@ -3,7 +3,8 @@
 In: one line of JSON with the limits, then for each file a line of JSON and the file's bytes. Out: for each file the
 frames that were asked for, each with a line of JSON before its bytes, and one line of JSON with the outcome.
 
-    {"size": 71234, "start": null, "end": 8.0, "max_pixels": ..., "max_frames": ..., "decode": true, "indices": [0, 12]}
+    {"size": 71234, "start": null, "end": 8.0, "max_pixels": ..., "max_frames": ..., "decode": true,
+     "indices": [0, 12], "expected": [0.0, 0.48]}
     {"index": 0, "height": 720, "width": 1280}, then 720 * 1280 * 3 bytes
     {"times": [0.0, 0.04], "height": 720, "width": 1280, "has_audio": true, "codec": "h264"} or {"reason", "detail"}
 
@@ -76,7 +77,7 @@ def main() -> None:
 def _read(data: bytes, request: dict[str, Any], out: io.BufferedWriter) -> dict[str, Any]:
     """Write the frames that are asked for; return the times of all frames between start and end, and other facts."""
     start, end = request["start"] or 0.0, float("inf") if request["end"] is None else request["end"]
-    wanted = None if request["indices"] is None else set(request["indices"])
+    wanted = None if request["indices"] is None else dict(zip(request["indices"], request["expected"], strict=True))
     times: list[float] = []
     size: tuple[int, int] | None = None
     # Names in a file's metadata need not be Unicode.
@@ -106,8 +107,10 @@ def _read(data: bytes, request: dict[str, Any], out: io.BufferedWriter) -> dict[
                 raise Refused("too_many_frames", f"over {len(times)} frames between {start:g} s and {end:g} s")
             times.append(time)
             if wanted is not None and len(times) - 1 in wanted:
+                if (expected := wanted.pop(len(times) - 1)) is not None and expected != time:
+                    # The container's times are not those of the frames: the numbers of frames were chosen by them.
+                    raise Refused("no_times", f"a frame at {time:.6g} s is at {expected:.6g} s in the container")
                 _write_frame(out, len(times) - 1, frame)
-                wanted.discard(len(times) - 1)
                 if not wanted:
                     break
         if not times:

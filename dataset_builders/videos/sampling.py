@@ -115,7 +115,8 @@ class FramePlan:
     """The frames of one video that a model reads. It is made from the times and the size of the frames alone."""
 
     indices: tuple[int, ...]  # (m,) ascending, in the times that the plan was made from
-    times: tuple[float, ...]  # (t,) seconds of each group in the whole file, with t half of m, rounded up
+    seconds: tuple[float, ...]  # (m,) in those times: of the frames themselves
+    times: tuple[float, ...]  # (t,) seconds of each group that the prompt names, with t half of m, rounded up
     height: int  # of every resized frame, in pixels
     width: int
     patch_size: int
@@ -147,14 +148,15 @@ def plan_frames(
         chosen = np.linspace(0, total - 1, min(total, config.max_frames)).round().astype(np.int64)
     else:
         chosen, rate = choose_frames(times, config), constant_rate(times)
-    seconds = [times[index] for index in chosen]
+    seconds = named = [times[index] for index in chosen]
     if rate is not None:  # as transformers: the frame's number in the file by the rate, without a tick's rounding
         first = round(times[0] * rate)
-        seconds = [(first + int(index)) / rate for index in chosen]
+        named = [(first + int(index)) / rate for index in chosen]
     new_height, new_width = resized_frame(len(chosen), height, width, config)
     return FramePlan(
         indices=tuple(chosen.tolist()),
-        times=tuple(group_times(seconds)),
+        seconds=tuple(seconds),
+        times=tuple(group_times(named)),
         height=new_height,
         width=new_width,
         patch_size=config.patch_format.patch_size,

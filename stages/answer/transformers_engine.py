@@ -55,7 +55,6 @@ class Generator:
             self._chat.video_token_id,
         )
         self._encoding = threading.Lock()  # a tokenizer is not thread-safe
-        self._decoding = threading.Lock()  # nor is the process that decodes videos
 
     @property
     def context_length(self) -> int:
@@ -70,11 +69,10 @@ class Generator:
     def encode_videos(self, videos: Sequence[Video]) -> EncodedVideos:
         """Decode the frames that the model reads; SkipSample if a video is not usable."""
         groups: list[tuple[np.ndarray, np.ndarray]] = []
-        with self._decoding:
-            plans = plans_of(videos, self._video_config, self._chat.model)
-            for video, plan in zip(videos, plans):
-                frames = iter_frames(video, plan.indices)
-                groups += encode_frames(frames, plan.height, plan.width, self._image_config.patch_format)
+        plans = plans_of(videos, self._video_config, self._chat.model)
+        for video, plan in zip(videos, plans):
+            frames = iter_frames(video, plan.indices, plan.seconds)
+            groups += encode_frames(frames, plan.height, plan.width, self._image_config.patch_format)
         return EncodedVideos(tuple(plans), tuple(groups))
 
     def encode_prompt(

@@ -187,7 +187,7 @@ def tokenize_sample(
             is_video.append(False)
         else:
             video, plan = next(clips)
-            frames = iter_frames(video, plan.indices)
+            frames = iter_frames(video, plan.indices, plan.seconds)
             for first, later in encode_frames(frames, plan.height, plan.width, pixels.config.patch_format):
                 blocks += [first] * is_stored
                 later_blocks += [later] * is_stored

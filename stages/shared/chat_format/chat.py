@@ -143,6 +143,7 @@ class ChatEncoder(ChatText):
         side = self.model.shape.vision.patch_size * self.merge_size
         video = FramePlan(
             indices=(0, 1, 2),
+            seconds=(0.0, 0.5, 1.0),
             times=(0.25, 1.0),
             height=side,
             width=2 * side,

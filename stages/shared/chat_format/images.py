@@ -219,13 +219,14 @@ def _write_settings(hf_dir: Path, processor: str, settings: Mapping[Path, dict[s
         write_json(alone, changed)
 
 
-def patches_png(patches: np.ndarray, grid: np.ndarray, patch_format: PatchFormat, side: int) -> bytes:
-    """Return the image of patches (h*w, 3 * patch_size^2) as a PNG within side x side pixels."""
+def patches_png(frames: Sequence[np.ndarray], grid: np.ndarray, patch_format: PatchFormat, side: int) -> bytes:
+    """Return the image of patches as a PNG within side x side pixels. `frames` are (h*w, 3 * patch_size^2) uint8 each,
+    one for an image, two for a temporal group, which stand beside each other."""
     size, merge = patch_format.patch_size, patch_format.merge_size
     rows, columns = int(grid[1]), int(grid[2])
-    blocks = patches.reshape(rows // merge, columns // merge, merge, merge, 3, size, size)
-    pixels = blocks.transpose(0, 2, 5, 1, 3, 6, 4).reshape(rows * size, columns * size, 3)
-    image = Image.fromarray(pixels)
+    shape = (rows // merge, columns // merge, merge, merge, 3, size, size)
+    blocks = [patches.reshape(shape).transpose(0, 2, 5, 1, 3, 6, 4) for patches in frames]
+    image = Image.fromarray(np.hstack([block.reshape(rows * size, columns * size, 3) for block in blocks]))
     image.thumbnail((side, side))
     out = io.BytesIO()
     image.save(out, "PNG")

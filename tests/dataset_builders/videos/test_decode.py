@@ -231,3 +231,10 @@ def test_memory_of_a_long_file_is_that_of_a_frame():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     count, grown = map(int, done.stdout.split())
     assert count == 500 and grown < 60_000, done.stdout  # kB; all frames are 460 MB
+
+
+def test_a_frame_at_another_time_than_the_container_says_is_refused():
+    video = Video(data=numbered_clip(10))
+    assert [number_of(frame) for frame in iter_frames(video, (3, 7), (0.12, 0.28))] == [3, 7]
+    with pytest.raises(SkipSample, match=r"no_times.*a frame at 0.28 s is at 0.32 s in the container"):
+        list(iter_frames(video, (3, 7), (0.12, 0.32)))

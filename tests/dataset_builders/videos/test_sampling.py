@@ -1,15 +1,19 @@
 """The frames of a video, their size and their times: transformers' own formulas, asked here directly."""
 
+import io
 import itertools
 
+import av
 import numpy as np
 import pytest
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor, smart_resize
 from transformers.video_utils import VideoMetadata
 
-from dataset_builders.contracts.sample import SkipSample
+from dataset_builders.contracts.sample import SkipSample, Video
+from dataset_builders.videos.decode import probe
 from dataset_builders.videos.sampling import choose_frames, constant_rate, group_times, resized_frame
+from tests.helpers.clips import NTSC, numbered_clip
 from tests.helpers.videos import video_config
 
 pytestmark = pytest.mark.promise(
@@ -38,6 +42,15 @@ def test_constant_rates_give_the_indices_and_times_of_transformers(tick):
         assert found == rate
         ours = group_times([index / found for index in chosen])
         assert ours == Qwen3VLProcessor._calculate_timestamps(None, expected, rate), (rate, total, changed)
+
+
+@pytest.mark.parametrize("kind", [{}, {"codec": "mpeg4", "container": "avi"}, {"container": "mpegts"}, {"bf": "2"}])
+@pytest.mark.parametrize("rate", [24, 25, NTSC, 30, 60])
+def test_the_rate_of_a_file_is_the_one_that_transformers_reads(rate, kind):
+    data = numbered_clip(90, rate, **kind)
+    with av.open(io.BytesIO(data)) as file:
+        theirs = float(file.streams.video[0].average_rate)  # transformers.video_utils.read_video_pyav
+    assert constant_rate(probe(Video(data=data), decode=False).times) == theirs == float(rate)
 
 
 def test_a_variable_rate_gives_the_frames_on_show_at_even_times():

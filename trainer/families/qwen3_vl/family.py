@@ -149,11 +149,12 @@ def with_vision(language: DecoderShape, keys: Qwen3VLKeys, path: Path | str) -> 
         )
     # The fields are called as the keys of config.json.
     images = ImageTokens(**{name: getattr(keys, name) for name in ImageTokens.__dataclass_fields__})
-    if images.image_token_id >= language.vocab_size:
-        raise InputError(
-            f"{path}: image_token_id is {images.image_token_id}, and text_config.vocab_size {language.vocab_size}; "
-            "take both from the same model"
-        )
+    for name in ("image_token_id", "video_token_id"):
+        if getattr(keys, name) >= language.vocab_size:
+            raise InputError(
+                f"{path}: {name} is {getattr(keys, name)}, and text_config.vocab_size {language.vocab_size}; "
+                "take both from the same model"
+            )
     return ModelShape(language=language, vision=vision, images=images)
 
 

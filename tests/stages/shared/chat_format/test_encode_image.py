@@ -103,9 +103,9 @@ def test_the_preview_shows_the_scaled_picture():
     config = image_config()
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 96, 3)).astype(np.uint8))
     patches, grid = encode_rgb(np.array(image), config)
-    shown = Image.open(io.BytesIO(patches_png(patches, grid, config.patch_format, 160)))
+    shown = Image.open(io.BytesIO(patches_png([patches], grid, config.patch_format, 160)))
     assert np.array_equal(np.asarray(shown), np.asarray(image))
-    small = Image.open(io.BytesIO(patches_png(patches, grid, config.patch_format, 48)))
+    small = Image.open(io.BytesIO(patches_png([patches], grid, config.patch_format, 48)))
     assert small.size == (48, 32)
 
 
