@@ -23,7 +23,7 @@ from stages.shared.inputs.model_directory import ModelDirectory
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadVideo:
-    """What transformers makes of one video, apart from its pixels."""
+    """One video as transformers reads it, apart from its pixels."""
 
     indices: list[int]  # of the frames that it reads, in the times of the decoded frames
     grid: tuple[int, int, int]  # groups, rows and columns of patches

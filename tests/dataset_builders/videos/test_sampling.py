@@ -12,7 +12,7 @@ from transformers.video_utils import VideoMetadata
 
 from dataset_builders.contracts.sample import SkipSample, Video
 from dataset_builders.videos.decode import probe
-from dataset_builders.videos.sampling import choose_frames, constant_rate, group_times, resized_frame
+from dataset_builders.videos.sampling import choose_frames, constant_rate, group_times, plan_frames, resized_frame
 from tests.helpers.clips import NTSC, numbered_clip
 from tests.helpers.videos import video_config
 
@@ -69,6 +69,13 @@ def test_times_of_groups_by_hand():
     assert group_times([0.0, 0.5, 1.0]) == [0.25, 1.0]  # the odd frame is its own second one
     assert group_times([3.0]) == [3.0]
     assert group_times([0.2, 0.4]) == [pytest.approx(0.3)]
+
+
+@pytest.mark.parametrize("merge_size", [1, 4])
+def test_groups_are_of_two_frames_whatever_number_of_patches_is_merged(merge_size):
+    patch_format = video_config().patch_format.model_copy(update={"merge_size": merge_size})
+    plan = plan_frames([0.0, 0.5, 1.0, 1.5], 64, 64, video_config(patch_format=patch_format))
+    assert plan.times == (0.25, 1.25)
 
 
 @pytest.mark.parametrize("cap", [False, True])

@@ -1,5 +1,6 @@
 """tokenize, videos: the frames, times, ids, grids and patches of clips of every rate, beside images and text."""
 
+import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,16 +11,19 @@ import pytest
 from dataset_builders.contracts.sample import IMAGE_SLOT, VIDEO_SLOT, Message, Sample, Video
 from dataset_builders.contracts.shard_io import read_record
 from dataset_builders.contracts.tokenized import TokenizedSample, read_pixel_store
-from dataset_builders.pictures.pixels import decode_sample
+from dataset_builders.errors import InputError
+from dataset_builders.records.codecs import decode_sample
 from stages.shared.artifacts.artifact import Artifact
 from stages.shared.artifacts.run_stage import run_stage
 from stages.shared.chat_format.chat import ChatEncoder
 from stages.shared.chat_format.config import VideoFormat
+from stages.shared.chat_format.images import load_video_config
 from stages.shared.inputs.model_directory import ModelDirectory, processor_input
+from stages.tokenize import shard as tokenize_shard
 from stages.tokenize.stage import STAGE, TokenizeConfig
 from tests.helpers.clips import HEIGHT, NTSC, WIDTH, number_of, numbered_clip, numbered_pngs
 from tests.helpers.index import read_index
-from tests.helpers.samples import make_image, make_samples_artifact
+from tests.helpers.samples import make_image, make_samples_artifact, turns
 from tests.helpers.tiny_model import tiny_hf_dir
 
 pytestmark = pytest.mark.promise(
@@ -101,12 +105,58 @@ def test_what_is_not_whole_keeps_its_times_in_the_file(tmp_path):
         Video(data=whole, start=2.0, end=4.0),
         Video(frames=numbered_pngs(3, first=7), timestamps=(1.0, 2.5, 4.0)),
         Video(data=numbered_clip(8, times=(0, 0.1, 0.2, 0.3, 5, 6, 7, 8))),
+        Video(frames=numbered_pngs(8), timestamps=tuple(np.arange(8) / 8)),
     ]
-    clip, listed, uneven = read(tokenize([sample_of(n, video) for n, video in enumerate(videos)], tmp_path))
+    clip, listed, uneven, dense = read(tokenize([sample_of(n, video) for n, video in enumerate(videos)], tmp_path))
     assert numbers_in(clip) == [(50, 67), (83, 100)] and group_text(2.34, 3.66) in text_of(clip)
     assert numbers_in(listed) == [(7, 8), (9, 9)] and group_text(1.75, 4.0) in text_of(listed)
     # Eight frames in 8 s: all of them.
     assert group_text(0.05, 0.25, 5.5, 7.5) in text_of(uneven)
+    # Eight a second were chosen before, and are not chosen again at two a second.
+    assert numbers_in(dense) == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert group_text(0.0625, 0.3125, 0.5625, 0.8125) in text_of(dense)
+
+
+def two_turns() -> Sample:
+    messages = turns(f"{VIDEO_SLOT}What moves?", "seven", f"{VIDEO_SLOT}And{IMAGE_SLOT}here?", "one")
+    videos = (Video(frames=numbered_pngs(2), timestamps=(0.0, 0.5)), Video(data=numbered_clip(250)))
+    return Sample(key="clips/00000000", messages=messages, images=(make_image(64, 64),), videos=videos)
+
+
+def test_videos_go_with_the_turns_that_do_not_fit(tmp_path):
+    whole = tokenize([two_turns()], tmp_path)
+    (row,) = read_index(whole.dir).to_pylist()
+    limit = row["num_tokens"] - 1
+    shortened = tokenize([two_turns(), sample_of(1)], tmp_path, max_seq_len=limit, over_length="drop_turns")
+    first, _ = read(shortened)
+    assert numbers_in(first) == [(0, 1)] and first.is_video.tolist() == [True]
+    assert text_of(first).count("seconds>") == 1 and shortened.manifest.stats["num_videos"] == 1
+    assert shortened.manifest.stats["num_shortened"] == 1 and whole.manifest.stats["num_videos"] == 2
+
+
+def test_a_sample_that_is_too_long_is_left_out_before_a_frame_is_decoded(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenize_shard, "iter_frames", lambda *_: pytest.fail("decoded"))
+    tokenized = tokenize([two_turns(), sample_of(1)], tmp_path, max_seq_len=40, max_skip_fraction=1.0)
+    assert tokenized.manifest.skips == {"over_length": 1}
+
+
+def test_the_settings_and_the_form_of_the_prompt_are_in_the_stats(tmp_path):
+    made = tokenize([sample_of(0, Video(data=numbered_clip(5)))], tmp_path)
+    model = ModelDirectory(tiny_hf_dir())
+    assert made.manifest.stats["videos"] == load_video_config(model, PLAIN).model_dump(mode="json")
+    assert made.manifest.stats["video_prompt"] == ChatEncoder(model).video_prompt_digest()
+    assert tokenize([sample_of(1)], tmp_path).manifest.stats["videos"] is None
+
+
+def test_a_video_for_a_model_without_settings_of_videos_is_one_line(tmp_path):
+    hf_dir = Path(shutil.copytree(tiny_hf_dir(), tmp_path / "hf"))
+    (hf_dir / "video_preprocessor_config.json").unlink()
+    artifact = make_samples_artifact(
+        tmp_path / "samples", {"train/shard-00000.tar": [sample_of(0, Video(data=numbered_clip(5)))]}
+    )
+    inputs = {"samples": artifact, "processor": processor_input(ModelDirectory(hf_dir))}
+    with pytest.raises(InputError, match=r"hf has no video_preprocessor_config.json .*; copy the model's"):
+        run_stage(STAGE, CONFIG, inputs, tmp_path, None)
 
 
 @pytest.mark.parametrize("codec", ["u8", "u8_zstd", "original"])
