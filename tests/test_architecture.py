@@ -28,7 +28,7 @@ ALLOWED = {
     "dataset_builders": (),
     "trainer": (
         *(CONTRACTS, "dataset_builders.errors", "dataset_builders.storage"),
-        *("dataset_builders.known_version", "dataset_builders.records.codecs"),
+        *("dataset_builders.known_version", "dataset_builders.records.pixel_codecs"),
     ),
     "stages": ("dataset_builders", *TRAINER_FACE),
     "flows": ("stages", "dataset_builders", *TRAINER_FACE),

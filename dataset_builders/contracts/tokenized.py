@@ -6,7 +6,7 @@
 
 Arrays are little endian, C order. A video is stored as its temporal groups of two frames, each of which the model
 encodes, places and reads like an image. Images and groups are called visuals. The normalised `pixel_values` of the HF
-processor depend only on the patches (see `PatchFormat`). A record is decoded by `dataset_builders.records.codecs`.
+processor depend only on the patches (see `PatchFormat`). `dataset_builders.records.pixel_codecs` decodes a record.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,5 +1,5 @@
 """Records of tokenized shards.
 
 In: ids, grids and patches of a sample. Out: the bytes of its record, and back.
-Read first: `codecs.py`.
+Read first: `pixel_codecs.py`.
 """

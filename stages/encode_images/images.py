@@ -23,7 +23,7 @@ from dataset_builders.contracts.manifest import ShardEntry
 from dataset_builders.contracts.sample import Split
 from dataset_builders.contracts.shard_io import iter_located
 from dataset_builders.contracts.tokenized import PixelStore, read_pixel_store
-from dataset_builders.records.codecs import decode_sample
+from dataset_builders.records.pixel_codecs import decode_sample
 from dataset_builders.storage.store import StorePath, make_dir
 from stages.shared.artifacts.artifact import Artifact
 from stages.shared.artifacts.row_tables import write_rows

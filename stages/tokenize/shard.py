@@ -30,7 +30,7 @@ from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.contracts.tokenized import PixelStore, TokenizedSample
 from dataset_builders.pictures.images import read_rgb
 from dataset_builders.pictures.pixels import count_patches, encode_frames, encode_rgb, image_grid
-from dataset_builders.records.codecs import decode_sample, encode_sample
+from dataset_builders.records.pixel_codecs import decode_sample, encode_sample
 from dataset_builders.storage.files import read_sealed, write_sealed
 from dataset_builders.storage.store import StorePath, local_dir
 from dataset_builders.videos.decode import iter_frames

@@ -27,7 +27,7 @@ from dataset_builders.contracts.shard_io import ShardWriter, iter_records, read_
 from dataset_builders.contracts.tokenized import PatchFormat, PixelConfig, PixelStore
 from dataset_builders.pictures.images import open_rgb, read_rgb
 from dataset_builders.pictures.pixels import encode_image, encode_rgb, pixel_values
-from dataset_builders.records.codecs import decode_sample, encode_sample
+from dataset_builders.records.pixel_codecs import decode_sample, encode_sample
 from stages.shared.artifacts.artifact import Artifact
 from stages.shared.chat_format.chat import ChatEncoder
 from stages.shared.inputs.model_directory import ModelDirectory

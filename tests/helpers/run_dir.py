@@ -13,7 +13,7 @@ import torch
 from dataset_builders.contracts.manifest import Manifest
 from dataset_builders.contracts.shard_io import ShardWriter
 from dataset_builders.contracts.tokenized import PixelConfig, PixelStore, TokenizedSample
-from dataset_builders.records.codecs import encode_sample
+from dataset_builders.records.pixel_codecs import encode_sample
 from tests.helpers.bins import MIXED, TEXT_ONLY, Kind, make_samples, write_plan
 from tests.helpers.index import write_index
 from tests.helpers.reference import PIXELS, random_hf_dir

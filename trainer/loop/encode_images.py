@@ -18,7 +18,7 @@ from dataset_builders.contracts.features import FEATURE_INDEX, FIELD, images_nam
 from dataset_builders.contracts.manifest import FeatureType, load_manifest
 from dataset_builders.contracts.shard_io import ShardWriter, finished_shard, read_record
 from dataset_builders.contracts.tokenized import TokenizedSample, read_pixel_store
-from dataset_builders.records.codecs import decode_sample
+from dataset_builders.records.pixel_codecs import decode_sample
 from trainer.checkpoint.hf_weights import load_hf_weights
 from trainer.contract.result import TrainResult
 from trainer.contract.run import EncodeRun

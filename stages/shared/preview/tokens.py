@@ -29,7 +29,7 @@ from dataset_builders.contracts.tokenized import (
     read_pixel_store,
 )
 from dataset_builders.errors import InputError
-from dataset_builders.records.codecs import decode_sample
+from dataset_builders.records.pixel_codecs import decode_sample
 from dataset_builders.storage.store import StorePath, is_local, local_copy, location
 from stages.shared.artifacts.artifact import Artifact
 from stages.shared.chat_format.boxes import read_boxes

@@ -18,7 +18,7 @@ from dataset_builders.contracts.shard_io import read_record
 from dataset_builders.contracts.tokenized import IndexWriter, TokenizedSample, iter_index, read_pixel_store
 from dataset_builders.errors import InputError
 from dataset_builders.pictures.pixels import encode_image, encode_rgb
-from dataset_builders.records.codecs import decode_sample
+from dataset_builders.records.pixel_codecs import decode_sample
 from stages.shared.artifacts.artifact import Artifact
 from stages.shared.artifacts.run_stage import run_stage
 from stages.shared.artifacts.workers import StageResources

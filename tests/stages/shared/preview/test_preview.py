@@ -18,7 +18,7 @@ from dataset_builders.contracts.shard_io import read_record
 from dataset_builders.contracts.tokenized import read_pixel_store
 from dataset_builders.errors import InputError
 from dataset_builders.pictures.images import read_rgb
-from dataset_builders.records.codecs import decode_sample
+from dataset_builders.records.pixel_codecs import decode_sample
 from stages.plan_bins.stage import STAGE as PLAN_BINS
 from stages.plan_bins.stage import PlanBinsConfig
 from stages.shared.artifacts.artifact import Artifact

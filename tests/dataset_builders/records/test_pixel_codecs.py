@@ -15,7 +15,7 @@ from dataset_builders.contracts.tokenized import (
 )
 from dataset_builders.errors import InputError
 from dataset_builders.pictures.pixels import encode_image
-from dataset_builders.records.codecs import PIXEL_FIELDS, decode_sample, encode_sample
+from dataset_builders.records.pixel_codecs import PIXEL_FIELDS, decode_sample, encode_sample
 from tests.helpers.index import read_index, write_index
 from tests.helpers.pixels import image_config
 from tests.helpers.samples import make_image
