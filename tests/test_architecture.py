@@ -28,7 +28,7 @@ ALLOWED = {
     "dataset_builders": (),
     "trainer": (
         *(CONTRACTS, "dataset_builders.errors", "dataset_builders.storage"),
-        *("dataset_builders.known_version", "dataset_builders.pictures.pixels"),
+        *("dataset_builders.known_version", "dataset_builders.records.pixel_codecs"),
     ),
     "stages": ("dataset_builders", *TRAINER_FACE),
     "flows": ("stages", "dataset_builders", *TRAINER_FACE),
@@ -56,6 +56,10 @@ IMPORTERS = {
         *("stages.release.mlflow_model", "stages.verify.loaders", "stages.answer.vllm_process"),
     ),
     "simplejpeg": ("dataset_builders.pictures.images",),
+    "av": (
+        *("dataset_builders.videos.decode", "dataset_builders.videos.decode_process"),
+        "dataset_builders.sources.moves",
+    ),
 }
 # The modules that may use private parts of libraries, or replace parts; each checks the version of its library.
 PRIVATE_PARTS = ("flows.libraries", "flows.service.mlflow_app", "trainer.libraries", "trainer.layers.modules.engine")

@@ -6,9 +6,9 @@
     samples/train/shard-00000.arrow  for each sample of a tokenized shard, the records of its images
     manifest.json                    stats["features"] is a `FeatureStore`
 
-An image is identified by its content (`image_digest`), so samples that share an image share one record. A sample is
-found by the shard and offset of its tokenized record, which a bin plan contains. No lookup by key is needed, and a
-reader opens only the tables that it needs.
+A temporal group of a video counts as an image. An image is identified by its content (`image_digest`), so samples that
+share an image share one record. A sample is found by the shard and offset of its tokenized record, which a bin plan
+contains. No lookup by key is needed, and a reader opens only the tables that it needs.
 """
 
 import hashlib
@@ -21,6 +21,7 @@ import pyarrow as pa
 
 from dataset_builders.contracts.manifest import Manifest, load_manifest, read_feature_store
 from dataset_builders.contracts.shard_io import read_record
+from dataset_builders.contracts.tokenized import Visual
 from dataset_builders.errors import damaged
 from dataset_builders.storage.files import atomic_path
 from dataset_builders.storage.store import StorePath, local_copy, make_dir
@@ -61,10 +62,9 @@ class FeaturePlace(NamedTuple):
     row: int
 
 
-def image_digest(grid: np.ndarray, patches: np.ndarray) -> bytes:
-    """Return the SHA-256 of an image as the encoder receives it: its grid, (3,) int32 in patches, and its patches,
-    (t * h * w, 3 * patch_size^2) uint8."""
-    return hashlib.sha256(grid.tobytes() + patches.tobytes()).digest()
+def image_digest(visual: Visual) -> bytes:
+    """Return the SHA-256 of an image or a temporal group as the encoder receives it."""
+    return hashlib.sha256(b"".join(array.tobytes() for array in visual)).digest()
 
 
 def shard_name(number: int) -> str:

@@ -102,7 +102,8 @@ def check_image(data: bytes, limits: ImageLimits, decode: bool = True) -> ImageI
         SkipSample: decode_error, truncated_image, bomb, too_small, aspect or bad_mode.
     """
     image = _open(data)
-    _check_header(image, limits)
+    check_size(*image.size, limits)
+    _check_mode(image)
     if not decode:
         # Pillow decodes a PNG to find EXIF that is not before its pixels.
         orientation = 1 if image.format == "PNG" and "exif" not in image.info else _orientation(image)
@@ -162,7 +163,15 @@ def header_size(data: bytes) -> tuple[tuple[int, int], int]:
 
 def preview_png(images: Sequence[bytes], side: int) -> bytes:
     """Return a PNG of the images in a row, each shrunk to fit into side x side pixels, never enlarged."""
-    thumbnails = [open_rgb(data) for data in images]
+    return _row_png([open_rgb(data) for data in images], side)
+
+
+def frames_png(frames: Sequence[np.ndarray], side: int) -> bytes:
+    """Return the result of `preview_png` for decoded frames, each (h, w, 3) uint8."""
+    return _row_png([Image.fromarray(frame) for frame in frames], side)
+
+
+def _row_png(thumbnails: Sequence[Image.Image], side: int) -> bytes:
     for image in thumbnails:
         image.thumbnail((side, side))
     gap = 4
@@ -246,15 +255,14 @@ def _check_pixels(image: Image.Image, data: bytes) -> int:
     return orientation
 
 
-def _check_header(image: Image.Image, limits: ImageLimits) -> None:
-    width, height = image.size
+def check_size(width: int, height: int, limits: ImageLimits) -> None:
+    """Raise SkipSample (bomb, too_small or aspect) for an image or a video of so many pixels."""
     if width * height > limits.max_pixels:
         raise SkipSample("bomb", f"{width} x {height} pixels, the limit is {limits.max_pixels} in all")
     if min(width, height) < limits.min_side:
         raise SkipSample("too_small", f"{width} x {height} pixels, the limit is {limits.min_side} a side")
     if max(width, height) > MAX_ASPECT * min(width, height):
         raise SkipSample("aspect", f"{width} x {height} pixels, the longer side is over {MAX_ASPECT} times the shorter")
-    _check_mode(image)
 
 
 def _check_mode(image: Image.Image) -> None:

@@ -1,45 +1,21 @@
-"""The only conversion of encoded image bytes to uint8 patches, the same for training and evaluation.
+"""The only conversion of encoded images and of frames to uint8 patches, the same for training and evaluation.
 
 decode, EXIF, alpha on white, RGB (`images.py`) -> smart_resize -> uint8 antialiased bicubic -> patches in HF order.
 Normalisation and the temporal copy act on single bytes, so they happen later: in `pixel_values` here, on the device in
 training. The result equals the result of transformers' torchvision image processor bit for bit.
-
-The records of tokenized shards hold the pixels in the artifact's codec. A reader gets the same patch bytes with each:
-
-    u8          `patches.u8`: the patches, 3 * patch_size^2 bytes each, used as they are read
-    u8_zstd     `patches.u8.zst`: the same, compressed; for documents and drawings, as photos gain little
-    original    `0.jpg`, `1.png`, ...: the original image files, which are converted whenever a record is read
 """
 
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Iterable, Iterator
 
 import numpy as np
-import pyarrow as pa
 import torch
 
 from dataset_builders.contracts.sample import SkipSample
-from dataset_builders.contracts.tokenized import Codec, PatchFormat, PixelConfig, PixelStore, TokenizedSample
+from dataset_builders.contracts.tokenized import PatchFormat, PixelConfig
 from dataset_builders.pictures.images import MAX_ASPECT, image_size, read_rgb
 
 _BLOCK = 1024  # number of patches that are normalised at a time
-_PATCHES, _COMPRESSED = "patches.u8", "patches.u8.zst"
-_ZSTD = pa.Codec("zstd", compression_level=3)
-
-
-class _ImageNames:
-    """The names of a record's image files: all names that begin with a digit."""
-
-    def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and name[:1].isdigit()
-
-
-# The fields of a record that hold its pixels: a reader without a vision encoder may skip them.
-PIXEL_FIELDS: dict[Codec, Container[str]] = {
-    "u8": (_PATCHES,),
-    "u8_zstd": (_COMPRESSED,),
-    "original": _ImageNames(),
-}
 
 
 def smart_resize(height: int, width: int, config: PixelConfig) -> tuple[int, int]:
@@ -84,7 +60,25 @@ def encode_image(data: bytes, config: PixelConfig) -> tuple[np.ndarray, np.ndarr
 
 def encode_rgb(pixels: np.ndarray, config: PixelConfig) -> tuple[np.ndarray, np.ndarray]:
     """Return the patches and the grid of a decoded image, (height, width, 3) uint8. See `encode_image`."""
-    return _patchify(_resize(pixels, config).contiguous().numpy(), config.patch_format)
+    return _patchify(_resize(pixels, config), config.patch_format)
+
+
+def encode_frames(
+    frames: Iterable[np.ndarray], height: int, width: int, patch_format: PatchFormat
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield the patches of the first and of the second frame of each temporal group, each (h*w, 3 * patch_size^2) uint8
+    in HF patch order. A frame without a second one is its own. `frames` are (any height, any width, 3) uint8, and are
+    resized to (height, width), multiples of a merged patch."""
+    waiting = None
+    for frame in frames:
+        patches, _ = _patchify(_scaled(frame, height, width), patch_format)
+        if waiting is None:
+            waiting = patches
+        else:
+            yield waiting, patches
+            waiting = None
+    if waiting is not None:
+        yield waiting, waiting
 
 
 def resized(pixels: np.ndarray, config: PixelConfig) -> np.ndarray:
@@ -94,7 +88,10 @@ def resized(pixels: np.ndarray, config: PixelConfig) -> np.ndarray:
 
 def _resize(pixels: np.ndarray, config: PixelConfig) -> torch.Tensor:
     """Return (3, new height, new width) uint8 of (height, width, 3) uint8."""
-    height, width = smart_resize(pixels.shape[0], pixels.shape[1], config)
+    return _scaled(pixels, *smart_resize(pixels.shape[0], pixels.shape[1], config))
+
+
+def _scaled(pixels: np.ndarray, height: int, width: int) -> torch.Tensor:
     # No copy to planes: torch resizes interleaved pixels faster, to the same bits.
     planes = torch.from_numpy(_writable(pixels)).permute(2, 0, 1)[None]
     if planes.shape[-2:] != (height, width):
@@ -130,8 +127,9 @@ def pixel_values(patches: np.ndarray, patch_format: PatchFormat, out: np.ndarray
     return values
 
 
-def _patchify(planes: np.ndarray, patch_format: PatchFormat) -> tuple[np.ndarray, np.ndarray]:
-    """Cut (3, height, width) uint8, contiguous, into patches by blocks of merge_size^2; return patches and grid."""
+def _patchify(pixels: torch.Tensor, patch_format: PatchFormat) -> tuple[np.ndarray, np.ndarray]:
+    """Cut (3, height, width) uint8 into patches by blocks of merge_size^2; return patches and grid."""
+    planes = pixels.contiguous().numpy()
     size, merge = patch_format.patch_size, patch_format.merge_size
     rows, columns = planes.shape[1] // size, planes.shape[2] // size
     # One row of a patch is one element of the copy: with single bytes the copy takes twice as long.
@@ -144,60 +142,3 @@ def _patchify(planes: np.ndarray, patch_format: PatchFormat) -> tuple[np.ndarray
 def _writable(pixels: np.ndarray) -> np.ndarray:
     """Return the same memory if it is writable, else a copy: torch warns of read-only memory."""
     return pixels if pixels.flags.writeable else pixels.copy()
-
-
-def encode_sample(sample: TokenizedSample, codec: Codec, images: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return the fields of one record.
-
-    With codec original the sample's patches are not used and may be empty. Only then `images` is used: the sample's
-    image files by their names in the sample shard, `0.jpg`.
-    """
-    fields = {
-        "image_grid_thw.i32": sample.image_grid_thw.tobytes(),
-        "input_ids.i32": sample.input_ids.tobytes(),
-        "loss_mask.u8": sample.loss_mask.tobytes(),
-    }
-    if codec == "u8":
-        return {**fields, _PATCHES: sample.patches.tobytes()}
-    if codec == "u8_zstd":
-        return {**fields, _COMPRESSED: _ZSTD.compress(sample.patches.tobytes(), asbytes=True)}
-    return {**fields, **images}
-
-
-def decode_sample(key: str, fields: Mapping[str, bytes | memoryview], pixels: PixelStore) -> TokenizedSample:
-    """Return the sample of a record. Inverse of `encode_sample`; without pixel fields, the sample has no patches.
-
-    Raises ValueError, which names the key, for a field or an image that is missing, cut short or cannot be decoded.
-    """
-    try:
-        grids = np.frombuffer(fields["image_grid_thw.i32"], np.int32).reshape(-1, 3)
-        return TokenizedSample(
-            key=key,
-            input_ids=np.frombuffer(fields["input_ids.i32"], np.int32),
-            loss_mask=np.frombuffer(fields["loss_mask.u8"], np.uint8),
-            image_grid_thw=grids,
-            patches=_decode_patches(fields, grids, pixels),
-        )
-    except (KeyError, ValueError, OSError, SkipSample) as error:
-        raise ValueError(f"{key}: the stored record cannot be decoded ({type(error).__name__}: {error})") from error
-
-
-def _decode_patches(fields: Mapping[str, bytes | memoryview], grids: np.ndarray, pixels: PixelStore) -> np.ndarray:
-    """Return (P, 3 * patch_size^2) uint8."""
-    width = pixels.config.patch_format.patch_bytes
-    if pixels.codec == "original":
-        names = sorted((name for name in fields if name[:1].isdigit()), key=lambda name: int(name.partition(".")[0]))
-        encoded = [encode_image(bytes(fields[name]), pixels.config) for name in names]
-        image_grids = [grid.tolist() for _, grid in encoded]
-        if encoded and image_grids != grids.tolist():
-            raise ValueError(f"its images have grids {image_grids}, but {grids.tolist()} are stored")
-        patches = [patches for patches, _ in encoded] or [np.zeros((0, width), np.uint8)]
-        return patches[0] if len(patches) == 1 else np.concatenate(patches)  # no copy of a single image
-    size = int(grids.prod(-1).sum()) * width
-    if pixels.codec == "u8":
-        data = fields.get(_PATCHES)
-    else:
-        data = _ZSTD.decompress(fields[_COMPRESSED], size, asbytes=True) if _COMPRESSED in fields else None
-    if data is not None and len(data) != size:
-        raise ValueError(f"{len(data)} bytes of patches, where its grids need {size}")
-    return np.frombuffer(data or b"", np.uint8).reshape(-1, width)

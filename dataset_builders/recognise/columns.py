@@ -9,11 +9,12 @@ from typing import Any
 
 from dataset_builders.readers.conversation import IMAGE_NAMES, looks_like_image
 from dataset_builders.readers.parts import SPLIT_NAMES, natural_order, splits_of
-from dataset_builders.readers.source_files import IMAGE_SUFFIXES
+from dataset_builders.readers.source_files import MEDIA_SUFFIXES, VIDEO_SUFFIXES
+from dataset_builders.readers.video_refs import VIDEO_NAMES, looks_like_video
 
-DESCRIBE = "Describe the image."
-CLASSIFY = "What is in the image?"
 READ = "Read the text in the image."
+DESCRIBE, CLASSIFY = "Describe the image.", "What is in the image?"
+DESCRIBE_VIDEO, CLASSIFY_VIDEO = "Describe the video.", "What is in the video?"
 
 # Column names that datasets use, the most specific ones first; German, French and Spanish ones last, without accents.
 _IMAGES = (*IMAGE_NAMES, "path", "file", "datei", "dateiname", "archivo", "fichier")
@@ -38,6 +39,8 @@ _LABELS = (
 )
 _TAR_TEXTS = ("txt", "caption", "text", "cls")
 _SYSTEMS = ("system", "system_prompt")
+# Columns that cut the video. Not `start` and `end`: a time that is asked for is called so, too.
+_TIMES = {"video_start": ("video_start", "clip_start"), "video_end": ("video_end", "clip_end")}
 _NO_ANSWERS = ("id", "key", "index", "url", "source", "license", "width", "height")
 _MAX_RUNS = 8  # most runs of equal values that a split column may have in the first rows
 
@@ -58,12 +61,19 @@ def find_columns(rows: Sequence[Mapping[str, Any]]) -> Columns | str:
         example = "image,question,answer"
         return f"its first line is a row and no header; write the columns' names above it, for example {example}"
     values = {name: [row[name] for row in rows if row.get(name) not in (None, "")] for name in names}
-    images = [name for name in names if _is_image(values[name])]
+    video = _first_of((*VIDEO_NAMES, *_IMAGES), [name for name in names if _is_video(name, values[name])])
+    videos = [name for name in names if _is_video(name, values[name])]
+    video = video or (videos[0] if videos else None)
+    images = [name for name in names if name not in videos and _is_image(values[name])]
     image = _first_of(_IMAGES, images)
-    if image is None and not images:  # where the rows name no image that can be read, reading says why
+    # Where the rows name no image that can be read, reading says why.
+    if image is None and not images and video is None:
         image = _first_of([name for name in IMAGE_NAMES if name not in ("file_name", "filename")], names)
         images = [image] if image else []
-    texts = [name for name in names if name not in images and _is_text(values[name])]
+    times = {} if video is None else {option: _first_of(known, names) for option, known in _TIMES.items()}
+    times = {option: name for option, name in times.items() if name is not None}
+    others = {*images, *videos, *times.values()}
+    texts = [name for name in names if name not in others and _is_text(values[name])]
     for name in names:
         if (fault := _unreadable(name, values[name], texts)) is not None:
             return fault
@@ -71,16 +81,17 @@ def find_columns(rows: Sequence[Mapping[str, Any]]) -> Columns | str:
     extra = _first_of(("input",), texts) if question and _normalized(question) == "instruction" else None
     if answer is None:
         return f"no column looks like an answer among: {', '.join(names)}; name that column answer"
-    if question is None and not images:
-        return f"no column looks like a question, and none holds images, among: {', '.join(names)}"
-    fallback = _question_for(answer)
+    if question is None and not images and video is None:
+        return f"no column looks like a question, and none holds images or videos, among: {', '.join(names)}"
+    fallback = _question_for(answer, "image" if video is None else "video")
     shown = images if image is None else [n for n in images if _without_number(n) == _without_number(image)]
     if len({_without_number(name) for name in shown}) == 1:  # else in the order of the columns: before, after
         shown = sorted(shown, key=natural_order)
     options: dict[str, Any] = {
         "image": shown if len(shown) > 1 else shown[0] if shown else None,
-        "question": question or f"<image>{fallback}",
+        "question": question or f"<{'image' if video is None else 'video'}>{fallback}",
         "answer": answer,
+        **({} if video is None else {"video": video, **times}),
     }
     if extra:
         options["question"] = f"{{{question}}}\n{{{extra}}}"
@@ -95,12 +106,15 @@ def find_columns(rows: Sequence[Mapping[str, Any]]) -> Columns | str:
         if sum(a != b for a, b in pairwise(splits[split])) >= _MAX_RUNS:
             return f"column {split!r} names the split of each row, in mixed order; sort the rows by it"
         options |= {"split": split, **split_names(splits[split])}
-    if question and any(row.get(name) in (None, "") for row in rows for name in shown):
+    if question and any(row.get(name) in (None, "") for row in rows for name in (*shown, *videos[:1])):
         options["null_image"] = "absent"
-    used = {*shown, *choices, question, extra, answer, options.get("system"), options.get("split")}
+    used = {*shown, video, *times.values(), *choices, question, extra, answer}
+    used |= {options.get("system"), options.get("split")}
     with_extra = f" with {', '.join(map(repr, [extra] if extra else choices))}" if extra or choices else ""
     question_text = f"column {question!r}{with_extra} is the question" if question else f"each question is {fallback!r}"
     image_text = f"column {shown[0]!r} is the image" if shown else "there is no image"
+    if video is not None:
+        image_text = f"{image_text}, column {video!r} is the video" if shown else f"column {video!r} is the video"
     if len(shown) > 1:
         image_text = f"columns {', '.join(map(repr, shown))} are the images, in this order"
     why = f"{image_text}, {question_text}, column {answer!r} is the answer"
@@ -151,11 +165,17 @@ def _choices(rows: Sequence[Mapping[str, Any]], answers: Sequence[Any]) -> list[
     return letters if len(letters) > 1 and all(answer in letters for answer in answers) else []
 
 
-def _question_for(answer: str) -> str:
+def asked_of(what: str) -> tuple[str, str]:
+    """Return the questions for a caption and for a class of an image or a video."""
+    return (DESCRIBE, CLASSIFY) if what == "image" else (DESCRIBE_VIDEO, CLASSIFY_VIDEO)
+
+
+def _question_for(answer: str, what: str) -> str:
     """Return the question for an answer column without a question column."""
+    describe, classify = asked_of(what)
     if _normalized(answer) in _LABELS:
-        return CLASSIFY
-    return READ if _normalized(answer) in _TRANSCRIPTS else DESCRIBE
+        return classify
+    return READ if _normalized(answer) in _TRANSCRIPTS and what == "image" else describe
 
 
 def split_names(values: Iterable[Any]) -> dict[str, Any]:
@@ -201,6 +221,13 @@ def _is_image(values: Sequence[Any]) -> bool:
     return bool(items) and sum(map(looks_like_image, items)) > 0.5 * len(items)
 
 
+def _is_video(name: str, values: Sequence[Any]) -> bool:
+    """Whether most of the values are videos or name one; lists of images are videos in a column that says so."""
+    are_frames = _normalized(name) in VIDEO_NAMES and all(isinstance(value, list) for value in values)
+    number = sum(looks_like_video(value) or (are_frames and looks_like_image(value)) for value in values)
+    return bool(values) and number > 0.5 * len(values)
+
+
 def _is_text(values: Sequence[Any]) -> bool:
     items = [item for value in values for item in (value if isinstance(value, list) else [value])]
     return bool(items) and all(isinstance(item, str | int | float | bool) for item in items)
@@ -217,14 +244,21 @@ def tar_options(groups: Sequence[Mapping[str, bytes]]) -> dict[str, Any] | str:
     if not fields:
         return "it holds no sample"
     options: dict[str, Any] = {}
-    if not all(any(field.rpartition(".")[2] in IMAGE_SUFFIXES for field in group) for group in groups):
+    if not all(any(field.rpartition(".")[2] in MEDIA_SUFFIXES for field in group) for group in groups):
         options["text_only"] = True
     if "json" in fields and (json_options := _tar_options_of_json(groups)) is not None:
         return json_options if isinstance(json_options, str) else options | json_options
     text = next((field for field in _TAR_TEXTS if field in fields), None)
     if text is None:
         return f"no member with text (json, {', '.join(_TAR_TEXTS)}) among: {', '.join(fields)}"
-    return options | {"question": f"constant:{CLASSIFY if text == 'cls' else DESCRIBE}", "answer": text}
+    describe, classify = asked_of(_shown_in(groups))
+    return options | {"question": f"constant:{classify if text == 'cls' else describe}", "answer": text}
+
+
+def _shown_in(groups: Sequence[Mapping[str, bytes]]) -> str:
+    """Return `video` if a tar's first samples hold videos, else `image`."""
+    suffixes = {field.rpartition(".")[2] for group in groups for field in group}
+    return "image" if suffixes.isdisjoint(VIDEO_SUFFIXES) else "video"
 
 
 def _tar_options_of_json(groups: Sequence[Mapping[str, bytes]]) -> dict[str, Any] | str | None:
@@ -234,7 +268,8 @@ def _tar_options_of_json(groups: Sequence[Mapping[str, bytes]]) -> dict[str, Any
     for name in ("messages", "conversations"):
         if any(record.get(name) for record in records):
             return {"messages": f"json:{name}"}
-    columns = find_columns([{**record, "image": b""} for record in records])
+    shown = _shown_in(groups)
+    columns = find_columns([{**record, shown: f"1.{'png' if shown == 'image' else 'mp4'}"} for record in records])
     if isinstance(columns, str):
         return None
     question = columns.options["question"]
@@ -243,8 +278,8 @@ def _tar_options_of_json(groups: Sequence[Mapping[str, bytes]]) -> dict[str, Any
         return (
             f"its question is joined from several fields ({joined}), which no option does; write messages in its json"
         )
-    is_fixed = question.startswith("<image>")
-    source = f"constant:{question.removeprefix('<image>')}" if is_fixed else f"json:{question}"
+    is_fixed = question.startswith(f"<{shown}>")
+    source = f"constant:{question.removeprefix(f'<{shown}>')}" if is_fixed else f"json:{question}"
     return {"question": source, "answer": f"json:{columns.options['answer']}"}
 
 

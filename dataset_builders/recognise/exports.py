@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from dataset_builders.readers.parts import HELDOUT, TRAIN, split_of, words_of
-from dataset_builders.readers.source_files import IMAGE_SUFFIXES, SourceFile, open_at
+from dataset_builders.readers.source_files import IMAGE_SUFFIXES, MEDIA_SUFFIXES, SourceFile, open_at
 from dataset_builders.readers.text_files import CSV_SUFFIXES, MAX_ROW_BYTES
 from dataset_builders.recognise import rewrite
 from dataset_builders.recognise.columns import Columns, are_questions, find_columns
@@ -77,7 +77,7 @@ def of_rows(rows: Sequence[Mapping[str, Any]], name: str) -> Rewrite | None:
         return Rewrite(what, "label_studio_tasks")
     if {"annotation_id", "annotator"} <= keys:
         return Rewrite("Label Studio's JSON-MIN or CSV, with its own columns and addresses", "label_studio")
-    if "json" in keys and keys & {"__key__", *IMAGE_SUFFIXES} and isinstance(_parsed(first.get("json")), dict):
+    if "json" in keys and keys & {"__key__", *MEDIA_SUFFIXES} and isinstance(_parsed(first.get("json")), dict):
         return Rewrite("a WebDataset tar that `datasets` wrote as a table, with a column json", "webdataset_table")
     if name.endswith(CSV_SUFFIXES):
         for column in ("messages", "conversations"):

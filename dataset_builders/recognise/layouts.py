@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
-from dataset_builders.readers.source_files import SourceFile
+from dataset_builders.readers.source_files import VIDEO_SUFFIXES, SourceFile
 from dataset_builders.readers.text_files import CSV_SUFFIXES, JSON_SUFFIXES
 from dataset_builders.recognise.exports import RUN, Rewrite, command, move_away
 from dataset_builders.recognise.recognise import TABLE_SUFFIXES, TAR_SUFFIX, Recognised, Survey, Trial
@@ -19,8 +19,8 @@ _JSON = '{"image": "images/1.jpg", "question": "How many cats are there?", "answ
 _TABLE = "columns image (a path or bytes), question and answer"
 _DELIMITED = "a first line `image,question,answer` and rows like `images/1.jpg,How many cats are there?,two`"
 _IMAGES = (
-    "a text file with its caption beside each image (1.jpg and 1.txt), a folder for each class (cat/1.jpg, dog/2.jpg), "
-    "or captions.csv with a first line `image,caption` and rows like `1.jpg,Two cats.`"
+    "a text file with its caption beside each image or clip (1.jpg and 1.txt), a folder for each class (cat/1.jpg, "
+    "dog/2.jpg), or captions.csv with a first line `image,caption` and rows like `1.jpg,Two cats.`"
 )
 # Suffixes that no builder reads -> the way out; {0} is the file, {1} the file without its suffix, both for a shell.
 _UNREAD: dict[tuple[str, ...], str] = {
@@ -30,9 +30,6 @@ _UNREAD: dict[tuple[str, ...], str] = {
     (".zst", ".bz2", ".xz", ".7z", ".rar", ".lz4"): "is compressed or packed; unpack it",
     (".xlsx", ".xls", ".ods", ".numbers"): "is a spreadsheet; save it as CSV UTF-8, beside the images that it names",
     (".pdf",): "is a PDF; draw its pages as images, for example by pdftoppm -r 150 -png {0} {1}",
-    (".mp4", ".mov", ".avi", ".mkv", ".webm"): (
-        "is a video; write its frames as images, for example by ffmpeg -i {0} -vf fps=1 {1}-%04d.png"
-    ),
     (".heic", ".heif", ".avif", ".jxl", ".svg"): "is an image of a format that is not read; save it as PNG",
     (".xml",): (
         "is XML, such as the boxes of Pascal VOC, which is not read; write it as COCO, for example with `supervision`: "
@@ -96,7 +93,9 @@ def _why(source: StorePath, found: Recognised) -> str:
     if survey.problems:
         return survey.problems[0]
     if survey.images:
-        return f"{len(survey.images):,} images and nothing that says what to learn about them"
+        clips = sum(name.lower().endswith(VIDEO_SUFFIXES) for name in survey.images)
+        what = f"{clips:,} clips" if clips == len(survey.images) else f"{len(survey.images):,} images"
+        return f"{what} and nothing that says what to learn about them"
     if survey.others:
         return f"none of its files is read, for example {survey.others[0]}"
     return "it holds no file"

@@ -19,7 +19,14 @@ from dataset_builders.pictures.images import ImageLimits, check_image
 from dataset_builders.readers.annotations import Layout
 from dataset_builders.readers.conversation import unread_of
 from dataset_builders.readers.parts import NO_CLASSES, Part, SkippedRow, heldout_globs, parts_of, words_of
-from dataset_builders.readers.source_files import IMAGE_SUFFIXES, SourceFile, list_files, may_hold_rows, subset_files
+from dataset_builders.readers.source_files import (
+    MEDIA_SUFFIXES,
+    VIDEO_SUFFIXES,
+    SourceFile,
+    list_files,
+    may_hold_rows,
+    subset_files,
+)
 from dataset_builders.readers.table_files import (
     ARROW_SUFFIXES,
     class_names,
@@ -40,7 +47,7 @@ from dataset_builders.readers.text_files import (
     json_file_parts,
 )
 from dataset_builders.recognise.boxes import convention_of, json_layouts, words_of_layout, yolo_options
-from dataset_builders.recognise.columns import CLASSIFY, DESCRIBE, find_columns, split_names, tar_options
+from dataset_builders.recognise.columns import asked_of, find_columns, split_names, tar_options
 from dataset_builders.recognise.exports import (
     RUN,
     Rewrite,
@@ -54,6 +61,7 @@ from dataset_builders.recognise.exports import (
 )
 from dataset_builders.sources.registry import get_builder
 from dataset_builders.storage.store import StorePath, is_local
+from dataset_builders.videos.decode import VideoFacts, VideoLimits, probe
 
 ENOUGH = 0.5  # share of usable rows at which a reading of a lower tier is preferred
 MAX_ROWS = 200
@@ -94,12 +102,13 @@ class Survey:
     readings: list[Reading]  # the most likely first
     problems: list[str]  # one line for each file that was ignored, with the reason
     rows: list[str]  # names of the files that may hold rows, including tars
-    images: list[str]  # names of the image files, in natural order
+    images: list[str]  # names of the image and video files, in natural order
     others: list[str]  # names of all other files, which no builder reads, and of files of rows that lie too deep
 
     @property
     def image_dirs(self) -> list[str]:
-        """Directories below the source that hold images, directly or in subdirectories; without the source itself."""
+        """Directories below the source that hold images or videos, directly or in subdirectories; without the source
+        itself."""
         dirs = {str(parent) for name in self.images for parent in PurePosixPath(name).parents} - {"."}
         return sorted(dirs, key=lambda name: (name.count("/"), name))[:_MOST_DIRS]
 
@@ -113,6 +122,7 @@ class Trial:
     tried: int = 0  # number of rows that were read
     samples: list[Sample] = field(default_factory=list)  # of the usable rows
     sizes: list[tuple[int, int]] = field(default_factory=list)  # (width, height) of each image of the samples
+    videos: list[VideoFacts] = field(default_factory=list)  # of each video of the samples, from its container
     reasons: Counter[str] = field(default_factory=Counter)  # skip reason -> number of rows
     details: dict[str, str] = field(default_factory=dict)  # skip reason -> the first such row's key and the fault
     duplicates: int = 0  # samples that equal an earlier one
@@ -193,7 +203,7 @@ def _named_alike(name: str, roots: Sequence[str]) -> str | None:
 
 def try_reading(source: StorePath, reading: Reading, limit: int = MAX_ROWS, limits: ImageLimits | None = None) -> Trial:
     """Read up to `limit` rows, from the beginnings of up to eight parts spread over the source. With `limits`, images
-    are decoded and checked."""
+    are decoded and checked, and the headers and times of videos."""
     trial, builder = Trial(reading), get_builder(reading.builder)
     digests: set[str] = set()
     try:
@@ -254,9 +264,12 @@ def _check(item: Sample | SkippedRow, trial: Trial, limits: ImageLimits | None) 
     if limits is not None:
         try:
             infos = [check_image(data, limits, True) for data in item.images]
+            of_videos = VideoLimits(max_pixels=limits.max_pixels, min_side=limits.min_side)
+            videos = [probe(video, of_videos, decode=False) for video in item.videos]
         except SkipSample as skip:
             return skip.reason, skip.detail
         trial.sizes += [(info.width, info.height) for info in infos]
+        trial.videos += videos
         boxed = {place.image for message in item.messages for place in message.boxes}
         trial.turned += any(infos[image].orientation != 1 for image in boxed)
     return None
@@ -267,7 +280,7 @@ def survey(source: StorePath) -> Survey:
     files = [file for file in list_files(source, ("*", "**/*")) if may_hold_rows(file.name)]
     problems = [f"{f.name} has made-up answers and is not read" for f in files if f.name.endswith(_MADE_UP)]
     files = [file for file in files if not file.name.endswith(_MADE_UP)]
-    images = [file.name for file in files if _suffix(file.name) in IMAGE_SUFFIXES]
+    images = [file.name for file in files if _suffix(file.name) in MEDIA_SUFFIXES]
     rows = [file.name for file in files if file.name.endswith((*ROW_SUFFIXES, TAR_SUFFIX))]
     found = Survey([], problems, rows, images, [])
     boxed, other_boxes = json_layouts(files)
@@ -313,7 +326,7 @@ def _row_readings(source: StorePath, files: Sequence[SourceFile], problems: list
         return
     kinds: dict[tuple, tuple[Reading, dict[str, list[str]]]] = {}  # the names of the files of each subset
     rewrites: dict[Rewrite, list[SourceFile]] = {}
-    images = [file.name for file in files if _suffix(file.name) in IMAGE_SUFFIXES]
+    images = [file.name for file in files if _suffix(file.name) in MEDIA_SUFFIXES]
     names = {file.name for file in files}
     chosen = [
         (subset, [file for file in members if file.name in names])
@@ -433,27 +446,30 @@ def _tar_readings(files: Sequence[SourceFile], problems: list[str]) -> Iterator[
 
 def _are_parts_of_names(fields: Collection[str]) -> bool:
     """Whether the fields of a tar are parts of its members' names, and then their suffixes, unlike 0.png and 1.png,
-    the fields of two images."""
+    the fields of two images or videos."""
     parts = [field.rpartition(".") for field in fields]
-    known = (*IMAGE_SUFFIXES, *CAPTION_SUFFIXES, "json", "cls", "text")
-    are_images = all(name.isdecimal() and suffix in IMAGE_SUFFIXES for name, _, suffix in parts)
+    known = (*MEDIA_SUFFIXES, *CAPTION_SUFFIXES, "json", "cls", "text")
+    are_images = all(name.isdecimal() and suffix in MEDIA_SUFFIXES for name, _, suffix in parts)
     return bool(parts) and not are_images and all(dot and suffix in known for _, dot, suffix in parts)
 
 
 def _image_readings(images: Sequence[str], texts: Sequence[str]) -> Iterator[Reading]:
     stems = {_stem(name) for name in images}
+    clips = sum(_suffix(name) in VIDEO_SUFFIXES for name in images)
+    what = "images" if not clips else "clips" if clips == len(images) else "images and clips"
+    describe, classify = asked_of("video" if clips > len(images) / 2 else "image")
     splits = split_names(dict.fromkeys(name.partition("/")[0] for name in images if "/" in name))
     for suffix in CAPTION_SUFFIXES:
         paired = sum(_stem(name) in stems for name in texts if _suffix(name) == suffix)
         if paired >= 2:
-            options = {"answer": "text_file", "question": DESCRIBE, **splits}
+            options = {"answer": "text_file", "question": describe, **splits}
             options |= {} if suffix == "txt" else {"suffix": suffix}
-            why = f"{paired} of {len(images)} images have a .{suffix} file of the same name beside them"
+            why = f"{paired} of {len(images)} {what} have a .{suffix} file of the same name beside them"
             yield Reading(builder="image_folder", options=options, why=why, tier=2)
     folders = {PurePosixPath(name).parent.name for name in images}
     if len(folders - {""}) >= 2 and not all(words_of(folder) <= NO_CLASSES for folder in folders):
-        options = {"answer": "folder_name", "question": CLASSIFY, **splits}
-        why = f"images in {len(folders)} folders, whose names are taken as answers"
+        options = {"answer": "folder_name", "question": classify, **splits}
+        why = f"{what} in {len(folders)} folders, whose names are taken as answers"
         yield Reading(builder="image_folder", options=options, why=why, tier=3)
 
 

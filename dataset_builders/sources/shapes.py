@@ -100,7 +100,7 @@ def _picture(rng: np.random.Generator, counts: ShapeCounts) -> tuple[np.ndarray,
             box = (left, top, left + across, top + down)
             if all(_are_apart(box, other) for other, *_ in shapes):
                 colour, kind = looks[look]
-                picture[top : top + down, left : left + across][_mask(kind, across, down)] = COLOURS[colour]
+                picture[top : top + down, left : left + across][mask(kind, across, down)] = COLOURS[colour]
                 shapes.append((box, colour, kind))
                 break
     return picture, shapes
@@ -110,7 +110,7 @@ def _are_apart(one: tuple[int, int, int, int], two: tuple[int, int, int, int]) -
     return one[2] <= two[0] or two[2] <= one[0] or one[3] <= two[1] or two[3] <= one[1]
 
 
-def _mask(kind: str, width: int, height: int) -> np.ndarray:
+def mask(kind: str, width: int, height: int) -> np.ndarray:
     """Return (height, width) bool: the pixels of a shape that touches all four sides."""
     y, x = (np.arange(height)[:, None] + 0.5) / height, (np.arange(width) + 0.5) / width  # centres of pixels, 0 to 1
     if kind == "rectangle":

@@ -14,19 +14,21 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from dataset_builders.contracts.sample import IMAGE_SLOT, Sample, image_digests
+from dataset_builders.contracts.sample import IMAGE_SLOT, VIDEO_SLOT, Sample, file_digests
 from dataset_builders.errors import InputError, printable
 from dataset_builders.pictures.images import ImageLimits, read_rgb
-from dataset_builders.recognise.columns import CLASSIFY
+from dataset_builders.recognise.columns import CLASSIFY, CLASSIFY_VIDEO
 from dataset_builders.recognise.layouts import unread
 from dataset_builders.recognise.recognise import Reading, Recognised, Survey, Trial, survey, try_reading
 from dataset_builders.storage.store import StorePath, free_bytes, is_local
+from dataset_builders.videos.decode import read_frames
+from dataset_builders.videos.sampling import GROUP, FramePlan, plan_frames, time_text
 from flows.cli.fit import FEW_STEPS, written
 from flows.cli.terminal import bytes_text
 from flows.pipeline.config import PipelineConfig
 from stages.convert.config import ConvertConfig, SourceReading
 from stages.shared.artifacts.left_out import MIN_LOST, check_lost, reason_words
-from stages.shared.chat_format.images import load_image_config
+from stages.shared.chat_format.images import embedded_video_config, load_image_config, load_video_config
 from stages.shared.inputs.config import EmbeddedModelConfig
 from stages.shared.inputs.model_directory import opened_model
 from trainer.contract.run import TrainConfig
@@ -34,7 +36,8 @@ from trainer.model.shape import ModelShape
 
 _CHARS_PER_TOKEN = 2.0  # for a tokenizer that is still to be trained on these texts
 _TURN_TOKENS = 5  # <|im_start|>, the role, two line ends, <|im_end|>
-_VISION_TOKENS = 2  # one before and one after an image
+_VISION_TOKENS = 2  # one before and one after an image or a group of frames
+_SLOTS = re.compile(f"{IMAGE_SLOT}|{VIDEO_SLOT}")
 _FULL = 0.97  # share of a bin's tokens that packing fills
 
 SHOWN = 3
@@ -93,12 +96,15 @@ def plan_rows(config: PipelineConfig, reading: SourceReading, source: StorePath,
     _check(config, trial, source)
     if model is not None:
         check_images(trial, opened_model(model).shape, config.model, config.tokenize.max_skip_fraction)
-    tokens = _lengths(config, trial.samples, trial.sizes, model)
+    videos = _frames_read(config, trial, model)
+    tokens = _lengths(config, trial.samples, trial.sizes, videos, model)
     kept = [number for number in tokens if number <= config.tokenize.max_seq_len]
     share = trial.rows / trial.tried
     train = 1 - (trial.heldout / trial.rows if trial.splits else convert.heldout_fraction)
-    size = sum(len(image) for sample in trial.samples for image in sample.images) * share
-    stored = size if config.tokenize.codec == "original" else 3 * sum(_areas(config, trial.sizes, model)) * share
+    size = sum(len(file) for sample in trial.samples for file in sample.files) * share
+    area = sum(_areas(config, trial.sizes, model))
+    area += sum(GROUP * len(video.times) * video.height * video.width for video in videos)
+    stored = size if config.tokenize.codec == "original" else 3 * area * share
     bins = sum(kept) * share * train / (config.plan_bins.seq_len * _FULL)
     warnings = [*anomalies(source, found, trial, convert), *_few_steps(config, bins)]
     disk = {"samples": size, "tokenized": stored}
@@ -123,6 +129,8 @@ def rows_table(plan: RowsPlan, config: PipelineConfig, root: StorePath) -> list[
     if samples:
         mean, longest = sum(plan.tokens) / len(plan.tokens), max(plan.tokens)
         rows.append(("images", f"{images / len(samples):.2g} a sample"))
+        if trial.videos:
+            rows.append(("videos", f"{len(trial.videos) / len(samples):.2g} a sample; {videos_words(trial)}"))
         rows.append(("tokens", f"about {mean:,.0f} a sample, {longest:,.0f} the longest"))
     if plan.too_long:
         cut = f"tokenize.max_seq_len={config.tokenize.max_seq_len}"
@@ -156,6 +164,8 @@ def summary(found: Recognised, trial: Trial) -> Iterator[str]:
     if trial.heldout:
         yield f"  {trial.heldout:,} of these rows are held out by the names of their files, folders or splits"
     yield f"  {len(trial.samples):,} of the {trial.tried:,} rows that were read can be used"
+    if trial.videos:
+        yield f"  {_counted(len(trial.videos), 'video')} in the samples that were read: {videos_words(trial)}"
     places = [[place for m in sample.messages for place in m.boxes] for sample in trial.samples]
     if any(places):
         boxes = [box for own in places for place in own for box in place.boxes]
@@ -168,14 +178,30 @@ def summary(found: Recognised, trial: Trial) -> Iterator[str]:
         yield f"  it could also be {other.builder}: {other.why}"
 
 
+def videos_words(trial: Trial) -> str:
+    """Return the lengths and sizes of a trial's videos, and what is not read of them, in words."""
+    seconds = [video.times[-1] - video.times[0] for video in trial.videos]
+    sides = [f"{video.width} x {video.height}" for video in trial.videos]
+    words = f"{min(seconds):.1f} to {max(seconds):.1f} s, up to {max(len(v.times) for v in trial.videos):,} frames, "
+    words += f"{Counter(sides).most_common(1)[0][0]} px{' and others' if len(set(sides)) > 1 else ''}"
+    sound = sum(video.has_audio for video in trial.videos)
+    return words + (f"; the sound of {sound:,} is not read" if sound else "")
+
+
 def sample_lines(sample: Sample, is_terminal: bool) -> Iterator[str]:
-    """Yield the lines of a sample: its images, if the terminal has colours, and its texts, which are printable."""
-    yield f"{sample.key}: {_counted(len(sample.images), 'image')}"
+    """Yield the lines of a sample: its images, if the terminal has colours, and its texts, which are printable. Of a
+    video, the first frame is drawn."""
+    named = [(sample.images, "image"), (sample.videos, "video")]
+    named = [_counted(len(files), noun) for files, noun in named if files]
+    yield f"{sample.key}: {', '.join(named) or 'no image'}"
     if is_terminal:
         for data in sample.images[:2]:
-            yield from _blocks(data)
+            yield from _blocks(read_rgb(data))
+        for video in sample.videos[: 2 - len(sample.images[:2])]:
+            yield from _blocks(read_frames(video, [0])[0])
     for message in written(sample).messages:
-        text = printable(" ".join(message.text.replace(IMAGE_SLOT, "<image> ").split()))
+        text = _SLOTS.sub(r"\g<0> ", message.text)
+        text = printable(" ".join(text.split()))
         yield f"  {message.role}: {text if len(text) <= _CHARS else text[:_CHARS] + ' ...'}"
 
 
@@ -204,14 +230,15 @@ def anomalies(source: StorePath, found: Survey, trial: Trial, convert: ConvertCo
         yield f"EXIF turns images of {trial.turned} samples with boxes, which are taken as of the image as {boxes_of}"
     yield from found.problems
     yield from unread(source, found.others)
-    used = sum(len(sample.images) for sample in trial.samples)
+    used = sum(len(sample.files) for sample in trial.samples)
     if found.images and not used:
-        yield f"no row uses one of the {len(found.images):,} image files, for example {found.images[0]}"
+        yield f"no row uses one of the {len(found.images):,} image or video files, for example {found.images[0]}"
     if found.others:
         names = ", ".join(found.others[:_FEW]) + (" ..." if len(found.others) > _FEW else "")
         yield f"files that are not read: {names}"
     answers = Counter(written(sample).messages[-1].text for sample in trial.samples)
-    if str(trial.reading.options.get("question")).endswith(CLASSIFY) and all(text.isdigit() for text in answers):
+    is_class = str(trial.reading.options.get("question")).endswith((CLASSIFY, CLASSIFY_VIDEO))
+    if is_class and all(text.isdigit() for text in answers):
         yield "the answers are the numbers of classes; write the names in their place, or the model learns numbers"
     text, times = answers.most_common(1)[0]
     if len(trial.samples) >= 10 and times > 0.9 * len(trial.samples):
@@ -233,12 +260,12 @@ def check_images(trial: Trial, shape: ModelShape, model: object, limit: float) -
     Raises:
         InputError: more of the samples have images.
     """
-    shown, samples = sum(bool(sample.images) for sample in trial.samples), len(trial.samples)
+    shown, samples = sum(bool(sample.files) for sample in trial.samples), len(trial.samples)
     if shape.images is not None or (shown < samples and (shown < MIN_LOST or shown <= limit * samples)):
         return
     raise InputError(
-        f"{shown} of {samples} samples have images, and {model} reads only text, so they would be left out; give a "
-        "model that reads images, as Qwen/Qwen3-VL-2B-Instruct, or data without images"
+        f"{shown} of {samples} samples have images or videos, and {model} reads only text, so they would be left out; "
+        "give a model that reads images, as Qwen/Qwen3-VL-2B-Instruct, or data without images"
     )
 
 
@@ -251,7 +278,7 @@ def check_apart(trial: Trial, data: str) -> None:
         return
     groups: list[set[object]] = []  # digests of pictures of samples that stay together
     for sample in trial.samples:
-        own = {*image_digests(sample)} or {sample.digest()}
+        own = {*file_digests(sample)} or {sample.digest()}
         groups = [group for group in groups if not group & own] + [own.union(*(g for g in groups if g & own))]
     if len(groups) == 1:
         raise InputError(
@@ -281,14 +308,35 @@ def _check(config: PipelineConfig, trial: Trial, source: StorePath) -> None:
         )
 
 
-def _lengths(
-    config: PipelineConfig, samples: Sequence[Sample], sizes: Sequence[tuple[int, int]], model: object
-) -> list[float]:
-    """Return the tokens of each sample: of its texts by the model's tokenizer, of its images by their area, and the
-    tokens that the chat template adds to each message and image."""
-    texts = [
-        [m.reasoning + m.text.replace(IMAGE_SLOT, "") for m in sample.messages] for sample in map(written, samples)
+def _frames_read(config: PipelineConfig, trial: Trial, model: object) -> list[FramePlan]:
+    """Return the frames that are read of each video of the samples, from the times and sizes in their containers."""
+    settings = config.tokenize.videos
+    if isinstance(config.model, EmbeddedModelConfig):
+        found = embedded_video_config(config.model, settings)
+    else:
+        found = load_video_config(opened_model(model), settings)
+    if found is None or not trial.videos:
+        return []
+    are_lists = [bool(video.frames) for sample in trial.samples for video in sample.videos]
+    return [
+        plan_frames(facts.times, facts.height, facts.width, found, is_chosen=is_list)
+        for facts, is_list in zip(trial.videos, are_lists)
     ]
+
+
+def _lengths(
+    config: PipelineConfig,
+    samples: Sequence[Sample],
+    sizes: Sequence[tuple[int, int]],
+    videos: Sequence[FramePlan],
+    model: object,
+) -> list[float]:
+    """Return the tokens of each sample: of its texts by the model's tokenizer, of its images by their area, of its
+    videos by their groups, and the tokens that the chat template adds to each message and image."""
+    texts = [[m.reasoning + _SLOTS.sub("", m.text) for m in sample.messages] for sample in map(written, samples)]
+    clips = iter(videos)
+    shown = [[clip for _, clip in zip(sample.videos, clips)] for sample in samples]
+    texts = [own + [time_text(time) for clip in of for time in clip.times] for own, of in zip(texts, shown)]
     file = None if model is None else opened_model(model).path / "tokenizer.json"
     if file is not None and file.is_file():
         tokenizer = Tokenizer.from_file(str(file))
@@ -300,7 +348,9 @@ def _lengths(
         count
         + _TURN_TOKENS * len(sample.messages)
         + sum(next(areas) / factor**2 + _VISION_TOKENS for _ in sample.images)
-        for count, sample in zip(counts, samples)
+        # Around a video, too, are the vision tokens of the template.
+        + sum(_VISION_TOKENS + len(clip.times) * (clip.height * clip.width / factor**2 + _VISION_TOKENS) for clip in of)
+        for count, sample, of in zip(counts, samples, shown)
     ]
 
 
@@ -335,9 +385,9 @@ def _few_steps(config: PipelineConfig, bins: float) -> Iterator[str]:
         )
 
 
-def _blocks(data: bytes) -> Iterator[str]:
-    """Yield an image as lines of half blocks in 24-bit colour (ECMA-48, SGR 38 and 48), two pixels per character."""
-    pixels = read_rgb(data)
+def _blocks(pixels: np.ndarray) -> Iterator[str]:
+    """Yield (h, w, 3) uint8 as lines of half blocks in 24-bit colour (ECMA-48, SGR 38 and 48), two pixels per
+    character."""
     scale = _SIDE / max(pixels.shape[:2])
     rows, columns = (max(2, round(side * scale)) for side in pixels.shape[:2])
     rows -= rows % 2

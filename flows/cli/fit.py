@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dataset_builders.contracts.sample import IMAGE_SLOT, Sample
+from dataset_builders.contracts.sample import IMAGE_SLOT, VIDEO_SLOT, Sample
 from dataset_builders.errors import InputError
 from dataset_builders.recognise.recognise import Trial
+from dataset_builders.videos.decode import VideoFacts
 from stages.shared.chat_format.boxes import with_boxes_written
 from stages.shared.chat_format.config import BoxFormat
 from stages.shared.inputs.config import EmbeddedModelConfig
@@ -33,6 +34,10 @@ _IMAGE_TOKEN = 32 * 32  # pixels
 _BOX_CHARS_PER_TOKEN = 1.5  # of coordinates: Qwen's tokenizers have a token for each digit
 _MAX_PIXELS = 1_048_576
 _TINY_PIXELS = 65_536  # for the model of random weights, which trains on a CPU
+_VIDEO_FPS = 2.0  # of Qwen's models
+_MOST_FRAMES, _FRAME_PIXELS = 64, 200_704  # of a video: 32 groups of at most 196 tokens
+_TINY_FRAMES, _TINY_FRAME_PIXELS = 16, 16_384
+_GROUP_TEXT = 10  # tokens of the time and the marks of a group of two frames
 _TINY_BINS = (1024, 2048, 4096, 8192)
 _TINY_STEPS = 500  # half a minute, since the tiny model serves only to try the whole pipeline
 _STEP_TOKENS = 65_536  # tokens between two updates if there is enough data
@@ -88,6 +93,7 @@ class Choice:
         is_tiny: whether the training is on a CPU, in float32 and with small shards.
         seq_len: tokens of a bin.
         max_pixels: largest area to which an image is scaled, in pixels.
+        videos: value of `tokenize.videos`; empty if the data have none.
         codec: "u8" if the scaled pixels of all images take little space, else "original".
         epochs, batch: passes over the data, and bins between two updates.
         max_new_tokens: largest number of tokens of an answer.
@@ -101,6 +107,7 @@ class Choice:
     is_tiny: bool
     seq_len: int
     max_pixels: int
+    videos: Mapping[str, float]
     codec: str
     epochs: int
     batch: int
@@ -122,7 +129,8 @@ def choose(trial: Trial, model: str | None, gpu_memory: float | None) -> Choice:
     if gpu_memory is None:
         return _on_cpu(trial, model)
     pixels = _pixels(trial, _MAX_PIXELS)
-    longest, room = _longest(trial, pixels, 3.0), check_memory(gpu_memory)
+    videos = _videos(trial, _MOST_FRAMES, _FRAME_PIXELS)
+    longest, room = _longest(trial, pixels, videos, 3.0), check_memory(gpu_memory)
     name, family, shape = _model(model, lambda f, s: _is_roomy(f, s, room, longest))
     fit = fit_model(family, shape, room, longest)
     if fit is None:
@@ -131,7 +139,7 @@ def choose(trial: Trial, model: str | None, gpu_memory: float | None) -> Choice:
             f"{smallest(family, shape, longest) / 1e9:.0f} GB in bins of {bin_sizes(longest)[-1]:,} tokens; take a "
             "smaller model or more memory"
         )
-    bins = max(1, round(_tokens(trial, pixels, 3.0) * trial.rows / fit.seq_len))
+    bins = max(1, round(_tokens(trial, pixels, videos, 3.0) * trial.rows / fit.seq_len))
     return Choice(
         model=name,
         shape=shape,
@@ -139,7 +147,8 @@ def choose(trial: Trial, model: str | None, gpu_memory: float | None) -> Choice:
         is_tiny=False,
         seq_len=fit.seq_len,
         max_pixels=pixels,
-        codec=_codec(trial, pixels),
+        videos=videos,
+        codec=_codec(trial, pixels, videos),
         epochs=_epochs(trial, bins),
         batch=max(1, min(_STEP_TOKENS // fit.seq_len, bins // 20)),
         max_new_tokens=_new_tokens(trial, 3.0),
@@ -150,9 +159,10 @@ def choose(trial: Trial, model: str | None, gpu_memory: float | None) -> Choice:
 
 def _on_cpu(trial: Trial, model: str | None) -> Choice:
     pixels = _pixels(trial, _TINY_PIXELS)
-    longest = _longest(trial, pixels, 1.5)
+    videos = _videos(trial, _TINY_FRAMES, _TINY_FRAME_PIXELS)
+    longest = _longest(trial, pixels, videos, 1.5)
     seq_len = next((size for size in _TINY_BINS if size >= longest), -(-longest // 1024) * 1024)
-    bins = max(1.0, 0.85 * _tokens(trial, pixels, 2.0) * trial.rows / seq_len)
+    bins = max(1.0, 0.85 * _tokens(trial, pixels, videos, 2.0) * trial.rows / seq_len)
     epochs = max(1, min(_MOST_EPOCHS, round(_TINY_STEPS / bins)))
     shape = None
     if model is not None:
@@ -164,7 +174,8 @@ def _on_cpu(trial: Trial, model: str | None) -> Choice:
         is_tiny=True,
         seq_len=seq_len,
         max_pixels=pixels,
-        codec=_codec(trial, pixels),
+        videos=videos,
+        codec=_codec(trial, pixels, videos),
         epochs=epochs,
         batch=1,
         max_new_tokens=_new_tokens(trial, 1.5),
@@ -205,6 +216,23 @@ def _pixels(trial: Trial, most: int) -> int:
     return min(most, max(4, -(-largest // _IMAGE_TOKEN)) * _IMAGE_TOKEN)
 
 
+def _videos(trial: Trial, most_frames: int, most_pixels: int) -> Mapping[str, float]:
+    """Return the frames a second, the most frames, and the area of all of a video's frames: enough for the longest and
+    the largest video seen, and at most `most_frames` frames of `most_pixels` each."""
+    if not trial.videos:
+        return {}
+    frames = max(4, min(most_frames, max(_frames(video, {"fps": _VIDEO_FPS}) for video in trial.videos)))
+    frames += frames % 2
+    area = min(most_pixels, max(video.height * video.width for video in trial.videos))
+    return {"fps": _VIDEO_FPS, "max_frames": frames, "max_pixels": frames * -(-area // _IMAGE_TOKEN) * _IMAGE_TOKEN}
+
+
+def _frames(video: VideoFacts, videos: Mapping[str, float]) -> int:
+    """Return the approximate number of frames that are read of a video."""
+    wished = math.ceil((video.times[-1] - video.times[0]) * videos["fps"]) + 1
+    return int(min(len(video.times), max(4, wished), videos.get("max_frames", math.inf)))
+
+
 def _epochs(trial: Trial, bins: float) -> int:
     """Return the number of passes over the data for a pretrained model: more over so little that few steps came of it,
     even if the estimate of its bins is twice too high."""
@@ -214,16 +242,25 @@ def _epochs(trial: Trial, bins: float) -> int:
     )
 
 
-def _codec(trial: Trial, pixels: int) -> str:
-    area = sum(min(pixels, width * height) for width, height in trial.sizes) * trial.rows / trial.tried
+def _video_area(video: VideoFacts, videos: Mapping[str, float]) -> float:
+    """Return the approximate area of all frames that are read of a video, in pixels."""
+    return min(videos["max_pixels"], _frames(video, videos) * video.height * video.width)
+
+
+def _codec(trial: Trial, pixels: int, videos: Mapping[str, float]) -> str:
+    area = sum(min(pixels, width * height) for width, height in trial.sizes)
+    area += sum(_video_area(video, videos) for video in trial.videos)
+    area *= trial.rows / trial.tried
     return "u8" if 3 * area <= _MOST_PIXEL_BYTES else "original"
 
 
-def _tokens_of(trial: Trial, pixels: int, chars_per_token: float) -> list[float]:
-    sizes = iter(trial.sizes)
+def _tokens_of(trial: Trial, pixels: int, videos: Mapping[str, float], chars_per_token: float) -> list[float]:
+    sizes, seen = iter(trial.sizes), iter(trial.videos)
     lengths = []
     for sample in trial.samples:
         images = [min(pixels, width * height) / _IMAGE_TOKEN + 4 for _, (width, height) in zip(sample.images, sizes)]
+        for _, video in zip(sample.videos, seen):
+            images.append(_video_area(video, videos) / 2 / _IMAGE_TOKEN + _frames(video, videos) / 2 * _GROUP_TEXT + 4)
         lengths.append(sum(images) + sum(_text_tokens(sample, chars_per_token)) + 8 * len(sample.messages))
     return lengths
 
@@ -235,20 +272,20 @@ def written(sample: Sample) -> Sample:
 
 def _text_tokens(sample: Sample, chars_per_token: float) -> list[float]:
     """Return the approximate number of tokens of each message's text."""
-    chars = [len(m.text.replace(IMAGE_SLOT, "")) + len(m.reasoning) for m in sample.messages]
+    chars = [len(m.text.replace(IMAGE_SLOT, "").replace(VIDEO_SLOT, "")) + len(m.reasoning) for m in sample.messages]
     of_boxes = [len(new.text) - len(m.text) for new, m in zip(written(sample).messages, sample.messages)]
     return [c / chars_per_token + boxes / _BOX_CHARS_PER_TOKEN for c, boxes in zip(chars, of_boxes)]
 
 
-def _tokens(trial: Trial, pixels: int, chars_per_token: float) -> float:
+def _tokens(trial: Trial, pixels: int, videos: Mapping[str, float], chars_per_token: float) -> float:
     """Return the mean number of tokens of a sample."""
-    lengths = _tokens_of(trial, pixels, chars_per_token)
+    lengths = _tokens_of(trial, pixels, videos, chars_per_token)
     return sum(lengths) / len(lengths)
 
 
-def _longest(trial: Trial, pixels: int, chars_per_token: float) -> int:
+def _longest(trial: Trial, pixels: int, videos: Mapping[str, float], chars_per_token: float) -> int:
     """Return the number of tokens that a bin must hold: a tenth more than the longest sample seen."""
-    return math.ceil(1.1 * max(_tokens_of(trial, pixels, chars_per_token)))
+    return math.ceil(1.1 * max(_tokens_of(trial, pixels, videos, chars_per_token)))
 
 
 def _answers(trial: Trial) -> Sequence[str]:

@@ -3,6 +3,7 @@ that a user may want to change.
 """
 
 import argparse
+import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dataset_builders.contracts.sample import SkipSample
 from dataset_builders.errors import InputError, printable, shown
 from dataset_builders.pictures.images import PILLOW_PIXEL_LIMIT, ImageLimits, preview_png
 from dataset_builders.readers.parts import heldout_globs
@@ -17,6 +19,7 @@ from dataset_builders.recognise.layouts import nearest_layout
 from dataset_builders.recognise.recognise import ROW_SUFFIXES, TAR_SUFFIX, Trial, recognise
 from dataset_builders.storage.files import write_text
 from dataset_builders.storage.store import StorePath, absolute, check_reachable, is_local, location, side_dir
+from dataset_builders.videos.sheet import contact_sheet
 from flows.cli.first_rows import SHOWN, anomalies, check_apart, check_images, is_colourful, sample_lines, summary
 from flows.cli.fit import FULL_RATES, LORA_RATE, PATCHES, Choice, check_memory, choose, written
 from flows.cli.terminal import raw_stdout
@@ -69,7 +72,8 @@ def init_command(args: argparse.Namespace) -> int:
     page = _write_page(side_dir(args.root) / "init" / data_name(args.data), trial)
     has_boxes = any(message.boxes for sample in trial.samples for message in sample.messages)
     drawn = ", and boxes drawn on them: see that they are where they should be" if has_boxes else ""
-    print(f"\nMore samples, with their images{drawn}: {page}")
+    files = "images and frames of their videos" if trial.videos else "images"
+    print(f"\nMore samples, with their {files}{drawn}: {page}")
     if hub_names:
         names = f"of the hub's {len(hub_names):,} files of rows only {hub_names[0]}"
         print(f"look at: {names} was downloaded and looked at")
@@ -129,15 +133,23 @@ def _write_page(directory: Path, trial: Trial) -> Path:
         for i, data in enumerate(sample.images)
         if (boxes := boxes_over(sample, i)) is not None
     ]
-    shown = [sample for sample in trial.samples[:_PAGE_SAMPLES] if sample.images]
-    captions = ["\n".join(f"{m.role}: {m.text}" for m in written(sample).messages) for sample in shown]
-    pictures = [Picture.of_sample(s.key, list(s.images), 320, caption) for s, caption in zip(shown, captions)]
+    pictures = []
+    for sample in trial.samples[:_PAGE_SAMPLES]:
+        caption = "\n".join(f"{m.role}: {m.text}" for m in written(sample).messages)
+        if sample.images:
+            pictures.append(Picture.of_sample(sample.key, list(sample.images), 320, caption))
+        for i, video in enumerate(sample.videos):
+            with contextlib.suppress(SkipSample):  # it is damaged after its header, which convert says
+                png, times, _ = contact_sheet(video, 160)
+                shown_at = ", ".join(f"{time:.2f}" for time in times)
+                shows = f"frames of video {i} of {sample.key} at {shown_at} s"
+                pictures.append(Picture(png, shows, f"{caption}\n(at {shown_at} s)"))
     samples = map(written, trial.samples[:_PAGE_SAMPLES])
-    rows = [(s.key, len(s.images), m.role, m.text) for s in samples for m in s.messages]
+    rows = [(s.key, len(s.images), len(s.videos), m.role, m.text) for s in samples for m in s.messages]
     sections = [
         *([Pictures("Boxes", drawn)] if drawn else []),
         Pictures("Samples", pictures),
-        Table("Their messages", ["key", "images", "role", "text"], rows),
+        Table("Their messages", ["key", "images", "videos", "role", "text"], rows),
         Table(
             "Left out", ["reason", "rows", "the first"], [(r, n, trial.details[r]) for r, n in trial.reasons.items()]
         ),
@@ -197,6 +209,7 @@ def recipe_text(name: str, data: str, trial: Trial, choice: Choice) -> str:
         "tokenize:",
         f"  max_seq_len: {choice.seq_len}  # a longer sample is left out, and counted",
         f"  max_pixels: {choice.max_pixels}  # a larger image is scaled down to this area",
+        *_videos(choice),
         f"  codec: {choice.codec}  # u8: pixels ready to train on; original: the image files, an eighth of the space",
         f"  max_skip_fraction: {MAX_SKIP_FRACTION}",
         "",
@@ -214,6 +227,17 @@ def recipe_text(name: str, data: str, trial: Trial, choice: Choice) -> str:
         *_execution(choice),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _videos(choice: Choice) -> list[str]:
+    if not choice.videos:
+        return []
+    return [
+        "  videos:",
+        f"    fps: {choice.videos['fps']:g}  # frames a second that the model reads",
+        f"    max_frames: {choice.videos['max_frames']}  # a longer video gives this number, evenly spread",
+        f"    max_pixels: {choice.videos['max_pixels']}  # of all frames together; larger ones are scaled down",
+    ]
 
 
 def _train(choice: Choice) -> list[str]:

@@ -24,6 +24,7 @@ from stages.shared.inputs.config import (
     EmbeddedDataConfig,
     EmbeddedEasyVqaConfig,
     EmbeddedModelConfig,
+    EmbeddedMovesConfig,
     EmbeddedShapesConfig,
 )
 from stages.shared.inputs.served import unservable_adapter
@@ -39,6 +40,7 @@ from trainer.plan.layout import FieldNames, check_layout
 EMBEDDED = "embedded"
 EASY_VQA = "easy_vqa"
 SHAPES = "shapes"
+MOVES = "moves"
 SOURCE = "source"
 SOURCES = "sources"
 EMBEDDED_RECIPES = (
@@ -47,6 +49,7 @@ EMBEDDED_RECIPES = (
     "easy-vqa",
     "shapes",
     "shapes-gpu",
+    "moves",
 )  # names of the recipes whose data a stage makes
 
 
@@ -82,7 +85,7 @@ def _kind(value: object) -> str:
 def _data_kind(value: object) -> str:
     kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
     # A wrong kind is reported as the nearest one.
-    return _kind(value) if kind is None else difflib.get_close_matches(str(kind), (EASY_VQA, SHAPES), 1, 0)[0]
+    return _kind(value) if kind is None else difflib.get_close_matches(str(kind), (EASY_VQA, SHAPES, MOVES), 1, 0)[0]
 
 
 class DataSource(SourceReading):
@@ -111,6 +114,7 @@ Data = Annotated[
     Annotated[EmbeddedDataConfig, Tag(EMBEDDED)]
     | Annotated[EmbeddedEasyVqaConfig, Tag(EASY_VQA)]
     | Annotated[EmbeddedShapesConfig, Tag(SHAPES)]
+    | Annotated[EmbeddedMovesConfig, Tag(MOVES)]
     | Annotated[str, Tag(SOURCE), Field(min_length=1, description="directory, file, URL or hub name")]
     | Annotated[tuple[DataSource, ...], Tag(SOURCES), Field(min_length=1)],
     Discriminator(_data_kind),
@@ -135,8 +139,8 @@ class PipelineConfig(StrictModel):
     )
     data: Data = Field(
         description="settings of the embedded digits, or kind=easy_vqa for the data set easy-VQA, or kind=shapes for "
-        "drawn shapes; or a directory, a file, a URL or a hub name; or a list of sources, each with name, source, "
-        "builder, subsets, options and share"
+        "drawn shapes, or kind=moves for drawn clips; or a directory, a file, a URL or a hub name; or a list of "
+        "sources, each with name, source, builder, subsets, options and share"
     )
     model: Model = Field(description="settings of an embedded model; or an HF directory or hub name")
     start_adapter: str | None = Field(

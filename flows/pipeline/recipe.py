@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from dataset_builders.contracts.manifest import flatten
 from dataset_builders.errors import InputError, one_line, plain_message, shown, without_middle
 from dataset_builders.storage.store import home_expanded
-from flows.pipeline.config import EASY_VQA, EMBEDDED, SHAPES, SOURCE, SOURCES, PipelineConfig
+from flows.pipeline.config import EASY_VQA, EMBEDDED, MOVES, SHAPES, SOURCE, SOURCES, PipelineConfig
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 
@@ -273,7 +273,7 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
     # An unknown key is the likely cause of a missing one, so it comes first.
     first = min(details, key=lambda d: d["type"] != "extra_forbidden")
     # The location holds the tag of a union's member, either second, as in ("data", "embedded", "seed"), or in brackets.
-    tags = (EMBEDDED, EASY_VQA, SHAPES, SOURCE, SOURCES)
+    tags = (EMBEDDED, EASY_VQA, SHAPES, MOVES, SOURCE, SOURCES)
     untagged = [part for i, part in enumerate(first["loc"]) if i != 1 or part not in tags]
     path = [part for part in map(str, untagged) if not part.startswith("(")]
     dotted, more = without_middle(".".join(path), 200), f" (and {len(details) - 1} more)" if len(details) > 1 else ""

@@ -17,7 +17,12 @@ from stages.convert.config import RAW
 from stages.encode_images.config import EncodingConfig
 from stages.release.config import ReleaseConfig
 from stages.shared.artifacts.artifact import Artifact, Input, Stage, StageResult
-from stages.shared.inputs.config import EmbeddedDataConfig, EmbeddedEasyVqaConfig, EmbeddedShapesConfig
+from stages.shared.inputs.config import (
+    EmbeddedDataConfig,
+    EmbeddedEasyVqaConfig,
+    EmbeddedMovesConfig,
+    EmbeddedShapesConfig,
+)
 from stages.shared.inputs.model_directory import opened_model, processor_input
 
 PREPARE_DATA, TRAIN, EVALUATE = FLOWS = ("prepare-data", "vlm-sft", "evaluate")
@@ -83,7 +88,7 @@ def make_steps(config: PipelineConfig, given: Mapping[str, Input]) -> list[Step]
     from stages.compare import stage as compare
     from stages.contamination import stage as contamination
     from stages.convert import stage as convert
-    from stages.embedded_data import digits, easy_vqa, shapes
+    from stages.embedded_data import digits, easy_vqa, moves, shapes
     from stages.embedded_model import stage as tiny_model
     from stages.encode_images import stage as encode_images
     from stages.evaluate import stage as evaluate
@@ -113,7 +118,12 @@ def make_steps(config: PipelineConfig, given: Mapping[str, Input]) -> list[Step]
     step = partial(add, PREPARE_DATA)
     raw = {role: given[role] for role in config.sources}
     if isinstance(config.data, BaseModel):
-        drawn = {EmbeddedDataConfig: digits, EmbeddedEasyVqaConfig: easy_vqa, EmbeddedShapesConfig: shapes}
+        drawn = {
+            EmbeddedDataConfig: digits,
+            EmbeddedEasyVqaConfig: easy_vqa,
+            EmbeddedShapesConfig: shapes,
+            EmbeddedMovesConfig: moves,
+        }
         raw = {RAW: step("embedded_data", drawn[type(config.data)], config.data, Needs.WORKERS)}
     samples = step("convert", convert, config.convert_config, Needs.WORKERS, **raw)
     model, processor = given.get("model"), given.get("processor")

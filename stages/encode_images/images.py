@@ -8,7 +8,6 @@ samples/train/shard-00000.arrow  the records of the images of each sample of a t
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import pyarrow.parquet as pq
 
 from dataset_builders.contracts.features import (
@@ -24,7 +23,7 @@ from dataset_builders.contracts.manifest import ShardEntry
 from dataset_builders.contracts.sample import Split
 from dataset_builders.contracts.shard_io import iter_located
 from dataset_builders.contracts.tokenized import PixelStore, read_pixel_store
-from dataset_builders.pictures.pixels import decode_sample
+from dataset_builders.records.pixel_codecs import decode_sample
 from dataset_builders.storage.store import StorePath, make_dir
 from stages.shared.artifacts.artifact import Artifact
 from stages.shared.artifacts.row_tables import write_rows
@@ -68,11 +67,10 @@ def scan_shard(task: ScanTask) -> int:
     def rows() -> Iterator[dict[str, object]]:
         for record, fields in iter_located(task.directory / task.shard.name, task.shard):
             sample = decode_sample(record.key, fields, task.pixels)
-            sizes = sample.image_grid_thw.prod(1)
-            for number, patches in enumerate(np.split(sample.patches, sizes.cumsum())[:-1]):
+            for number, visual in enumerate(sample.visuals()):
                 yield {
-                    "digest": image_digest(sample.image_grid_thw[number], patches),
-                    "patches": len(patches),
+                    "digest": image_digest(visual),
+                    "patches": len(visual.patches),
                     "key": record.key,
                     "shard": task.shard.name,
                     "offset": record.offset,

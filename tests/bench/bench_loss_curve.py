@@ -103,7 +103,7 @@ def _step(model, adam, samples, clip: float, pixels: PatchFormat) -> float:
     total = torch.zeros((), device=model.device)
     by_length = sorted(samples, key=lambda sample: len(sample.input_ids))
     for first in range(0, len(by_length), PEER_SAMPLES):
-        batch = collate(by_length[first : first + PEER_SAMPLES], model.config.image_token_id, torch.float32, pixels)
+        batch = collate(by_length[first : first + PEER_SAMPLES], model.config, torch.float32, pixels)
         inputs = {name: value.to(model.device) for name, value in batch.inputs.items()}
         labels = inputs.pop("labels")[:, 1:]
         learnt = labels != IGNORE_INDEX

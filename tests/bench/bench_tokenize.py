@@ -26,7 +26,8 @@ from dataset_builders.contracts.sample import IMAGE_SLOT, Sample
 from dataset_builders.contracts.shard_io import ShardWriter, iter_records, read_record
 from dataset_builders.contracts.tokenized import PatchFormat, PixelConfig, PixelStore
 from dataset_builders.pictures.images import open_rgb, read_rgb
-from dataset_builders.pictures.pixels import decode_sample, encode_image, encode_rgb, encode_sample, pixel_values
+from dataset_builders.pictures.pixels import encode_image, encode_rgb, pixel_values
+from dataset_builders.records.pixel_codecs import decode_sample, encode_sample
 from stages.shared.artifacts.artifact import Artifact
 from stages.shared.chat_format.chat import ChatEncoder
 from stages.shared.inputs.model_directory import ModelDirectory

@@ -19,7 +19,7 @@ import transformers
 from dataset_builders.contracts.manifest import Manifest
 from dataset_builders.contracts.shard_io import ShardWriter
 from dataset_builders.contracts.tokenized import PatchFormat, PixelConfig, PixelStore, TokenizedSample
-from dataset_builders.pictures.pixels import encode_sample
+from dataset_builders.records.pixel_codecs import encode_sample
 from stages.plan_bins.pack import pack
 from stages.plan_bins.stage import STAGE as PLAN_BINS
 from stages.plan_bins.stage import PlanBinsConfig

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig
 from transformers.utils.import_utils import is_flash_linear_attention_available
 
 from dataset_builders.contracts.tokenized import PatchFormat, TokenizedSample
@@ -29,6 +29,7 @@ from trainer.data.micro_batch import Geometry
 from trainer.data.reader import BinReader
 from trainer.data.slices import RankSlice
 from trainer.loop.metrics import peak_memory_gb
+from trainer.model.shape import ImageTokens
 
 LR = 1e-5
 CLIP = 1.0
@@ -107,7 +108,10 @@ class PaddedBatch:
 
 
 def collate(
-    samples: Sequence[TokenizedSample], image_token_id: int, dtype: torch.dtype, pixels: PatchFormat = PIXELS
+    samples: Sequence[TokenizedSample],
+    ids_of: PreTrainedConfig | ImageTokens,
+    dtype: torch.dtype,
+    pixels: PatchFormat = PIXELS,
 ) -> PaddedBatch:
     """Return (B, S) ids, attention mask, token types and labels, padded on the right to the longest sample, and (P, C)
     pixels of `dtype`.
@@ -120,7 +124,7 @@ def collate(
     padded["labels"].fill_(IGNORE_INDEX)
     images: dict[str, list[torch.Tensor]] = {"pixel_values": [], "image_grid_thw": []}
     for row, sample in enumerate(samples):
-        inputs = reference_inputs(sample, image_token_id, pixels)
+        inputs = reference_inputs(sample, ids_of, pixels)
         length = len(sample.input_ids)
         padded["input_ids"][row, :length] = inputs["input_ids"][0]
         padded["mm_token_type_ids"][row, :length] = inputs["mm_token_type_ids"][0]
@@ -241,7 +245,7 @@ def _measure(model, samples: Sequence[TokenizedSample], plan: PeerPlan, row: Pee
 
 
 def _pinned(samples: Sequence[TokenizedSample], model, dtype: torch.dtype) -> PaddedBatch:
-    batch = collate(samples, model.config.image_token_id, dtype)
+    batch = collate(samples, model.config, dtype)
     if torch.cuda.is_available():
         batch.inputs.update({name: value.pin_memory() for name, value in batch.inputs.items()})
     return batch

@@ -19,7 +19,7 @@ from PIL import Image
 from dataset_builders.contracts.sample import from_fields, to_fields
 from dataset_builders.contracts.shard_io import ShardWriter, iter_records, read_record
 from dataset_builders.contracts.tokenized import read_pixel_store
-from dataset_builders.pictures.pixels import decode_sample
+from dataset_builders.records.pixel_codecs import decode_sample
 from stages.shared.artifacts.artifact import External
 from stages.shared.artifacts.run_stage import run_stage
 from stages.tokenize.config import TokenizeConfig

@@ -1,7 +1,7 @@
 """Every parallel layout trains as one process does: loss, gradient norms and weights, on gloo, in float32.
 
-The bins hold what breaks layouts: samples of every kind side by side, bins without an image, bins whose loss tokens
-all lie on one rank or that have none, images that do not divide among the ranks.
+The bins hold what breaks layouts: samples of every kind side by side, with videos too, bins without an image, bins
+whose loss tokens all lie on one rank or that have none, images that do not divide among the ranks.
 """
 
 import dataclasses
@@ -321,7 +321,7 @@ def test_one_expert_has_all_tokens_in_every_step(name, outcome):
         full("pp2-first-3", [[0, 1, 2], [3]]),
         full("pp2-uneven", [[0, 1, 2], [3, 4]]),
         full("pp2-vpp2-uneven", [[0, 1, 4], [2, 3, 5, 6]]),
-        full("hybrid-pp2-uneven", [[0, 1], [2, 3, 4]]),
+        full("hybrid-pp2-uneven", [[0], [1, 2, 3, 4]]),  # the first rank encodes images and videos too
         full("hybrid-pp2-vpp2-uneven", [[0, 1, 4], [2, 3, 5, 6]]),
         full("hybrid-pp3-uneven", [[0, 1], [2, 3], [4, 5, 6]]),
     ],

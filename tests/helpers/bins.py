@@ -18,48 +18,63 @@ from trainer.data.micro_batch import Geometry
 
 @dataclass(frozen=True)
 class Kind:
-    """The composition of a sample: text tokens before, between and after images of these grids (t, h, w in patches)."""
+    """The composition of a sample: text tokens before, between and after images of these grids (t, h, w in patches),
+    then videos, whose temporal groups have text between them too."""
 
     text: int
     grids: tuple[tuple[int, int, int], ...] = ()
     learnt: float = 0.4
+    videos: tuple[tuple[int, int, int], ...] = ()
 
 
 TEXT_ONLY = Kind(9)
 ONE_IMAGE = Kind(11, ((1, 4, 6),))
 TWO_IMAGES = Kind(12, ((1, 2, 2), (1, 6, 4)))
 TALL_IMAGE = Kind(7, ((1, 10, 2),))  # shares a power of two with the others, and is shorter
-MIXED = [ONE_IMAGE, TEXT_ONLY, TWO_IMAGES, TALL_IMAGE]
+VIDEOS = Kind(8, ((1, 2, 4),), videos=((2, 2, 4), (1, 4, 2)))
+MIXED = [ONE_IMAGE, TEXT_ONLY, TWO_IMAGES, TALL_IMAGE, VIDEOS]
 
 
 def make_sample(kind: Kind, geometry: Geometry, vocab: range, seed: int, key: str = "") -> TokenizedSample:
-    """Make a sample of random tokens and random pixels. Each image comes after at least one text token."""
+    """Make a sample of random tokens and random pixels. Each image and each temporal group comes after at least one
+    text token."""
     rng = np.random.default_rng(seed)
+    groups = [(1, h, w) for t, h, w in kind.videos for _ in range(t)]
+    grids = np.array([*kind.grids, *groups], np.int32).reshape(-1, 3)
+    is_video = np.arange(len(grids)) >= len(kind.grids)
     pieces, rest = [], kind.text
-    for t, h, w in kind.grids:
-        before = max(1, rest // (len(kind.grids) + 1))
+    for (t, h, w), is_group in zip(grids.tolist(), is_video):
+        before = max(1, rest // (len(grids) + 1))
         rest -= before
         pieces.append(_text(rng, before, geometry, vocab))
-        pieces.append(np.full(t * h * w // geometry.spatial_merge_size**2, geometry.image_token_id))
-    pieces.append(_text(rng, max(2, rest) if kind.grids else rest, geometry, vocab))
+        token = geometry.video_token_id if is_group else geometry.image_token_id
+        pieces.append(np.full(t * h * w // geometry.spatial_merge_size**2, token))
+    pieces.append(_text(rng, max(2, rest) if len(grids) else rest, geometry, vocab))
     input_ids = np.concatenate(pieces).astype(np.int32)
-    image_token = geometry.image_token_id
-    is_image = np.zeros(len(input_ids), bool) if image_token is None else input_ids == image_token
-    loss_mask = (rng.random(len(input_ids)) < kind.learnt) & ~is_image
+    loss_mask = (rng.random(len(input_ids)) < kind.learnt) & ~np.isin(input_ids, _marks(geometry))
     loss_mask[-1] = kind.learnt > 0
-    grids = np.array(kind.grids, np.int32).reshape(-1, 3)
+    patches, later_patches = (
+        rng.integers(0, 256, (int(sizes.sum()), geometry.patch_bytes), dtype=np.uint8)
+        for sizes in (grids.prod(-1), grids[is_video].prod(-1))
+    )
     return TokenizedSample(
         key=key or f"made/{seed:08d}",
         input_ids=input_ids,
         loss_mask=loss_mask.astype(np.uint8),
         image_grid_thw=grids,
-        patches=rng.integers(0, 256, (int(grids.prod(-1).sum()), geometry.patch_bytes), dtype=np.uint8),
+        is_video=is_video,
+        patches=patches,
+        later_patches=later_patches,
     )
 
 
 def _text(rng: np.random.Generator, count: int, geometry: Geometry, vocab: range) -> np.ndarray:
     drawn = rng.integers(vocab.start, vocab.stop, count)
-    return drawn if geometry.image_token_id is None else np.where(drawn == geometry.image_token_id, vocab.start, drawn)
+    return np.where(np.isin(drawn, _marks(geometry)), vocab.start, drawn)
+
+
+def _marks(geometry: Geometry) -> list[int]:
+    return [token for token in (geometry.image_token_id, geometry.video_token_id) if token is not None]
 
 
 def make_samples(kinds: list[Kind], geometry: Geometry, vocab: range, seed: int = 0) -> list[TokenizedSample]:

@@ -52,7 +52,7 @@ def share_images(bins: list[list[TokenizedSample]]) -> list[list[TokenizedSample
         if len(sample.image_grid_thw) == 0:
             return sample
         grids = [tuple(grid) for grid in sample.image_grid_thw.tolist()]
-        pieces = np.split(sample.patches, sample.image_grid_thw.prod(1).cumsum())[:-1]
+        pieces = [visual.patches for visual in sample.visuals()]
         pieces = [
             first.setdefault(grid, piece) if grid in ((1, 4, 6), (1, 6, 4)) else piece
             for grid, piece in zip(grids, pieces, strict=True)
@@ -62,10 +62,7 @@ def share_images(bins: list[list[TokenizedSample]]) -> list[list[TokenizedSample
     return [[shared(sample) for sample in samples] for samples in bins]
 
 
-def images_of(bins: list[list[TokenizedSample]]) -> list[tuple[bytes, bytes]]:
-    """Yield grid and pixels of every image, once per use in a sample."""
-    images = []
-    for sample in itertools.chain(*bins):
-        pieces = np.split(sample.patches, sample.image_grid_thw.prod(1).cumsum())[:-1]
-        images += [(grid.tobytes(), piece.tobytes()) for grid, piece in zip(sample.image_grid_thw, pieces)]
-    return images
+def images_of(bins: list[list[TokenizedSample]]) -> list[tuple[bytes, ...]]:
+    """Return grid and pixels of every image and temporal group, once per use in a sample."""
+    visuals = itertools.chain(*(sample.visuals() for sample in itertools.chain(*bins)))
+    return [tuple(array.tobytes() for array in visual) for visual in visuals]

@@ -141,7 +141,7 @@ FAULTS = {
     ),
     "json of one object": (
         _write("a.json", b'{"version": 1}'),
-        "a.json: no column looks like a question, and none holds images, among: version",
+        "a.json: no column looks like a question, and none holds images or videos, among: version",
     ),
     "numbers of classes": (
         _after(csv_semicolons, _replace("list.csv", ("Prompt", "Note"), ("?", "."), *_NUMBERS)),
@@ -204,7 +204,7 @@ FAULTS = {
             LAYOUTS["text_alone"][0],
             lambda d: csv_paths(d / "more", draw_rows(1, 3)) or (d / "more" / "data.csv").unlink(),
         ),
-        "no row uses one of the 3 image files",
+        "no row uses one of the 3 image or video files",
     ),
     "more broken images than a run allows": (
         _after(

@@ -21,7 +21,7 @@ from trainer.parallel.mesh import Mesh
 
 # Samples end one before, at and one after the end of a chunk of the delta rule, one has a single token, and so has the
 # padding of a bin of this length.
-SEQ_LEN = 349
+SEQ_LEN = 365
 KINDS = [*MIXED, Kind(63), Kind(1), Kind(64), Kind(65), Kind(90, ((1, 4, 6),)), Kind(2)]
 
 
@@ -50,10 +50,13 @@ class Pair:
             return dict(zip(batch.keys, self.ours(batch).split(batch.loss_lengths), strict=True))
 
     def pixels(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the pixels and grids of all images as transformers takes them."""
-        inputs = [reference_inputs(s, self.reference.config.image_token_id) for s in self.samples]
-        inputs = [i for i in inputs if "pixel_values" in i]
-        return torch.cat([i["pixel_values"] for i in inputs]), torch.cat([i["image_grid_thw"] for i in inputs])
+        """Return the pixels and grids of all images as transformers takes them, and of the videos like images."""
+        inputs = [reference_inputs(s, self.reference.config) for s in self.samples]
+        pixels, grids = (
+            [i[name] for i in inputs for name in names if name in i]
+            for names in (("pixel_values", "pixel_values_videos"), ("image_grid_thw", "video_grid_thw"))
+        )
+        return torch.cat(pixels), torch.cat(grids)
 
 
 def assert_logits_equal(pair: Pair) -> None:
@@ -98,8 +101,8 @@ def assert_positions_and_angles_equal(pair: Pair) -> None:
     """Assert that every token has the position of transformers, and the angles of its rotation to 1e-6."""
     rotary, start = pair.reference.model.language_model.rotary_emb, 0
     for sample in pair.samples:
-        inputs = reference_inputs(sample, pair.reference.config.image_token_id)
-        inputs.pop("pixel_values", None)
+        inputs = reference_inputs(sample, pair.reference.config)
+        inputs = {name: value for name, value in inputs.items() if not name.startswith("pixel_values")}
         positions, _ = pair.reference.model.get_rope_index(**inputs)
         ours = pair.batch.position_ids[:, start : start + len(sample.input_ids)]
         assert torch.equal(ours, positions[:, 0])

@@ -13,7 +13,7 @@ import torch
 from dataset_builders.contracts.manifest import Manifest
 from dataset_builders.contracts.shard_io import ShardWriter
 from dataset_builders.contracts.tokenized import PixelConfig, PixelStore, TokenizedSample
-from dataset_builders.pictures.pixels import encode_sample
+from dataset_builders.records.pixel_codecs import encode_sample
 from tests.helpers.bins import MIXED, TEXT_ONLY, Kind, make_samples, write_plan
 from tests.helpers.index import write_index
 from tests.helpers.reference import PIXELS, random_hf_dir
@@ -75,7 +75,7 @@ def make_bins(shape: str = "first", kinds: list[list[Kind]] | None = None) -> li
     if kinds is None:
         kinds = BIN_KINDS + (CHUNK_KINDS if geometry.in_chunks else [])
     if geometry.image_token_id is None:
-        kinds = [[dataclasses.replace(kind, grids=()) for kind in of_bin] for of_bin in kinds]
+        kinds = [[dataclasses.replace(kind, grids=(), videos=()) for kind in of_bin] for of_bin in kinds]
     return [make_samples(k, geometry, range(20, 300), seed=i + 1) for i, k in enumerate(kinds)]
 
 

@@ -54,7 +54,15 @@ def check_mask(chat: ChatEncoder, ids: np.ndarray, mask: np.ndarray, messages: S
 
 def as_sample(ids: np.ndarray, mask: np.ndarray, grids: np.ndarray = NO_GRIDS) -> TokenizedSample:
     patches = np.zeros((int(grids.prod(-1).sum()), 12), np.uint8)
-    return TokenizedSample(key="a/0", input_ids=ids, loss_mask=mask, image_grid_thw=grids, patches=patches)
+    return TokenizedSample(
+        key="a/0",
+        input_ids=ids,
+        loss_mask=mask,
+        image_grid_thw=grids,
+        is_video=np.zeros(len(grids), bool),
+        patches=patches,
+        later_patches=patches[:0],
+    )
 
 
 def batch_of(chat: ChatEncoder, ids: np.ndarray, mask: np.ndarray) -> MicroBatch:

@@ -104,7 +104,7 @@ def test_positions_begin_again_with_each_sample(packed):
 
     batch = make_micro_batch(packed.samples, packed.geometry, SEQ_LEN)
     check(batch.position_ids[:, : sum(batch.sample_lengths)])
-    names = ("input_ids", "loss_mask", "image_grid_thw", "patches")
+    names = ("input_ids", "loss_mask", "image_grid_thw", "is_video", "patches", "later_patches")
     one = {name: np.concatenate([getattr(sample, name) for sample in packed.samples]) for name in names}
     long = dataclasses.replace(packed.samples[0], **one)
     with fault_seen():

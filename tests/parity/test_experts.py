@@ -129,7 +129,7 @@ def reference_routers(pair) -> list[torch.Tensor]:
             own = logits.setdefault(name, [])
             hooks.append(module.register_forward_hook(lambda _, __, out, own=own: own.append(out[0])))
     for sample in pair.samples:
-        inputs = reference_inputs(sample, pair.reference.config.image_token_id)
+        inputs = reference_inputs(sample, pair.reference.config)
         pair.reference(**inputs, use_cache=False)
     for hook in hooks:
         hook.remove()

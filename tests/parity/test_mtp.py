@@ -86,7 +86,7 @@ class PlainMTP(torch.nn.Module):
     def logits(self, sample: TokenizedSample) -> tuple[torch.Tensor, torch.Tensor]:
         """The logits (n, vocabulary) of the next token, and (n - 1, vocabulary) of the token after it."""
         (reference,) = self.reference
-        inputs, seen = reference_inputs(sample, reference.config.image_token_id), {}
+        inputs, seen = reference_inputs(sample, reference.config), {}
         language = reference.model.language_model
         hook = language.register_forward_pre_hook(lambda _, args, kwargs: seen.update(kwargs), with_kwargs=True)
         hidden = reference.model(**inputs, use_cache=False).last_hidden_state

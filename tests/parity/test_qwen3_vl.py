@@ -113,7 +113,7 @@ def test_packed_samples_are_as_each_alone_and_do_not_see_each_other(pair):
     "Another order in a bin moves losses by at most 2e-6, another image changes only its sample's, and "
     "reporting losses changes no bit."
 )
-@pytest.mark.parametrize("order", [(3, 2, 1, 0), (1, 0, 3, 2), (2, 3, 0, 1)])
+@pytest.mark.parametrize("order", [(4, 3, 2, 1, 0), (1, 0, 4, 3, 2), (2, 3, 4, 0, 1)])
 def test_the_order_of_samples_in_a_bin_does_not_change_their_losses(pair, order):
     losses = pair.losses_by_sample(pair.samples)
     again = pair.losses_by_sample([pair.samples[number] for number in order])
@@ -140,15 +140,19 @@ def test_the_order_of_bins_does_not_change_their_losses(pair):
     "Another order in a bin moves losses by at most 2e-6, another image changes only its sample's, and "
     "reporting losses changes no bit."
 )
-def test_other_pictures_give_other_losses_to_their_sample_alone(pair):
+@pytest.mark.parametrize(
+    ("frames", "token"), [("patches", "image_token_id"), ("later_patches", "video_token_id")], ids=["first", "second"]
+)
+def test_other_pictures_give_other_losses_to_their_sample_alone(pair, frames, token):
+    """Also where only the second frames of a video change."""
     losses = pair.losses_by_sample(pair.samples)
     for number, sample in enumerate(pair.samples):
-        inverted = dataclasses.replace(sample, patches=255 - sample.patches)
+        inverted = dataclasses.replace(sample, **{frames: 255 - getattr(sample, frames)})
         again = pair.losses_by_sample([*pair.samples[:number], inverted, *pair.samples[number + 1 :]])
         for other in pair.samples:
             change = (again[other.key] - losses[other.key]).abs()
-            if other is sample and len(sample.image_grid_thw):
-                first = int((sample.input_ids == pair.ours.shape.images.image_token_id).argmax())
+            if other is sample and len(getattr(sample, frames)):
+                first = int((sample.input_ids == getattr(pair.geometry, token)).argmax())
                 seen = torch.from_numpy(sample.loss_mask[1:].nonzero()[0] >= first)
                 assert (change[seen] > 1e-4).all() and not change[~seen].any()
             else:

@@ -51,7 +51,7 @@ def test_both_sides_count_the_same_tokens_of_the_same_samples(tiny):
     ours = [make_micro_batch([sample], geometry_of(sizes), SEQ_LEN) for sample in samples]
     order = shuffled(samples)
     epoch = [next(order) for _ in samples]
-    peers = [collate(epoch[i : i + 3], sizes.images.image_token_id, torch.float32) for i in range(0, len(epoch), 3)]
+    peers = [collate(epoch[i : i + 3], sizes.images, torch.float32) for i in range(0, len(epoch), 3)]
     assert sorted(sample.key for sample in epoch) == sorted(sample.key for sample in samples)
     assert [sample.key for sample in epoch] != [sample.key for sample in samples]
     assert sum(b.num_tokens for b in ours) == sum(b.tokens for b in peers) == mix.work.tokens
@@ -90,7 +90,7 @@ def test_a_padded_batch_has_the_losses_of_its_samples_alone(tiny):
     root, _ = tiny
     samples = read_samples(root, SEQ_LEN)[:4]
     model = load_reference(root / "hf").eval()
-    batch = collate(samples, model.config.image_token_id, torch.float32)
+    batch = collate(samples, model.config, torch.float32)
     with torch.no_grad():
         for param in model.parameters():
             param.mul_(4 if param.ndim > 1 else 1)  # so that attention, and with it positions, matter

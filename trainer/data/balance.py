@@ -38,7 +38,7 @@ def planned_work(sums: BinSums, seq_len: int) -> Work:
 
     Every bin is padded to `seq_len` tokens; attention is within each sample. The plan knows only how many patches and
     images a sample has, not the size of each image. So images of a sample count as equally large, which is exact for
-    one image and an underestimate for unequal images.
+    one image and for the temporal groups of a video, and an underestimate for unequal images.
     """
     return Work(seq_len, sums.num_loss_tokens, sums.tokens_squared, sums.num_patches, sums.patches_squared)
 

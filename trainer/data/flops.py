@@ -2,10 +2,11 @@
 
 A matrix product of (n, a) by (a, b) is 2*n*a*b FLOPs. The gradient of its input costs the same, if something before the
 product is trained, and so does the gradient of its weight, if the weight is trained. Adapters add their own products;
-DoRA's row lengths, which are computed once per bin, are not counted. Attention of s tokens is 4*s^2*width, half of that
-if causal, and twice as much backward. Logits, and the last layer after its attention, count only for loss tokens,
-because other tokens do not need them. With multi-token prediction its layer is the last, and its loss tokens count as
-many as the others. Recomputation in backward is never counted.
+DoRA's row lengths, which are computed once per bin, and the patch embedding of the second frames of temporal groups,
+some 0.3% of a patch's FLOPs, are not counted. Attention of s tokens is 4*s^2*width, half of that if causal, and twice
+as much backward. Logits, and the last layer after its attention, count only for loss tokens, because other tokens do
+not need them. With multi-token prediction its layer is the last, and its loss tokens count as many as the others.
+Recomputation in backward is never counted.
 """
 
 import re

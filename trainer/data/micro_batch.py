@@ -1,18 +1,20 @@
 """MicroBatch: one rank's part of one bin.
 
-Padding, positions, label shift and slices are computed here, once, by the data worker.
+Padding, positions, label shift and slices are computed here, once, by the data worker. Here and in the code behind it a
+temporal group of a video is an image, but for its second frame (`later_patches`): it has a grid, positions and
+deepstack features of its own, and its patches attend to no other group's.
 """
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from dataset_builders.contracts.tokenized import TokenizedSample
+from dataset_builders.contracts.tokenized import GROUP_FRAMES, TokenizedSample
 from trainer.data.packed_chunks import PackedChunks
 from trainer.data.slices import NO_IMAGES, WHOLE, ImageShare, RankSlice, joined_ranges, share_images, zigzag_order
 from trainer.model.shape import ModelShape
@@ -22,7 +24,7 @@ Positions = Callable[[int, Sequence[int], Sequence[Sequence[int]]], np.ndarray]
 # indices of images in the bin -> (tokens, (1 + L) * D) their concatenated features
 Features = Callable[[Sequence[int]], torch.Tensor]
 # Not needed up to the backward pass, as the small ones are: they have memory of their own, which is freed sooner.
-LARGE = ("patches", "features")
+LARGE = ("patches", "later_patches", "features")
 
 
 def mrope_positions(length: int, starts: Sequence[int], grids: Sequence[Sequence[int]]) -> np.ndarray:
@@ -52,7 +54,8 @@ class Geometry:
     # the id that marks an image token in input_ids; None if the model takes no images
     image_token_id: int | None = None
     spatial_merge_size: int = 1  # a square of patches with this side becomes one image token
-    patch_bytes: int = 0  # bytes of one patch: 3 * patch_size^2
+    patch_bytes: int = 0  # bytes of one patch of one frame: 3 * patch_size^2
+    video_token_id: int | None = None  # marks a token of a video's temporal group; None if the model takes no videos
     positions: Positions = mrope_positions  # computes the positions of one sample
     in_chunks: bool = False  # whether some layers take a bin's segments in chunks
     marks_padding: bool = False  # whether some layers must know which tokens are padding
@@ -64,8 +67,8 @@ class MicroBatch:
     """One rank's part of one bin.
 
     T = tokens of the bin, t = tokens of this rank after context parallelism, s = tokens of this rank after sequence
-    parallelism, N = this rank's loss tokens, P = patches and F = frames that this rank encodes, V = image tokens among
-    the s, n = segments.
+    parallelism, N = this rank's loss tokens, P = patches and F = frames that this rank encodes (of a temporal group
+    only the first is counted), Q = patches of temporal groups among the P, V = image tokens among the s, n = segments.
 
     A rank without images to encode gets one blank image of merge x merge patches, whose token is not used. So the
     vision encoder takes part in every step on every rank, and its gradients are zero rather than missing. A text-only
@@ -96,7 +99,9 @@ class MicroBatch:
     # number of image tokens from each other rank that encodes for this rank; they follow its own
     arriving_rows: tuple[int, ...]
     gathered_rows: int  # number of rows that each rank contributes to the gathered image tokens
-    patches: torch.Tensor  # (P, 3 * patch_size^2) uint8
+    patches: torch.Tensor  # (P, 3 * patch_size^2) uint8: images, and the first frames of temporal groups
+    later_patches: torch.Tensor  # (Q, 3 * patch_size^2) uint8: the second frames of temporal groups
+    later_rows: torch.Tensor  # (Q,) int64 the row of `patches` that has the same place in the first frame
     patch_coordinates: torch.Tensor  # (P, 2) int32 row and column of each patch in its frame
     patch_frames: torch.Tensor  # (P, 2) int32 numbers of rows and columns of each patch's frame, in patches
     vision_cu_seqlens: torch.Tensor  # (F + 1,) int32 cumulative number of patches of the frames
@@ -139,9 +144,9 @@ class MicroBatch:
 
     def packed(self, *, pin: bool) -> "MicroBatch":
         """Return the same batch with all tensors but the large ones in one piece of memory, page-locked if `pin`, so
-        that three copies bring it to a device in place of twenty."""
+        that a few copies bring it to a device in place of twenty."""
         tensors = self.tensors()
-        large = {name: tensors.pop(name) for name in LARGE if name in tensors}
+        large = {name: tensors.pop(name) for name in LARGE if name in tensors and len(tensors[name])}
         small = OneCopy.of(tensors, pin=pin)
         large = {name: tensor.pin_memory() if pin else tensor for name, tensor in large.items()}
         return self._with(small.views() | large, small)
@@ -235,7 +240,7 @@ def _lay_out(samples: Sequence[TokenizedSample], geometry: Geometry, bounds: Seq
         # The only shift by one: token i predicts token i + 1 of the same sample, if token i + 1 is trained on.
         whole.is_loss[begin : end - 1] = sample.loss_mask[1:]
         grids = (sample.image_grid_thw // (1, merge, merge)).tolist()
-        starts = _image_starts(sample, grids, geometry.image_token_id)
+        starts = _image_starts(sample, grids, geometry)
         whole.positions[:, begin:end] = geometry.positions(end - begin, starts, grids)
         # Tokens before the last; the last of a sample, and padding, keep their own place.
         whole.next[begin : end - 1] += 1
@@ -243,13 +248,21 @@ def _lay_out(samples: Sequence[TokenizedSample], geometry: Geometry, bounds: Seq
     return whole
 
 
-def _image_starts(sample: TokenizedSample, grids: list[list[int]], image_token_id: int | None) -> list[int]:
+def _is_image(ids: np.ndarray, geometry: Geometry) -> np.ndarray:
+    """Return whether each token is of an image or of a temporal group."""
+    images = ids == geometry.image_token_id
+    return images if geometry.video_token_id is None else images | (ids == geometry.video_token_id)
+
+
+def _image_starts(sample: TokenizedSample, grids: list[list[int]], geometry: Geometry) -> list[int]:
     """Return the index in a sample of the first token of each image, given the (t, h, w) of each image in tokens."""
-    if image_token_id is None and grids:
+    if geometry.image_token_id is None and grids:
         raise ValueError(f"{sample.key}: {len(grids)} images, but the model takes text alone; leave the sample out")
-    if image_token_id is None:
+    if geometry.image_token_id is None:
         return []
-    places = np.flatnonzero(sample.input_ids == image_token_id)
+    if geometry.video_token_id is None and sample.is_video.any():
+        raise ValueError(f"{sample.key}: it has a video, but the model takes none; leave the sample out")
+    places = np.flatnonzero(_is_image(sample.input_ids, geometry))
     counts = np.array([t * h * w for t, h, w in grids], np.int64)
     stops = counts.cumsum()
     total, patches = int(counts.sum()), sample.image_grid_thw.tolist()
@@ -259,6 +272,9 @@ def _image_starts(sample: TokenizedSample, grids: list[list[int]], image_token_i
     starts = places[stops - counts]
     if (places[stops - 1] - starts >= counts).any():
         wrong = f"other tokens lie between the {total} image tokens of its grids {patches}"
+        raise ValueError(f"{sample.key}: {wrong}; tokenize it again")
+    if ((sample.input_ids[places] == geometry.image_token_id) == np.repeat(sample.is_video, counts)).any():
+        wrong = f"tokens of images stand for a video of its grids {patches}, or a video's for an image"
         raise ValueError(f"{sample.key}: {wrong}; tokenize it again")
     return starts.tolist()
 
@@ -281,7 +297,8 @@ def _vision_fields(
     merge, share = geometry.spatial_merge_size, NO_IMAGES
     image_rows, next_rows = np.empty(0, np.int64), np.empty(0, np.int64)
     image_index, next_index = image_rows, next_rows
-    encoded, patches, read = grids[:0], np.empty((0, geometry.patch_bytes), np.uint8), None
+    no_patches = np.empty((0, geometry.patch_bytes), np.uint8)
+    encoded, read = _Encoded(grids[:0], np.empty(0, bool), no_patches, no_patches), None
     if part.has_vision and geometry.image_token_id is not None:
         image_patches = grids.prod(1)
         share = share_images(image_patches.tolist(), merge**2, part)
@@ -289,7 +306,7 @@ def _vision_fields(
         # The image tokens of a bin stand in the order of its images, which `joined_ranges` follows.
         row_at = np.full(len(whole.ids), -1)
         first_rows = np.array(share.first_rows, np.int64)
-        row_at[whole.ids == geometry.image_token_id] = joined_ranges(first_rows, image_patches // merge**2)
+        row_at[_is_image(whole.ids, geometry)] = joined_ranges(first_rows, image_patches // merge**2)
         rows = [row_at[places.reshape(part.sequence_ranks, -1)[part.sequence_rank]] for places in held]
         image_index, next_index = (np.flatnonzero(own >= 0) for own in rows)
         image_rows, next_rows = rows[0][image_index], rows[1][next_index]
@@ -299,8 +316,8 @@ def _vision_fields(
                 wrong = f"{len(read)} rows of features for images of {share.tokens} tokens"
                 raise ValueError(f"{[sample.key for sample in samples]}: {wrong}; run the encode_images stage again")
         elif part.has_pixels:
-            encoded, patches = _encoded(samples, grids, share, geometry)
-    frames = np.repeat(encoded[:, 1:], encoded[:, 0], axis=0)
+            encoded = _encoded(samples, grids, share, geometry)
+    frames = np.repeat(encoded.grids[:, 1:], encoded.grids[:, 0], axis=0)
     sizes = frames.prod(1)
     return {
         "image_index": torch.from_numpy(image_index),
@@ -310,7 +327,9 @@ def _vision_fields(
         "encoded_rows": share.tokens,
         "arriving_rows": share.arriving_tokens,
         "gathered_rows": share.gathered_rows,
-        "patches": torch.from_numpy(patches),
+        "patches": torch.from_numpy(encoded.patches),
+        "later_patches": torch.from_numpy(encoded.later_patches),
+        "later_rows": torch.from_numpy(np.flatnonzero(np.repeat(encoded.is_video, encoded.grids.prod(1)))),
         "patch_coordinates": torch.from_numpy(patch_coordinates(frames, merge)),
         "patch_frames": torch.from_numpy(np.repeat(frames, sizes, axis=0)),
         "vision_cu_seqlens": torch.tensor([0, *sizes.cumsum()], dtype=torch.int32),
@@ -319,20 +338,29 @@ def _vision_fields(
     }
 
 
-def _encoded(
-    samples: Sequence[TokenizedSample], grids: np.ndarray, share: ImageShare, geometry: Geometry
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return grids and patches of the images that a rank encodes, or of a blank image if it encodes none."""
+class _Encoded(NamedTuple):
+    """The images that a rank encodes."""
+
+    grids: np.ndarray  # (G, 3) int32
+    is_video: np.ndarray  # (G,) bool
+    patches: np.ndarray  # (P, 3 * patch_size^2) uint8
+    later_patches: np.ndarray  # (Q, 3 * patch_size^2) uint8
+
+
+def _encoded(samples: Sequence[TokenizedSample], grids: np.ndarray, share: ImageShare, geometry: Geometry) -> _Encoded:
+    """Return the images that a rank encodes, or a blank image if it encodes none."""
     if not share.images:
         merge = geometry.spatial_merge_size
         # Fused attention takes no empty input, and no collective may wait for a rank without images.
-        return np.array([[1, merge, merge]], np.int32), np.zeros((merge**2, geometry.patch_bytes), np.uint8)
+        blank = np.zeros((merge**2, geometry.patch_bytes), np.uint8)
+        return _Encoded(np.array([[1, merge, merge]], np.int32), np.zeros(1, bool), blank, blank[:0])
+    is_video = np.concatenate([s.is_video for s in samples])
     if len(share.images) == len(grids):
-        return grids, np.concatenate([s.patches for s in samples])
-    images = []
-    for sample in samples:
-        images += np.split(sample.patches, sample.image_grid_thw.prod(1).cumsum())[:-1]
-    return grids[[*share.images]], np.concatenate([images[number] for number in share.images])
+        arrays = ([s.patches for s in samples], [s.later_patches for s in samples])
+        return _Encoded(grids, is_video, *map(np.concatenate, arrays))
+    chosen, images = [*share.images], [*chain.from_iterable(s.visuals() for s in samples)]
+    arrays = ([images[n].patches for n in chosen], [images[n].later_patches for n in chosen])
+    return _Encoded(grids[chosen], is_video[chosen], *map(np.concatenate, arrays))
 
 
 def geometry_of(shape: ModelShape) -> Geometry:
@@ -343,7 +371,13 @@ def geometry_of(shape: ModelShape) -> Geometry:
     of_layers["predicts_second"] = language.mtp is not None
     if vision is None or images is None:
         return Geometry(**of_layers)
-    return Geometry(images.image_token_id, vision.spatial_merge_size, 3 * vision.patch_size**2, **of_layers)
+    return Geometry(
+        image_token_id=images.image_token_id,
+        spatial_merge_size=vision.spatial_merge_size,
+        patch_bytes=3 * vision.patch_size**2,
+        video_token_id=images.video_token_id if vision.temporal_patch_size == GROUP_FRAMES else None,
+        **of_layers,
+    )
 
 
 _ALIGNMENT = 64  # bytes

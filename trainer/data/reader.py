@@ -14,7 +14,7 @@ from dataset_builders.contracts.sample import Split
 from dataset_builders.contracts.shard_io import read_record
 from dataset_builders.contracts.tokenized import TokenizedSample, read_pixel_store
 from dataset_builders.errors import DamagedFile, InputError
-from dataset_builders.pictures.pixels import PIXEL_FIELDS, decode_sample
+from dataset_builders.records.pixel_codecs import PIXEL_FIELDS, decode_sample
 from dataset_builders.storage.store import StorePath
 from trainer.data.micro_batch import Features, Geometry, MicroBatch, make_micro_batch
 from trainer.data.slices import RankSlice

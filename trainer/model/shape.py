@@ -26,7 +26,7 @@ class Work(NamedTuple):
     loss_tokens: float  # tokens whose logits are computed
     tokens_squared: float  # sum over samples of length^2; the cost per unit accounts for the causal half
     patches: float  # patches in the vision encoder
-    patches_squared: float  # sum over images of patches^2
+    patches_squared: float  # sum over images, and over temporal groups of videos, of patches^2
 
     def without_images(self) -> "Work":
         """Return the same work without the vision encoder's."""
@@ -183,7 +183,8 @@ class VisionShape:
     @property
     def forward_flops(self) -> dict[str, int]:
         """FLOPs per unit of each kind of work, by the names of `trainer.data.balance.CostModel`."""
-        # One frame alone: the two frames of a still image are equal, and their weights are added first.
+        # One frame alone: the two frames of a still image are equal, and their weights are added first. The second
+        # frame of a temporal group is not counted, see trainer/data/flops.py.
         embedding = 2 * 3 * self.patch_size**2 * self.hidden_size
         layer = 2 * self.hidden_size * (4 * self.hidden_size + 2 * self.intermediate_size)
         # A merger runs once per block of patches: (merged, merged), then (merged, out). Divided by the block's patches.
@@ -196,10 +197,10 @@ class VisionShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageTokens:
-    """The ids that mark the images of a prompt."""
+    """The ids that mark the images and videos of a prompt."""
 
     image_token_id: int
-    video_token_id: int
+    video_token_id: int | None  # None: the model takes no videos
     vision_start_token_id: int
     vision_end_token_id: int
 

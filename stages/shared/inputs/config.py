@@ -48,6 +48,19 @@ class EmbeddedShapesConfig(StrictModel):
     )
 
 
+class EmbeddedMovesConfig(StrictModel):
+    """Drawn clips of shapes that move: their number and their seed."""
+
+    kind: Literal["moves"] = Field(description="moves: drawn clips of shapes that move, in place of the digits")
+    seed: int = Field(ge=0, le=2**32 - 1, description="seed of the drawing")
+    num_what: int = Field(ge=0, le=10**7, description="clips with a question about the shape that moves")
+    num_where: int = Field(ge=0, le=10**7, description="clips with a question about the direction")
+    num_when: int = Field(ge=0, le=10**7, description="clips with a question about the time of the movement")
+    fps: int = Field(default=4, ge=1, le=60, description="frames a second of a clip")
+    num_frames: int = Field(default=8, ge=4, le=32, description="frames of a clip")
+    side: int = Field(default=96, ge=48, le=1024, multiple_of=16, description="width and height of a clip, in pixels")
+
+
 class _CommonSizes(StrictModel):
     """The sizes that all families have."""
 

@@ -12,11 +12,20 @@ from markupsafe import Markup
 
 from dataset_builders.contracts.boxes import BOX_SLOT, BoxPlace
 from dataset_builders.contracts.manifest import ShardEntry
-from dataset_builders.contracts.sample import IMAGE_SLOT, Sample, SkipSample, from_fields, image_digests
+from dataset_builders.contracts.sample import (
+    IMAGE_SLOT,
+    VIDEO_SLOT,
+    Sample,
+    SkipSample,
+    Video,
+    file_digests,
+    from_fields,
+)
 from dataset_builders.contracts.shard_io import iter_records
 from dataset_builders.errors import InputError
 from dataset_builders.pictures.images import PILLOW_PIXEL_LIMIT, ImageLimits, check_image, preview_png
 from dataset_builders.storage.store import StorePath
+from dataset_builders.videos.sheet import contact_sheet
 from stages.shared.pages.drawn_boxes import BoxLayer, box_words, drawn_boxes
 from stages.shared.pages.page import render_part
 from stages.shared.pages.report import data_uri
@@ -24,9 +33,10 @@ from stages.shared.pages.shown_numbers import counted, show_value
 
 _READ_RECORDS = 400  # number of first records to read from a shard
 _SHOWN_IMAGES = 16  # per sample
+_SHOWN_VIDEOS = 4  # per sample
 _SHOWN_CHARS = 8000  # per piece of a message between images and boxes
 _NAMED_BOXES = 6  # in words, of each place
-_SLOTS = re.compile(f"({IMAGE_SLOT}|{BOX_SLOT})")
+_SLOTS = re.compile(f"({IMAGE_SLOT}|{VIDEO_SLOT}|{BOX_SLOT})")
 TINY_SIDE = 128  # an image with both sides up to this length is enlarged, pixel by pixel
 _SIDES = (640, 448, 320)  # pixels; the first side whose PNG is small enough is used, or the last
 _PNG_BYTES = 250_000
@@ -121,43 +131,52 @@ def samples_html(samples: Sequence[ShardSample]) -> Markup:
 def _card(item: ShardSample) -> dict[str, Any]:
     """Return the values of samples.html.j2 for one sample."""
     sample = item.sample
-    size = sum(map(len, sample.images)) / 1000
-    images = f"{counted(len(sample.images), 'image')}, {show_value(size)} kB" if sample.images else "no image"
+    size = sum(map(len, sample.files)) / 1000
+    named = [counted(len(files), noun) for files, noun in ((sample.images, "image"), (sample.videos, "video")) if files]
+    images = f"{', '.join(named)}, {show_value(size)} kB" if named else "no image"
     split = [item.shard.split] if item.shard else []
     pictures = []
-    for place, (data, digest) in enumerate(zip(sample.images[:_SHOWN_IMAGES], image_digests(sample))):
+    for place, (data, digest) in enumerate(zip(sample.images[:_SHOWN_IMAGES], file_digests(sample))):
         picture = _describe_picture(data) | {"boxes": boxes_over(sample, place)}
         caption = f"image {place + 1}: {picture['words']}, {show_value(len(data) / 1000)} kB\nsha256 {digest[:16]}"
-        pictures.append({**picture, "caption": caption})
-    messages, num_images = [], 0
+        pictures.append({**picture, "name": f"image {place + 1}", "caption": caption})
+    for place, video in enumerate(sample.videos[:_SHOWN_VIDEOS]):
+        picture = _describe_video(video)
+        caption = f"video {place + 1}: {picture['words']}"
+        pictures.append({**picture, "boxes": None, "name": f"video {place + 1}", "caption": caption})
+    messages, shown = [], {picture["name"]: place for place, picture in enumerate(pictures)}
+    slots = {IMAGE_SLOT: itertools.count(1), VIDEO_SLOT: itertools.count(1)}
     for message in sample.messages:
         thought = f"<think>\n{message.reasoning}\n</think>\n\n" if message.reasoning else ""
         kind, label = (message.role if message.role in ("system", "user") else "other"), message.role
         if message.role == "assistant":
             kind = "assistant learnt" if message.is_learnt else "assistant"  # classes of style.css
             label = "assistant, learnt" if message.is_learnt else "assistant, given"
-        pieces = _pieces(thought + message.text, message.boxes, num_images)
+        pieces = _pieces(thought + message.text, message.boxes, slots, shown)
         messages.append({"kind": kind, "role": label, "pieces": pieces})
-        num_images += message.text.count(IMAGE_SLOT)
     return {
         "key": sample.key,
         "subset": sample.subset,
         "figures": [*split, item.name, images, f"digest {sample.digest()[:12]}"],
         "pictures": pictures,
-        "num_images": len(sample.images),
+        "num_pictures": len(sample.images) + len(sample.videos),
         "messages": messages,
     }
 
 
-def _pieces(text: str, places: Sequence[BoxPlace], first_image: int) -> list[dict[str, Any]]:
-    """Return a message in pieces: text, the number of an image from 0, or boxes in words."""
+def _pieces(
+    text: str, places: Sequence[BoxPlace], slots: Mapping[str, Iterator[int]], shown: Mapping[str, int]
+) -> list[dict[str, Any]]:
+    """Return a message in pieces: text, the name of an image or video and its place on the card, or boxes in words."""
     pieces: list[dict[str, Any]] = []
-    numbers, coming = itertools.count(first_image), iter(places)
+    coming = iter(places)
     for piece in _SLOTS.split(text):
-        is_image, is_boxes = piece == IMAGE_SLOT, piece == BOX_SLOT and bool(places)
+        is_boxes = piece == BOX_SLOT and bool(places)
+        name = f"{piece.strip('<>')} {next(slots[piece])}" if piece in slots else ""
         pieces.append(
             {
-                "image": next(numbers) if is_image else None,
+                "name": name,
+                "place": shown.get(name),
                 "boxes": _place_words(next(coming)) if is_boxes else "",
                 "text": _cut(piece),
             }
@@ -199,6 +218,20 @@ def small_picture(draw: Callable[[int], bytes]) -> str:
         if len(png) <= _PNG_BYTES:
             break
     return data_uri(png)
+
+
+def _describe_video(video: Video) -> dict[str, object]:
+    """Return a video's contact sheet, as `_describe_picture` returns an image."""
+    try:
+        png, times, facts = contact_sheet(video, _SIDES[-1])
+    except SkipSample as skip:
+        return {"source": None, "lost": skip.reason, "words": "no picture"}
+    sound = ", sound that is not read" if facts.has_audio else ""
+    words = (
+        f"{facts.width} x {facts.height} px, {facts.codec}, {counted(len(facts.times), 'frame')} from "
+        f"{facts.times[0]:.2f} s to {facts.times[-1]:.2f} s{sound}\nshown at {', '.join(f'{t:.2f}' for t in times)} s"
+    )
+    return {"source": data_uri(png), "is_tiny": False, "words": words}
 
 
 def _describe_picture(data: bytes) -> dict[str, object]:

@@ -88,7 +88,10 @@ def test_a_column_of_splits_is_taken_where_its_values_are_known():
             {"image": STRUCT, "width": [3, None]},
             "no column looks like an answer among: image, width; name that column answer",
         ),
-        ({"answer": "b", "id": 3}, "no column looks like a question, and none holds images, among: answer, id"),
+        (
+            {"answer": "b", "id": 3},
+            "no column looks like a question, and none holds images or videos, among: answer, id",
+        ),
     ],
 )
 def test_why_there_is_no_reading(row, why):

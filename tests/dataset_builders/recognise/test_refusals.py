@@ -431,7 +431,6 @@ def test_rows_too_deep_are_read_from_the_folder_that_the_message_names(tmp_path,
     [
         ("table.xlsx", "table.xlsx is a spreadsheet; save it as CSV UTF-8"),
         ("form.pdf", "form.pdf is a PDF; draw its pages as images"),
-        ("film.MP4", "film.MP4 is a video; write its frames as images"),
         ("photo.heic", "photo.heic is an image of a format that is not read"),
         ("rows.pkl", "rows.pkl is a file of a program"),
     ],

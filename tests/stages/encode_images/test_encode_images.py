@@ -9,6 +9,7 @@ import torch
 
 from dataset_builders.contracts.bins import read_bins
 from dataset_builders.contracts.features import FeatureShards, image_digest, index_name, shard_name
+from dataset_builders.contracts.tokenized import Visual
 from dataset_builders.storage.files import write_sealed
 from flows.pipeline.recipe import load_recipe
 from stages.encode_images import stage
@@ -136,8 +137,11 @@ def test_every_codec_of_pixels_and_two_ranks_give_the_same_features(tmp_path):
     assert features[0] == features[1] and len(features[0]) > 1
 
 
-def test_an_image_is_known_by_its_pixels_and_its_grid():
+def test_an_image_is_known_by_its_pixels_and_its_grid_and_a_temporal_group_by_both_frames():
     patches = np.arange(8 * 3, dtype=np.uint8).reshape(8, 3)
     wide, tall = np.array([1, 2, 4], np.int32), np.array([1, 4, 2], np.int32)
-    assert image_digest(wide, patches) == image_digest(wide, patches.copy())
-    assert len({image_digest(wide, patches), image_digest(tall, patches), image_digest(wide, patches + 1)}) == 3
+    visuals = [(wide, patches, patches[:0]), (tall, patches, patches[:0]), (wide, patches + 1, patches[:0])]
+    groups = [(wide, patches, patches), (wide, patches, patches + 1), (tall, patches, patches)]
+    digests = [image_digest(Visual(*arrays)) for arrays in (*visuals, *groups)]
+    assert digests[0] == image_digest(Visual(wide, patches.copy(), patches[:0]))
+    assert len({*digests}) == 6

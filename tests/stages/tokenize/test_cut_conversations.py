@@ -12,7 +12,7 @@ from dataset_builders.contracts.sample import IMAGE_SLOT, Sample
 from dataset_builders.contracts.shard_io import read_record
 from dataset_builders.contracts.tokenized import TokenizedSample, read_pixel_store
 from dataset_builders.errors import InputError
-from dataset_builders.pictures.pixels import decode_sample
+from dataset_builders.records.pixel_codecs import decode_sample
 from stages.shared.artifacts.artifact import Artifact
 from stages.shared.artifacts.run_stage import run_stage
 from stages.shared.chat_format.chat import ChatEncoder

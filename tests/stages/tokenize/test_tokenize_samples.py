@@ -17,7 +17,8 @@ from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Sample
 from dataset_builders.contracts.shard_io import read_record
 from dataset_builders.contracts.tokenized import IndexWriter, TokenizedSample, iter_index, read_pixel_store
 from dataset_builders.errors import InputError
-from dataset_builders.pictures.pixels import decode_sample, encode_image, encode_rgb
+from dataset_builders.pictures.pixels import encode_image, encode_rgb
+from dataset_builders.records.pixel_codecs import decode_sample
 from stages.shared.artifacts.artifact import Artifact
 from stages.shared.artifacts.run_stage import run_stage
 from stages.shared.artifacts.workers import StageResources
@@ -285,8 +286,8 @@ def test_the_index_is_partitioned_by_shards(samples, tokenized, tmp_path, monkey
     assert parted.manifest.stats == tokenized.manifest.stats
 
 
-def _other_ids(self, text, patches, splice=ChatEncoder.splice):
-    ids, mask = splice(self, text, patches)
+def _other_ids(self, text, patches, videos, splice=ChatEncoder.splice):
+    ids, mask = splice(self, text, patches, videos)
     return np.where(ids == ids[1], ids[2], ids), mask
 
 

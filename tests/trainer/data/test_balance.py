@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dataset_builders.contracts.bins import SampleRef
-from tests.helpers.bins import ONE_IMAGE, TALL_IMAGE, TEXT_ONLY, TWO_IMAGES, ListedPlan, make_samples, sum_bin
+from tests.helpers.bins import ONE_IMAGE, TALL_IMAGE, TEXT_ONLY, TWO_IMAGES, Kind, ListedPlan, make_samples, sum_bin
 from tests.helpers.reference import random_hf_dir
 from trainer.data.balance import TOLERANCE, CostModel, Work, deal, planned_work, spread_images
 from trainer.data.flops import cost_model, model_flops
@@ -74,7 +74,7 @@ def test_the_plans_cost_is_the_flops_of_the_bin():
         planned = cost_model(sizes).planned_cost(sum_bin(tuple(refs)), batch.num_tokens)
         return planned, model_flops(cost_model(sizes), batch).values()
 
-    planned, (vision, language) = both([ONE_IMAGE, TEXT_ONLY, TALL_IMAGE])
+    planned, (vision, language) = both([ONE_IMAGE, TEXT_ONLY, TALL_IMAGE, Kind(9, videos=((5, 4, 6),))])
     assert planned == vision + language
     planned, (vision, language) = both([TWO_IMAGES])  # 4 and 24 patches count as 14 and 14
     unequal = cost_model(sizes).per_patch_squared * (4**2 + 24**2 - 28**2 / 2)

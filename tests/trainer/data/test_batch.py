@@ -10,12 +10,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dataset_builders.contracts.tokenized import TokenizedSample
 from tests.helpers.bins import MIXED, make_samples
 from tests.helpers.hardware import requires_gpus
+from tests.helpers.tiny_model import tiny_hf_dir
 from tests.helpers.tiny_text_model import text_hf_dir
 from trainer.data.micro_batch import Geometry, geometry_of, make_micro_batch
 from trainer.data.slices import zigzag_order
 from trainer.model.registry import read_model
 
-GEOMETRY = Geometry(image_token_id=9, spatial_merge_size=2, patch_bytes=12)
+GEOMETRY = Geometry(image_token_id=9, spatial_merge_size=2, patch_bytes=12, video_token_id=8)
 
 
 def chat(ids: list[int], mask: list[int]) -> TokenizedSample:
@@ -24,6 +25,8 @@ def chat(ids: list[int], mask: list[int]) -> TokenizedSample:
         input_ids=np.array(ids, np.int32),
         loss_mask=np.array(mask, np.uint8),
         image_grid_thw=np.empty((0, 3), np.int32),
+        is_video=np.empty(0, bool),
+        later_patches=np.empty((0, 12), np.uint8),
         patches=np.empty((0, 12), np.uint8),
     )
 
@@ -81,10 +84,22 @@ def test_a_family_may_have_positions_of_its_own():
 
     sample = chat([1, 2, 3, *[9] * 6, 4], [0] * 10)
     sample = dataclasses.replace(
-        sample, image_grid_thw=np.array([[1, 4, 6]], np.int32), patches=np.zeros((24, 12), "u1")
+        sample,
+        image_grid_thw=np.array([[1, 4, 6]], np.int32),
+        is_video=np.array([False]),
+        patches=np.zeros((24, 12), "u1"),
     )
     batch = make_micro_batch([sample], dataclasses.replace(GEOMETRY, positions=halves), 12)
     assert batch.position_ids.tolist() == [[0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 0, 0]] * 3
+
+
+def test_a_model_whose_patches_span_other_than_two_frames_takes_no_videos():
+    shape = read_model(tiny_hf_dir())[1]
+    assert geometry_of(shape).video_token_id == shape.images.video_token_id is not None
+    other = dataclasses.replace(shape, vision=dataclasses.replace(shape.vision, temporal_patch_size=1))
+    assert geometry_of(other).video_token_id is None
+    ids = dataclasses.replace(shape.images, video_token_id=None)
+    assert geometry_of(dataclasses.replace(shape, images=ids)).video_token_id is None
 
 
 def test_every_tensor_is_moved():
@@ -98,19 +113,20 @@ def test_every_tensor_is_moved():
             assert after == before, field.name
 
 
-@pytest.mark.parametrize("in_chunks", [False, True])
-def test_a_packed_batch_is_the_same_and_needs_two_copies(in_chunks):
+@pytest.mark.parametrize(("in_chunks", "kinds"), [(False, MIXED[:4]), (True, MIXED), (False, MIXED)])
+def test_a_packed_batch_is_the_same_and_needs_a_copy_for_each_large_tensor(in_chunks, kinds):
     geometry = dataclasses.replace(GEOMETRY, in_chunks=in_chunks)
-    batch = make_micro_batch(make_samples(MIXED, geometry, range(20, 90)), geometry, 96)
+    batch = make_micro_batch(make_samples(kinds, geometry, range(20, 90)), geometry, 96)
+    large = {"patches", "later_patches"} if len(batch.later_patches) else {"patches"}
     packed = batch.packed(pin=False)
     for name, tensor in batch.tensors().items():
         same = packed.tensors()[name]
         assert same.dtype == tensor.dtype and torch.equal(same, tensor), name
         own = same.untyped_storage().data_ptr() != packed.small.memory.untyped_storage().data_ptr()
-        assert own == (name == "patches")
+        assert own == (name in large)
     with Copies() as copies:
         moved = packed.to(torch.device("meta"))
-    assert copies.number == 2 and moved.small is None
+    assert copies.number == 1 + len(large) and moved.small is None
     assert {name: t.shape for name, t in moved.tensors().items()} == {n: t.shape for n, t in batch.tensors().items()}
     assert all(tensor.is_meta for tensor in moved.tensors().values())
     if in_chunks:

@@ -13,21 +13,24 @@ from trainer.data.balance import spread_images
 from trainer.data.micro_batch import Geometry, MicroBatch, make_micro_batch
 from trainer.data.slices import RankSlice
 
-IMAGE = 9
+IMAGE, VIDEO = 9, 8
 
 
 def draw_sample(rng: np.random.Generator, geometry: Geometry) -> TokenizedSample:
-    """Any number of images, of one frame or several, that may touch; any part of the text to be learnt."""
+    """Any number of images, and of videos of one temporal group or several, that may touch; any part of the text to be
+    learnt."""
     merge, count = geometry.spatial_merge_size, int(rng.choice([0, 0, 1, 1, 2, 3]))
     sides = merge * rng.integers(1, 6, (count, 2))
-    grids = tuple((int(rng.choice([1, 1, 1, 2, 3])), int(h), int(w)) for h, w in sides)
-    kind = Kind(int(rng.integers(2, 20)), grids, learnt=float(rng.choice([0, 0.3, 0.9])))
+    grids = tuple((1, int(h), int(w)) for h, w in sides)
+    videos = tuple((int(rng.integers(1, 4)), *(merge * rng.integers(1, 4, 2)).tolist()) for _ in range(rng.integers(3)))
+    kind = Kind(int(rng.integers(2, 20)), grids, learnt=float(rng.choice([0, 0.3, 0.9])), videos=videos)
     sample = make_sample(kind, geometry, range(20, 90), int(rng.integers(1 << 30)))
-    slots = np.flatnonzero(sample.input_ids == IMAGE)
-    if count < 2 or rng.random() < 0.5:
+    is_image = np.isin(sample.input_ids, (IMAGE, VIDEO))
+    slots = np.flatnonzero(is_image)
+    if len(sample.image_grid_thw) < 2 or rng.random() < 0.5:
         return sample
     kept = np.ones(len(sample.input_ids), bool)
-    kept[slots[0] : slots[-1] + 1] = sample.input_ids[slots[0] : slots[-1] + 1] == IMAGE
+    kept[slots[0] : slots[-1] + 1] = is_image[slots[0] : slots[-1] + 1]
     return dataclasses.replace(sample, input_ids=sample.input_ids[kept], loss_mask=sample.loss_mask[kept])
 
 
@@ -36,7 +39,7 @@ def tokens_of(sample: TokenizedSample, merge: int) -> list[tuple[int, tuple[int,
     rows, grids, at = [], sample.image_grid_thw.tolist(), 0
     ids = sample.input_ids.tolist()
     while len(rows) < len(ids):
-        if ids[len(rows)] != IMAGE:
+        if ids[len(rows)] not in (IMAGE, VIDEO):
             rows.append((at, at, at))
             at += 1
             continue
@@ -97,11 +100,12 @@ def check(batch: MicroBatch, samples: list[TokenizedSample], geometry: Geometry,
     check_second(batch, samples, bounds, mine if geometry.predicts_second else [])
     if part.has_vision:
         held = list(chain(*held))
-        check_vision(batch, samples, geometry, part, [(place, table[place][0] == IMAGE) for place in held])
+        check_vision(batch, samples, geometry, part, [(place, table[place][0] in (IMAGE, VIDEO)) for place in held])
     else:
         assert batch.vision_cu_seqlens.tolist() == [0] and batch.vision_max_seqlen == 0
         fields = (batch.patches, batch.image_index, batch.image_rows, batch.patch_coordinates, batch.patch_frames)
-        assert [len(field) for field in fields] == [0] * 5 and batch.encoded_rows == batch.gathered_rows == 0
+        fields += (batch.later_patches, batch.later_rows)
+        assert [len(field) for field in fields] == [0] * 7 and batch.encoded_rows == batch.gathered_rows == 0
 
 
 def next_place(place: int, lengths: list[int], bounds: list[int]) -> int:
@@ -142,6 +146,7 @@ def check_vision(
     encoded = [grids[image] for image in chosen] or [(1, merge, merge)]
     expected = [pixels[image] for image in chosen] or [np.zeros((merge * merge, 12), np.uint8)]
     assert np.array_equal(batch.patches, np.concatenate(expected))
+    check_second_frames(batch, samples, chosen)
     frames = [(h, w) for t, h, w in encoded for _ in range(t)]
     per_frame = [h * w for h, w in frames]
     assert batch.vision_cu_seqlens.diff().tolist() == per_frame and batch.vision_max_seqlen == max(per_frame)
@@ -164,11 +169,25 @@ def check_vision(
     assert list(zip(batch.next_image_index.tolist(), batch.next_image_rows.tolist())) == places
 
 
+def check_second_frames(batch: MicroBatch, samples: list[TokenizedSample], chosen: list[int]) -> None:
+    """`chosen`: the images of the bin that a rank encodes, groups included."""
+    visuals = [(sample, number) for sample in samples for number in range(len(sample.image_grid_thw))]
+    later, rows, row = [np.empty((0, 12), np.uint8)], [], 0
+    for sample, number in (visuals[image] for image in chosen):
+        size, before = int(sample.image_grid_thw[number].prod()), sample.image_grid_thw[:number].prod(1)
+        if sample.is_video[number]:
+            start = int(before[sample.is_video[:number]].sum())
+            later.append(sample.later_patches[start : start + size])
+            rows += range(row, row + size)
+        row += size
+    assert np.array_equal(batch.later_patches, np.concatenate(later)) and batch.later_rows.tolist() == rows
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_every_rank_of_any_bin_has_what_the_reference_says(seed):
     rng = np.random.default_rng(seed)
     flags = {"marks_padding": bool(seed % 2), "predicts_second": seed % 3 == 0}
-    geometry = Geometry(IMAGE, int(rng.choice([2, 2, 3])), 12, **flags)
+    geometry = Geometry(IMAGE, int(rng.choice([2, 2, 3])), 12, VIDEO, **flags)
     samples = [draw_sample(rng, geometry) for _ in range(int(rng.integers(0, 8)))]
     cp, tp = int(rng.integers(1, 5)), int(rng.choice([1, 1, 2, 3]))
     pad = (2 * cp if cp > 1 else 1) * tp * int(rng.choice([1, 2]))
@@ -198,7 +217,11 @@ def check_form(batch: MicroBatch) -> None:
     tensors = batch.tensors()
     assert all(tensor.is_contiguous() for tensor in tensors.values())
     narrow = {"cu_seqlens", "vision_cu_seqlens", "patch_coordinates", "patch_frames"}
-    wanted = dict.fromkeys(tensors, torch.int64) | dict.fromkeys(narrow, torch.int32) | {"patches": torch.uint8}
+    wanted = (
+        dict.fromkeys(tensors, torch.int64)
+        | dict.fromkeys(narrow, torch.int32)
+        | dict.fromkeys(("patches", "later_patches"), torch.uint8)
+    )
     wanted |= {"is_token": torch.bool}
     assert {name: tensor.dtype for name, tensor in tensors.items()} == wanted
 
@@ -234,6 +257,9 @@ MUTATIONS = {
     "image tokens one place early": lambda b: {"image_index": b.image_index - 1},
     "rows of another image token": lambda b: {"image_rows": b.image_rows.roll(1)},
     "patches of another image": lambda b: {"patches": b.patches.roll(4, 0)},
+    "second frames of another group": lambda b: {"later_patches": b.later_patches.roll(4, 0)},
+    "second frames with another patch's weights": lambda b: {"later_rows": b.later_rows - 1},
+    "no second frames": lambda b: {"later_patches": b.later_patches[:0], "later_rows": b.later_rows[:0]},
     "patches row by row": lambda b: {"patch_coordinates": b.patch_coordinates.sort(0).values},
     "frames turned": lambda b: {"patch_frames": b.patch_frames.flip(1)},
     "the token itself as the next": lambda b: {"next_ids": b.input_ids},
@@ -251,8 +277,8 @@ MUTATIONS = {
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_batch_that_is_off_by_one_fails_the_check(name):
-    geometry = Geometry(IMAGE, 2, 12, marks_padding=True, predicts_second=True)
-    kinds = [Kind(9, ((1, 4, 6), (1, 2, 4)), learnt=0.9), Kind(6, learnt=0.9)]
+    geometry = Geometry(IMAGE, 2, 12, VIDEO, marks_padding=True, predicts_second=True)
+    kinds = [Kind(9, ((1, 4, 6), (1, 2, 4)), 0.9, ((2, 2, 4),)), Kind(6, learnt=0.9)]
     samples = [make_sample(kind, geometry, range(20, 90), seed) for seed, kind in enumerate(kinds)]
     seq_len = sum(len(s.input_ids) for s in samples) + 3
     batch = make_micro_batch(samples, geometry, seq_len)

@@ -13,46 +13,59 @@ from tests.helpers.tiers import full
 from trainer.data.micro_batch import Geometry, make_micro_batch, patch_coordinates
 from trainer.parts.vision.module import position_taps
 
-IMAGE = 9
+IMAGE, VIDEO = 9, 8
 TWO = [[1, IMAGE, IMAGE], [IMAGE, 1]]  # ids of two samples
 
 
-def sample_of(ids: list[int], grids, key: str = "made/1") -> TokenizedSample:
+def sample_of(ids: list[int], grids, key: str = "made/1", videos: tuple[int, ...] = ()) -> TokenizedSample:
+    """`videos` are the indices of the grids that are of temporal groups."""
     grids = np.array(grids, np.int32).reshape(-1, 3)
+    is_video = np.isin(np.arange(len(grids)), videos)
     return TokenizedSample(
         key=key,
         input_ids=np.array(ids, np.int32),
         loss_mask=np.zeros(len(ids), np.uint8),
         image_grid_thw=grids,
+        is_video=is_video,
+        later_patches=np.zeros((int(grids[is_video].prod(1).sum()), 12), np.uint8),
         patches=np.zeros((int(grids.prod(1).sum()), 12), np.uint8),
     )
 
 
-def positions_of(ids: list[int], grids, merge: int = 2) -> torch.Tensor:
-    return make_micro_batch([sample_of(ids, grids)], Geometry(IMAGE, merge, 12), len(ids)).position_ids
+def positions_of(ids: list[int], grids, merge: int = 2, videos: tuple[int, ...] = ()) -> torch.Tensor:
+    sample = sample_of(ids, grids, videos=videos)
+    return make_micro_batch([sample], Geometry(IMAGE, merge, 12, VIDEO), len(ids)).position_ids
 
 
-def transformers_positions(ids: list[int], grids, merge: int) -> torch.Tensor:
-    """(3, n) of `get_rope_index`, which needs no weights."""
+def transformers_positions(ids: list[int], images, videos, merge: int) -> torch.Tensor:
+    """(3, n) of `get_rope_index`, which needs no weights, for grids of images and of whole videos."""
     model = object.__new__(Qwen3VLModel)
     torch.nn.Module.__init__(model)
     model.config = Qwen3VLConfig(vision_config={"spatial_merge_size": merge})
     tokens = torch.tensor(ids)[None]
-    kinds = (tokens == IMAGE).int()
-    positions, _ = model.get_rope_index(tokens, kinds, torch.tensor(grids).reshape(-1, 3) if len(grids) else None)
+    kinds = (tokens == IMAGE) + 2 * (tokens == VIDEO).int()
+    grids = [torch.tensor(grids) if len(grids) else None for grids in (images, videos)]
+    positions, _ = model.get_rope_index(tokens, kinds, *grids)
     return positions[:, 0]
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_token_positions_are_transformers(seed):
     rng = np.random.default_rng(seed)
-    merge, ids, grids = int(rng.choice([1, 2, 2, 3])), [], []
-    for number in range(rng.integers(0, 5)):
-        ids += [1] * rng.integers(min(number, 1), 5)  # transformers wants text between images
-        grids.append((int(rng.choice([1, 1, 1, 2, 4])), *(merge * rng.integers(1, 7, 2)).tolist()))
-        ids += [IMAGE] * (int(np.prod(grids[-1])) // merge**2)
+    merge, ids, of_groups = int(rng.choice([1, 2, 2, 3])), [], []
+    grids: dict[int, list[tuple[int, int, int]]] = {IMAGE: [], VIDEO: []}
+    for _ in range(rng.integers(0, 5)):
+        token = int(rng.choice([IMAGE, IMAGE, VIDEO]))
+        t, (h, w) = int(rng.integers(1, 4)) if token == VIDEO else 1, (merge * rng.integers(1, 7, 2)).tolist()
+        grids[token].append((t, h, w))
+        for _ in range(t):
+            # transformers wants text between images, and writes the time of each temporal group before it
+            ids += [1] * rng.integers(min(len(of_groups), 1), 5) + [token] * (h * w // merge**2)
+            of_groups.append(((1, h, w), token))
     ids += [1] * rng.integers(0 if ids else 1, 4)
-    assert torch.equal(positions_of(ids, grids, merge), transformers_positions(ids, grids, merge))
+    videos = tuple(number for number, (_, token) in enumerate(of_groups) if token == VIDEO)
+    ours = positions_of(ids, [grid for grid, _ in of_groups], merge, videos)
+    assert torch.equal(ours, transformers_positions(ids, grids[IMAGE], grids[VIDEO], merge))
 
 
 def test_images_that_touch_have_a_grid_each():
@@ -84,6 +97,20 @@ def test_image_tokens_that_are_not_those_of_a_sample_s_grids_are_refused(ids, gr
     samples = [sample_of(*pair, f"made/{number}") for number, pair in enumerate(zip(ids, grids, strict=True), start=1)]
     with pytest.raises(ValueError, match=wrong):
         make_micro_batch(samples, Geometry(IMAGE, 2, 12), 6)
+
+
+@pytest.mark.parametrize(
+    ("ids", "geometry", "wrong"),
+    [
+        ([1, VIDEO, 2, IMAGE], Geometry(IMAGE, 2, 12), "made/1: it has a video, but the model takes none; leave the"),
+        ([1, IMAGE, 2, VIDEO], Geometry(IMAGE, 2, 12, VIDEO), "made/1: tokens of images stand for a video of its"),
+        ([1, VIDEO, 2, VIDEO], Geometry(IMAGE, 2, 12, VIDEO), "made/1: tokens of images stand for a video of its"),
+        ([1, VIDEO, 2, 3], Geometry(IMAGE, 2, 12, VIDEO), "made/1: 1 image tokens, but its grids"),
+    ],
+)
+def test_a_video_is_refused_by_a_model_that_takes_none_and_where_tokens_are_of_another_kind(ids, geometry, wrong):
+    with pytest.raises(ValueError, match=wrong):
+        make_micro_batch([sample_of(ids, [(1, 2, 2)] * 2, videos=(0,))], geometry, 4)
 
 
 def patches_of(grids, merge: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -103,6 +103,7 @@ PLAUSIBLE: dict[str, tuple[object, ...]] = {
     "attn_output_gate": (True, False),
     "pad_token_id": (None, 0, 511, 600),
     "image_token_id": (5, 511, 512),
+    "video_token_id": (6, 510, 512),
     "quantization_config": ({"quant_method": "awq", "bits": 4},),
     "per_layer_config": ({"0": {"head_dim": 8}},),
     "num_experts": (2, 4, 16, None),
@@ -187,7 +188,8 @@ def assert_same(shape: ModelShape, config: dict[str, Any]) -> None:
     assert theirs.vision_config.rope_parameters["rope_theta"] == shape.vision.rope_theta
     assert theirs.vision_config.hidden_act == shape.vision.activation
     assert model.model.visual.num_grid_per_side == shape.vision.position_side
-    assert theirs.image_token_id == shape.images.image_token_id
+    ids = (shape.images.image_token_id, shape.images.video_token_id)
+    assert (theirs.image_token_id, theirs.video_token_id) == ids
 
 
 @pytest.mark.parametrize(

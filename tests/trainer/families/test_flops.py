@@ -56,6 +56,8 @@ def trained_reference(hf_dir: Path, train: TrainConfig) -> torch.nn.Module:
 
 # Images of 4 to 144 patches in one sample: attention over all of a sample's patches at once would be seen.
 UNLIKE = Kind(9, ((1, 2, 2), (1, 12, 12), (1, 4, 4)))
+# Attention over all temporal groups of a video at once would be seen too.
+FRAMES = Kind(9, videos=((5, 4, 6),))
 
 
 CASES = [*(("first", name) for name in TRAININGS), ("second", "everything")]
@@ -69,11 +71,11 @@ def test_a_step_counts_what_torch_counts_forward_and_backward(shape, name):
     reference = trained_reference(hf_dir, train)
     # A sample of text alone has gradients of its own in a bin with images, and by itself only those of its embeddings.
     texts = [TEXT_ONLY] if name in ("everything", "frozen vision") else []
-    samples = make_samples([ONE_IMAGE, TWO_IMAGES, UNLIKE, *texts], geometry_of(sizes), range(20, 300))
+    samples = make_samples([ONE_IMAGE, TWO_IMAGES, UNLIKE, FRAMES, *texts], geometry_of(sizes), range(20, 300))
     batch = make_micro_batch(samples, geometry_of(sizes), 512)  # padding is not counted
     theirs = 0
     for sample in samples:
-        inputs = reference_inputs(sample, sizes.images.image_token_id)
+        inputs = reference_inputs(sample, sizes.images)
         # The logits that a loss needs: those before each token that is to be learnt.
         places = torch.from_numpy(sample.loss_mask[1:].nonzero()[0])
         with FlopCounterMode(display=False) as counter:

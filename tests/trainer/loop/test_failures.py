@@ -36,7 +36,7 @@ def test_a_loss_that_is_not_finite_names_the_step_and_its_samples(tmp_path):
     result = result_of(run)
     assert result.status == "failed" and result.step == 0
     assert "step 0: gradient norm is nan" in result.message and "train.optim.lr" in result.message
-    assert len(result.keys) == 6 and all(key.startswith("train/") for key in result.keys)
+    assert len(result.keys) == 7 and all(key.startswith("train/") for key in result.keys)
     assert not list_checkpoints(run.output_dir / "checkpoints")
 
 

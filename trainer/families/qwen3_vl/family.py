@@ -24,7 +24,7 @@ from trainer.families.config_keys import (
     rotary_of,
 )
 from trainer.families.qwen3_vl.variants import VARIANTS, embedded_configs
-from trainer.model.family import Family, ImageProcessor
+from trainer.model.family import Family, ImageProcessor, VideoProcessor
 from trainer.model.layer import FeedForward, Layer
 from trainer.model.rules import Rule
 from trainer.model.shape import DecoderShape, ImageTokens, ModelShape, VisionShape
@@ -149,11 +149,12 @@ def with_vision(language: DecoderShape, keys: Qwen3VLKeys, path: Path | str) -> 
         )
     # The fields are called as the keys of config.json.
     images = ImageTokens(**{name: getattr(keys, name) for name in ImageTokens.__dataclass_fields__})
-    if images.image_token_id >= language.vocab_size:
-        raise InputError(
-            f"{path}: image_token_id is {images.image_token_id}, and text_config.vocab_size {language.vocab_size}; "
-            "take both from the same model"
-        )
+    for name in ("image_token_id", "video_token_id"):
+        if getattr(keys, name) >= language.vocab_size:
+            raise InputError(
+                f"{path}: {name} is {getattr(keys, name)}, and text_config.vocab_size {language.vocab_size}; "
+                "take both from the same model"
+            )
     return ModelShape(language=language, vision=vision, images=images)
 
 
@@ -219,5 +220,10 @@ FAMILY = Family(
     image_processor=ImageProcessor(
         types=("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast"),
         reference="transformers.models.qwen2_vl.image_processing_qwen2_vl:Qwen2VLImageProcessor",
+    ),
+    video_processor=VideoProcessor(
+        types=("Qwen3VLVideoProcessor",),
+        prompt="transformers.models.qwen3_vl.processing_qwen3_vl:Qwen3VLProcessor",
+        reference="transformers.models.qwen3_vl.video_processing_qwen3_vl:Qwen3VLVideoProcessor",
     ),
 )

@@ -6,7 +6,8 @@ The forward pass of a bin (`PackedModel.forward` in trainer/layers/packed_model.
    one angle of each rotary pair from one of the three (`mrope_angles`, trainer/layers/segments.py).
 2. Images, on the first pipeline rank (`encode`): patches are normalised, embedded, given learned positions, and pass
    through layers with full attention inside each image. A merger makes one image token of 2 x 2 patches; after some
-   layers another merger makes the token's deepstack feature (trainer/parts/vision/module.py).
+   layers another merger makes the token's deepstack feature (trainer/parts/vision/module.py). A temporal group of a
+   video, two frames, is an image whose patches are embedded with the weights of both frames.
 3. Exchange. Ranks may share the images of a bin, so each gathers the image tokens of its own text
    (`gather_rows`, trainer/layers/gather.py); with images on other pipeline ranks or on ranks of their own, `exchange`
    brings them (trainer/parallel/vision/).

@@ -1,5 +1,7 @@
 """The vision encoder of Qwen3-VL: from the patches of a bin's images to image tokens and deepstack features.
 
+A temporal group of a video is an image of two frames: only `PatchEmbedding` sees the second one.
+
 `VisionEncoder.forward` tells the steps. The layers are PackedLayers with biases, LayerNorms and full attention inside
 each image; spans.py computes all that lies between two attentions as one function where it can.
 
@@ -111,7 +113,8 @@ class VisionEncoder(MegatronModule):
         taps, weights = position_taps(batch.patch_coordinates, batch.patch_frames, self.shape.position_side)
         weights = weights.to(self.pos_embed.dtype)
         positions = F.embedding_bag(taps, self.pos_embed, per_sample_weights=weights, mode="sum")
-        embedded = (self.patch_embed(batch.patches) + positions)[:, None]
+        patches = self.patch_embed(batch.patches, batch.later_patches, batch.later_rows)
+        embedded = (patches + positions)[:, None]
         rotation = Rotation.of(vision_angles(batch.patch_coordinates, self.shape))
         segments = PackedSegments.of(batch.vision_cu_seqlens, batch.vision_max_seqlen)
         tapped = []
@@ -169,13 +172,27 @@ class PatchEmbedding(torch.nn.Module):
         self.offset.copy_(torch.tensor(mean) * 255)
         self.divisor.copy_(torch.tensor(std) * 255)
 
-    def forward(self, patches: torch.Tensor) -> torch.Tensor:
-        """Embed (P, C) uint8 to (P, hidden)."""
-        pixels = patches.view(len(patches), 3, -1).float()  # normalised in float32, whatever the weights' dtype
-        pixels = pixels.sub(self.offset[:, None]).div(self.divisor[:, None]).flatten(1)
+    def forward(self, patches: torch.Tensor, later: torch.Tensor, later_rows: torch.Tensor) -> torch.Tensor:
+        """Embed patches to (P, hidden).
+
+        Args:
+            patches: (P, C) uint8 of images and of the first frames of temporal groups.
+            later: (Q, C) uint8 of the second frames.
+            later_rows: (Q,) int64 rows of `patches` with the same places in the first frames.
+        """
+        pixels = self._pixels(patches)
         # The frames of a still image are equal, so one product with their summed weights suffices.
-        weight = self.weight.sum(dim=2).flatten(1)
-        return F.linear(pixels.to(weight.dtype), weight, self.bias)
+        embedded = F.linear(pixels.flatten(1), self.weight.sum(dim=2).flatten(1), self.bias)
+        if len(later) == 0:
+            return embedded
+        # A group needs both frames' weights. Its product above is not used: to choose the others' rows costs more.
+        both = torch.stack((pixels[later_rows], self._pixels(later)), dim=2)  # in the weight's order
+        return embedded.index_copy(0, later_rows, F.linear(both.flatten(1), self.weight.flatten(1), self.bias))
+
+    def _pixels(self, patches: torch.Tensor) -> torch.Tensor:
+        """Return (n, 3, patch_size^2) normalised pixels of (n, C) uint8."""
+        pixels = patches.view(len(patches), 3, -1).float()  # normalised in float32, whatever the weights' dtype
+        return pixels.sub(self.offset[:, None]).div(self.divisor[:, None]).to(self.weight.dtype)
 
 
 class PatchMerger(MegatronModule):

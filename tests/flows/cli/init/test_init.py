@@ -242,7 +242,7 @@ def test_the_recipe_of_each_family_runs(tmp_path, capsys, family, data):
 
 
 def test_images_for_a_text_model_are_refused_by_init_and_by_plan(tmp_path, capsys, data):
-    said = "30 of 30 samples have images, and {} reads only text, so they would be left out; give a model that reads"
+    said = "30 of 30 samples have images or videos, and {} reads only text, so they would be left out; give a model "
     status, _, err = init(tmp_path, capsys, data, "--model", str(text_hf_dir()))
     assert status == 2 and said.format(text_hf_dir()) in err and not (tmp_path / "my.yaml").exists()
     assert init(tmp_path, capsys, data, "--model", str(tiny_hf_dir()))[0] == 0

@@ -27,7 +27,7 @@ def trial(*numbers: int) -> Trial:
 
 def test_answers_and_bins_have_room_for_boxes():
     # A box is some 50 characters; a tokenizer of single digits makes some 30 tokens of them.
-    one, twenty = (_tokens_of(trial(n), 65_536, 3.0)[0] for n in (1, 20))
+    one, twenty = (_tokens_of(trial(n), 65_536, {}, 3.0)[0] for n in (1, 20))
     assert 19 * 25 < twenty - one < 19 * 45
     assert (_new_tokens(trial(1), 3.0), _new_tokens(trial(20), 3.0), _new_tokens(trial(200), 3.0)) == (64, 1024, 4096)
 

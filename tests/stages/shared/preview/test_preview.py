@@ -13,12 +13,12 @@ from PIL import Image
 
 from dataset_builders.contracts.bins import read_bins
 from dataset_builders.contracts.manifest import MANIFEST, FileEntry, Manifest, Parent
-from dataset_builders.contracts.sample import IMAGE_SLOT, SPLITS, Message, Sample, image_digests
+from dataset_builders.contracts.sample import IMAGE_SLOT, SPLITS, VIDEO_SLOT, Message, Sample, Video, file_digests
 from dataset_builders.contracts.shard_io import read_record
 from dataset_builders.contracts.tokenized import read_pixel_store
 from dataset_builders.errors import InputError
 from dataset_builders.pictures.images import read_rgb
-from dataset_builders.pictures.pixels import decode_sample
+from dataset_builders.records.pixel_codecs import decode_sample
 from stages.plan_bins.stage import STAGE as PLAN_BINS
 from stages.plan_bins.stage import PlanBinsConfig
 from stages.shared.artifacts.artifact import Artifact
@@ -31,6 +31,7 @@ from stages.shared.preview.render import PreviewOptions, Target, find_target, re
 from stages.shared.preview.tokens import Speller
 from stages.tokenize.stage import STAGE as TOKENIZE
 from stages.tokenize.stage import TokenizeConfig
+from tests.helpers.clips import numbered_clip
 from tests.helpers.index import read_index
 from tests.helpers.pages import Element, assert_images_told, assert_self_contained, image_bytes, parse_page
 from tests.helpers.raw_rows import encode, jpeg_with_exif, orientation_exif, picture
@@ -119,7 +120,7 @@ def test_samples_stand_with_their_pictures_roles_and_slots(made):
         card = cards[key]
         assert card.attributes["data-group"] == sample.subset
         assert len(card.find("figure")) == len(sample.images)
-        for digest, image, caption in zip(image_digests(sample), sample.images, card.find("figcaption")):
+        for digest, image, caption in zip(file_digests(sample), sample.images, card.find("figcaption")):
             height, width = read_rgb(image).shape[:2]
             assert digest[:16] in caption.text and f"{width} x {height} px" in caption.text
         said = [(bubble.classes[1], bubble.find("div", "say")[0].text) for bubble in card.find("div", "msg")]
@@ -381,3 +382,18 @@ def test_the_newest_of_a_stage_and_prefixes_that_fit_two(tmp_path):
         line = r"is not an artifact: .*; give the directory of one, or one of its stages: train"
         with pytest.raises(InputError, match=line):
             find_target(nothing, tmp_path)
+
+
+def test_the_card_of_a_video_shows_frames_and_when_they_are_shown(tmp_path):
+    text = f"{IMAGE_SLOT}Is it in {VIDEO_SLOT} or {VIDEO_SLOT}?"
+    messages = (Message(role="user", text=text), Message(role="assistant", text="Both."))
+    clip, cut = numbered_clip(31, audio=True), numbered_clip(31)[:900]
+    videos = (Video(data=clip), Video(data=cut))
+    sample = Sample(key="s/00000000", messages=messages, images=(encode(picture(1)),), videos=videos)
+    artifact = make_samples_artifact(tmp_path / "samples", {"train/shard-00000.tar": [sample]})
+    card = _cards(_page(artifact))["s/00000000"]
+    captions = [caption.text for caption in card.find("figcaption")]
+    assert captions[1].startswith("video 1: 96 x 64 px, h264, 31 frames from 0.00 s to 1.20 s, sound that is not read")
+    assert captions[1].endswith("shown at 0.00, 0.40, 0.80, 1.20 s")
+    assert [chip.text for chip in card.find("span", "chip")] == ["image 1", "video 1", "video 2"]
+    assert "cannot be shown: truncated_image" in card.text and "1 image, 2 videos" in card.text

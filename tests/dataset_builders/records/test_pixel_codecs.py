@@ -14,7 +14,8 @@ from dataset_builders.contracts.tokenized import (
     read_pixel_store,
 )
 from dataset_builders.errors import InputError
-from dataset_builders.pictures.pixels import PIXEL_FIELDS, decode_sample, encode_image, encode_sample
+from dataset_builders.pictures.pixels import encode_image
+from dataset_builders.records.pixel_codecs import PIXEL_FIELDS, decode_sample, encode_sample
 from tests.helpers.index import read_index, write_index
 from tests.helpers.pixels import image_config
 from tests.helpers.samples import make_image
@@ -27,14 +28,18 @@ IMAGES = {
 }
 
 
-def _sample(images: dict[str, bytes]) -> TokenizedSample:
+def _sample(images: dict[str, bytes], videos: tuple[int, ...] = ()) -> TokenizedSample:
+    """`videos` are the numbers of images that become the first frame of a temporal group."""
     encoded = [encode_image(data, image_config()) for data in images.values()]
+    none, is_video = np.zeros((0, 768), np.uint8), np.isin(np.arange(len(encoded)), videos)
     return TokenizedSample(
         key="a/00000000",
         input_ids=np.arange(40, dtype=np.int32),
         loss_mask=(np.arange(40) % 3 == 0).astype(np.uint8),
         image_grid_thw=np.array([grid for _, grid in encoded], np.int32).reshape(-1, 3),
-        patches=np.concatenate([np.zeros((0, 768), np.uint8), *(patches for patches, _ in encoded)]),
+        is_video=is_video,
+        patches=np.concatenate([none, *(patches for patches, _ in encoded)]),
+        later_patches=np.concatenate([none, *(255 - encoded[number][0] for number in videos)]),
     )
 
 
@@ -49,17 +54,43 @@ def test_what_is_read_is_what_was_written(codec, images):
     fields = encode_sample(sample, codec, images)
     read = decode_sample(sample.key, dict(sorted(fields.items())), _store(codec))
     read.check()
-    for name in ("input_ids", "loss_mask", "image_grid_thw", "patches"):
+    assert_same(read, sample)
+
+
+def assert_same(read: TokenizedSample, sample: TokenizedSample) -> None:
+    for name in ("input_ids", "loss_mask", "image_grid_thw", "is_video", "patches", "later_patches"):
         assert np.array_equal(getattr(read, name), getattr(sample, name)), name
+
+
+@pytest.mark.parametrize("codec", ["u8", "u8_zstd"])
+def test_both_frames_of_a_temporal_group_are_stored(codec):
+    sample = _sample(IMAGES, videos=(0, 3, 4))
+    fields = encode_sample(sample, codec, {})
+    read = decode_sample(sample.key, dict(sorted(fields.items())), _store(codec))
+    read.check()
+    assert_same(read, sample)
+    for number, visual in enumerate(read.visuals()):
+        grid, patches = encode_image(list(IMAGES.values())[number], image_config())[::-1]
+        assert visual.grid.tolist() == grid.tolist() and np.array_equal(visual.patches, patches)
+        assert np.array_equal(visual.later_patches, 255 - patches if number in (0, 3, 4) else patches[:0])
+    lost = {name: data for name, data in fields.items() if not name.startswith("later")}
+    for cut in (lost, {**fields, "is_video.u8": fields["is_video.u8"][1:]}, {**fields, "is_video.u8": bytes(12)}):
+        with pytest.raises(ValueError, match="a/00000000: the stored record cannot be decoded"):
+            decode_sample(sample.key, cut, _store(codec))
+    assert _without_pixels(fields, codec).later_patches.shape == (0, 768)
 
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_pixels_can_be_passed_over(codec):
     fields = encode_sample(_sample(IMAGES), codec, IMAGES)
-    kept = {name: data for name, data in fields.items() if name not in PIXEL_FIELDS[codec]}
-    assert set(kept) == {"image_grid_thw.i32", "input_ids.i32", "loss_mask.u8"}
-    read = decode_sample("a/00000000", kept, _store(codec))
+    read = _without_pixels(fields, codec)
     assert read.patches.shape == (0, 768) and len(read.image_grid_thw) == 12
+
+
+def _without_pixels(fields: dict[str, bytes], codec: str) -> TokenizedSample:
+    kept = {name: data for name, data in fields.items() if name not in PIXEL_FIELDS[codec]}
+    assert set(kept) == {"image_grid_thw.i32", "input_ids.i32", "is_video.u8", "loss_mask.u8"}
+    return decode_sample("a/00000000", kept, _store(codec))
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -80,7 +111,7 @@ def test_a_spoilt_record_names_its_key(codec):
 def test_an_image_of_another_size_than_stored_is_no_silent_change():
     sample = _sample(IMAGES)
     fields = encode_sample(sample, "original", {**IMAGES, "2.png": make_image(200, 200)})
-    with pytest.raises(ValueError, match=r"a/00000000.*are stored"):
+    with pytest.raises(ValueError, match=r"a/00000000.*2.png has the grid.*is stored"):
         decode_sample(sample.key, fields, _store("original"))
 
 
@@ -117,5 +148,5 @@ def test_an_index_without_rows_can_be_read(tmp_path):
 def test_another_format_is_refused_with_a_way_out(tmp_path):
     with pytest.raises(InputError, match="run the tokenize stage again"):
         index_partitions(tmp_path)
-    with pytest.raises(InputError, match=r"format_version 2.*run the tokenize stage again"):
+    with pytest.raises(InputError, match=r"format_version 3.*run the tokenize stage again"):
         read_pixel_store(tmp_path, {"patch_format": {}})
