@@ -197,7 +197,7 @@ def test_what_a_cluster_does_to_a_job_changes_no_number(cluster, flow_root, tmp_
         train_on(flow_root, root, Disturber((saved + 3, interrupt)))
     seconds = time.monotonic() - moments[0]
     print(f"cancelled within {seconds:.1f} s")
-    assert seconds < CANCEL_SECONDS
+    assert seconds < at_most(CANCEL_SECONDS)
     assert max(int(found.name[-6:]) for found in (scratch / CHECKPOINTS).glob("step-*")) >= saved + 3
     _assert_nothing_left(cluster, root)
 
