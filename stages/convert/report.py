@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 
 from dataset_builders.contracts.manifest import SubsetOrigin
 from dataset_builders.contracts.sample import SKIP_REASONS, SPLITS
+from dataset_builders.readers.box_texts import is_bare
 from dataset_builders.readers.parts import Part
 from dataset_builders.storage.store import StorePath
 from stages.convert.plan import LEFT_OUT, REASONS, Plan
@@ -55,6 +56,7 @@ class Figures:
     with_boxes: int = 0  # samples with places for boxes
     with_empty_lists: int = 0  # of these, samples in whose places there is no box
     labels: Counter[str] = field(default_factory=Counter)  # label of a box -> number of boxes
+    bare: int = 0  # answers of four numbers in brackets that stay text, in samples with images
 
     @property
     def turns(self) -> int:
@@ -122,8 +124,13 @@ def convert_stats(converted: Converted) -> dict[str, object]:
         "picture_sides": sides,
         "scripts": figures.scripts,
         **({"boxes": _box_counts(figures)} if figures.with_boxes else {}),
-        **({"not_read": dict(converted.not_read)} if converted.not_read else {}),
+        **({"not_read": not_read} if (not_read := _not_read(converted)) else {}),
     }
+
+
+def _not_read(converted: Converted) -> dict[str, int]:
+    bare = "answers of four numbers, which stay text; if they are boxes, say in options.boxes what the numbers are"
+    return {**converted.not_read, **({bare: converted.figures.bare} if converted.figures.bare else {})}
 
 
 def _box_counts(figures: Figures) -> dict[str, int]:
@@ -191,7 +198,17 @@ def gather_figures(work: StorePath, scan: Scan, plan: Plan, parts: Mapping[int, 
     for number, part in parts.items():
         subset = figures.subsets.setdefault(part.subset, SubsetFigures())
         splits = plan.splits[scan.starts[number] : scan.starts[number + 1]]
-        columns = (*_LENGTHS, "size", "pictures", "answer_hashes", "scripts", "letters", "box_places", "labels")
+        columns = (
+            *_LENGTHS,
+            "size",
+            "pictures",
+            "answers",
+            "answer_hashes",
+            "scripts",
+            "letters",
+            "box_places",
+            "labels",
+        )
         table = read_columns(scan_path(work, number), columns)
         sizes = table["size"].fill_null(0).to_numpy()
         for place, split in enumerate(SPLITS):
@@ -211,6 +228,9 @@ def gather_figures(work: StorePath, scan: Scan, plan: Plan, parts: Mapping[int, 
         figures.with_boxes += int(has_places.sum())
         figures.with_empty_lists += int((has_places & (pc.list_value_length(table["labels"]).to_numpy() == 0)).sum())
         figures.labels.update(value_counts(pc.list_flatten(table["labels"])))
+        may_be_bare = table.filter(pa.array(~has_places & (pc.list_value_length(table["pictures"]).to_numpy() > 0)))
+        answers = value_counts(pc.list_flatten(may_be_bare["answers"]))
+        figures.bare += sum(number for text, number in answers.items() if is_bare(text))
         np.add.at(buckets, _bucket(_flat(table, "answer_hashes")), 1)
     figures.scripts = dict(sorted(scripts.items(), key=lambda item: (-item[1], item[0])))
     figures.answers = _frequent_answers(work, scan, plan, list(parts), buckets)
