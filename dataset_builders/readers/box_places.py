@@ -34,7 +34,9 @@ from dataset_builders.readers.box_texts import (
     FLORENCE,
     PALIGEMMA,
     Corners,
+    bare_box,
     find_boxes,
+    is_bare,
     is_empty_list,
     is_number,
     may_hold_boxes,
@@ -55,9 +57,10 @@ class BoxOptions(StrictModel):
 
     boxes: Literal["pixels", "relative_1000", "relative_1", "literal"] | None = Field(
         default=None,
-        description="the numbers of boxes in texts (Qwen2-VL's marks, JSON with bbox_2d): pixels of the image, "
-        "relative_1000 (0 to 1000) or relative_1 (0 to 1); literal: they stay text, as they are; null: rows with such "
-        "boxes are left out. The tokens of PaliGemma and Florence-2 need no value",
+        description="the numbers of boxes in texts (marks of Qwen-VL, Qwen2-VL and InternVL, JSON with bbox_2d or "
+        "box_2d, answers of four numbers alone): pixels of the image, relative_1000 (0 to 1000) or relative_1 (0 to "
+        "1); literal: they stay text, as they are; null: rows with such boxes are left out, but for answers of four "
+        "numbers alone. The tokens of PaliGemma and Florence-2 need no value",
     )
     boxes_of: Literal["shown", "stored"] = Field(
         default="shown",
@@ -173,6 +176,8 @@ def _with_boxes(message: Message, image: int | None, images: Images, options: Bo
             places.append(message.boxes[i - 1])
         at = 0
         found = find_boxes(piece, is_answer and len(pieces) == 1)
+        if is_answer and options.boxes is not None and image is not None and is_bare(message.text):
+            found = [bare_box(message.text)]
         if options.boxes is None and not any(each.boxes for each in found):
             found = []
         for each in found:

@@ -1,12 +1,16 @@
 """Boxes that a text writes itself: where they stand, their numbers as they stand, and their labels.
 
     <|object_ref_start|>cat<|object_ref_end|><|box_start|>(10,20),(300,400)<|box_end|>    marks of Qwen2-VL
+    <ref>cat</ref><box>(10,20),(300,400)</box>, or <box>[[10, 20, 300, 400]]</box>        of Qwen-VL, and InternVL
     [{"bbox_2d": [10, 20, 300, 400], "label": "cat"}]                                     JSON, also in ```json
+    [{"box_2d": [20, 10, 400, 300], "label": "cat"}]                                      Gemini: y1 x1 y2 x2
+    [10, 20, 300, 400]                                                                    a whole answer
     <loc0020><loc0010><loc0400><loc0300> cat ; <loc...                                    PaliGemma: y1 x1 y2 x2 label
     cat<loc_10><loc_20><loc_300><loc_400>                                                 Florence-2: label x1 y1 x2 y2
 
 The tokens of the last two say themselves what their numbers are: the bins 0 to 1023 and 0 to 999. The numbers of the
-first two may be pixels, 0 to 1000 or 0 to 1, which no text says.
+others may be pixels, 0 to 1000 or 0 to 1, which no text says. An answer of four numbers may be no box at all: it is one
+only where an option says what the numbers are.
 
 Where a whole answer, or a JSON value, consists of boxes and labels, it is one list, which a prompt writes in the
 recipe's form. Else the text around the numbers is the row's own, and each four numbers are a place: JSON with further
@@ -25,23 +29,32 @@ Corners = tuple[float, float, float, float]  # x1, y1, x2, y2 as the text writes
 
 PALIGEMMA, FLORENCE = "loc_1024", "florence"
 
-_HINT = re.compile(r"<\|(?:box|object_ref)_(?:start|end)\|>|bbox_2d|<loc_?\d+>|<seg\d+>")
+_HINT = re.compile(
+    r"<\|(?:box|object_ref)_(?:start|end)\|>|<ref>|<box>|b?box_2d|<loc_?\d+>|<seg\d+>|point_2d|<points?\s"
+)
 # What is left of a text without its boxes must not look like one: it would be trained on in a convention of its own.
 # Repetitions that could overlap are possessive (*+): a megabyte of white space would take hours otherwise.
 _REST = re.compile(
-    r"""<\|(?:box|object_ref)_(?:start|end)\|>|bbox_2d["'\\\s]*+[:=]?["'\\\s]*+[\[({][\[({"'\s]*+-?\.?\d|<loc_?\d+>|<seg\d+>"""
+    r"""<\|(?:box|object_ref)_(?:start|end)\|>|<box>[\s\[(]*+-?\.?\d|<loc_?\d+>|<seg\d+>|<points?\s[^<>]{0,99}?\bx\d*\s*="""
+    r"""|(?:b?box|point)_2d["'\\\s]*+[:=]?["'\\\s]*+[\[({][\[({"'\s]*+-?\.?\d"""
 )
 _N = r"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"
-_JSON_BOX = re.compile(rf'"bbox_2d"\s*:\s*(\[\s*{_N}\s*,\s*{_N}\s*,\s*{_N}\s*,\s*{_N}\s*\])')
+_QUAD = rf"\[\s*{_N}\s*,\s*{_N}\s*,\s*{_N}\s*,\s*{_N}\s*\]"
+_KEY = re.compile('"b?box_2d"')
+_JSON_BOX = re.compile(rf'"(?P<key>b?box_2d)"\s*:\s*(?P<quad>{_QUAD})')
+_BARE = re.compile(rf"\s*{_QUAD}[\s.]*")
 _INSIDE_JSON = re.compile(r"""(?:["']\s*:|\[)\s*$""")
 _OPEN_LIST, _CLOSE_LIST = re.compile(r"\[\s*$"), re.compile(r"\s*\]")
 _OPEN_FENCE, _CLOSE_FENCE = re.compile(r"```(?:json|JSON)?\s*$"), re.compile(r"\s*```")
 _EMPTY = re.compile(r"(?:```(?:json|JSON)?\s*)?\[\s*\](?:\s*```)?")
-_MARK = r"<\|box_start\|>[^<]*<\|box_end\|>"
+_MARK = r"(?:<\|box_start\|>[^<]*<\|box_end\|>|<box>[^<a-zA-Z]*</box>)"
 _MARKED = re.compile(
-    rf"<\|object_ref_start\|>(?P<label>(?:(?!<\|object_ref_).)*)<\|object_ref_end\|>(?:\s*{_MARK})*|{_MARK}", re.DOTALL
+    r"(?:<\|object_ref_start\|>(?P<label>(?:(?!<\|object_ref_).)*)<\|object_ref_end\|>"
+    rf"|<ref>(?P<short>(?:(?!</?ref>).)*)</ref>)(?:\s*{_MARK})*|{_MARK}",
+    re.DOTALL,
 )
-_IN_MARK = re.compile(r"<\|box_start\|>([^<]*)<\|box_end\|>")
+_IN_MARK = re.compile(r"(?:<\|box_start\|>|<box>)([^<]*)(?:<\|box_end\|>|</box>)")
+_QUADS = re.compile(rf"\s*(?:{_QUAD}|\[(?:\s*{_QUAD}\s*,?)+\s*\])\s*")
 _PAIRS = re.compile(rf"\s*\[?\s*\(\s*({_N})\s*,\s*({_N})\s*\)\s*,\s*\(\s*({_N})\s*,\s*({_N})\s*\)\s*\]?\s*")
 _BETWEEN = re.compile(r"[\s,;.]*")
 _LOCS, _LOC_S = r"(?:<loc\d{4}>){4}", r"(?:<loc_\d{1,3}>){4}"
@@ -69,12 +82,21 @@ class WrittenBoxes:
 
 
 def may_hold_boxes(text: str) -> bool:
-    """Whether `find_boxes` may find something in a text, or it is an empty list: most texts are neither."""
-    return _HINT.search(text) is not None or is_empty_list(text)
+    """Whether `find_boxes` may find something in a text, or it is an empty list or bare: most texts are none of it."""
+    return _HINT.search(text) is not None or is_empty_list(text) or is_bare(text)
+
+
+def is_bare(text: str) -> bool:
+    """Whether a whole answer is four numbers in brackets."""
+    return _BARE.fullmatch(text) is not None
+
+
+def bare_box(text: str) -> WrittenBoxes:
+    return WrittenBoxes(0, len(text), ((_floats(text), ""),), is_list=True)
 
 
 def find_boxes(text: str, is_answer: bool) -> list[WrittenBoxes]:
-    """Return the boxes of a text, in order.
+    """Return the boxes of a text, in order; not that of a bare answer.
 
     Raises:
         SkipSample: bad_box, for something that looks like a box and is none.
@@ -104,7 +126,7 @@ def _in_json(text: str) -> Iterator[WrittenBoxes]:
     decoder = json.JSONDecoder()
     objects: list[tuple[int, int, dict]] = []
     end = num_broken = 0
-    for hit in re.finditer('"bbox_2d"', text):
+    for hit in _KEY.finditer(text):
         if hit.start() < end:
             continue
         start = text.rfind("{", end, hit.start())
@@ -116,7 +138,7 @@ def _in_json(text: str) -> Iterator[WrittenBoxes]:
         except (ValueError, RecursionError):
             num_broken += 1
             continue
-        if "bbox_2d" in value:
+        if _key(value) is not None:
             objects.append((start, end, value))
     runs: list[list[tuple[int, int, dict]]] = []
     for each in objects:  # those that only a comma or white space parts are one list
@@ -127,13 +149,13 @@ def _in_json(text: str) -> Iterator[WrittenBoxes]:
     for run in runs:
         start, end = _brackets(text, run[0][0], run[-1][1])
         is_list = _INSIDE_JSON.search(text, max(0, start - _NEAR), start) is None and all(
-            value.keys() <= {"bbox_2d", "label"}
+            value.keys() <= {_key(value), "label"}
             and isinstance(value.get("label", ""), str)
-            and text.count('"bbox_2d"', first, last) == 1
+            and len(_KEY.findall(text, first, last)) == 1
             for first, last, value in run
         )
         if is_list:
-            boxes = tuple((_four(value["bbox_2d"]), value.get("label", "").strip()) for _, _, value in run)
+            boxes = tuple((_four(value), value.get("label", "").strip()) for _, _, value in run)
             fence, close = _OPEN_FENCE.search(text, max(0, start - _NEAR), start), _CLOSE_FENCE.match(text, end)
             if fence is not None and close is not None:
                 start, end = fence.start(), close.end()
@@ -144,12 +166,12 @@ def _in_json(text: str) -> Iterator[WrittenBoxes]:
             label = value.get("label")
             label = label.strip() if isinstance(label, str) and len(numbers) == 1 else ""
             for each in numbers:
-                yield WrittenBoxes(*each.span(1), ((_floats(each[1]), label),), is_list=False)
+                yield WrittenBoxes(*each.span("quad"), ((_quad(each), label),), is_list=False)
     starts = [first for first, _, _ in objects]
     for each in _JSON_BOX.finditer(text):  # of an object around others, or of one that is no JSON
         before = bisect(starts, each.start()) - 1
         if before < 0 or each.start() >= objects[before][1]:
-            yield WrittenBoxes(*each.span(1), ((_floats(each[1]), ""),), is_list=False)
+            yield WrittenBoxes(*each.span("quad"), ((_quad(each), ""),), is_list=False)
 
 
 def _brackets(text: str, start: int, end: int) -> tuple[int, int]:
@@ -158,10 +180,24 @@ def _brackets(text: str, start: int, end: int) -> tuple[int, int]:
     return (start, end) if before is None or after is None else (before.start(), after.end())
 
 
-def _four(value: object) -> Corners:
-    if not isinstance(value, list) or len(value) != 4 or not all(map(is_number, value)):
-        raise SkipSample("bad_box", f"{str(value)[:80]} where four numbers should be: x1, y1, x2, y2")
-    return tuple(map(float, value))
+def _key(value: dict) -> str | None:
+    return next((key for key in ("bbox_2d", "box_2d") if key in value), None)
+
+
+def _four(value: dict) -> Corners:
+    key = _key(value)
+    if not isinstance(four := value[key], list) or len(four) != 4 or not all(map(is_number, four)):
+        raise SkipSample("bad_box", f"{str(four)[:80]} where {key} should have four numbers")
+    return _by_key(key, tuple(map(float, four)))
+
+
+def _quad(found: re.Match[str]) -> Corners:
+    return _by_key(found["key"], _floats(found["quad"]))
+
+
+def _by_key(key: str, four: Corners) -> Corners:
+    """Return the corners in our order: Gemini writes box_2d as y1, x1, y2, x2."""
+    return four if key == "bbox_2d" else (four[1], four[0], four[3], four[2])
 
 
 def is_number(value: object) -> bool:
@@ -178,28 +214,30 @@ def _in_marks(text: str, is_answer: bool) -> Iterator[WrittenBoxes]:
     if not marked:
         return
     items = [
-        (each, (each["label"] or "").strip(), list(_IN_MARK.finditer(text, each.start(), each.end())))
+        (each, (each["label"] or each["short"] or "").strip(), list(_IN_MARK.finditer(text, each.start(), each.end())))
         for each in marked
     ]
     if is_answer and all(own for *_, own in items) and _is_covered(text, [each.span() for each in marked]):
-        boxes = tuple((_pairs(box), label) for _, label, own in items for box in own)
+        boxes = tuple((corners, label) for _, label, own in items for box in own for corners in _in_mark(box))
         yield WrittenBoxes(0, len(text), boxes, is_list=True)
         return
     for each, label, own in items:
         start, before = each.start(), label
         for box in own:
             before = f"{before} " if before else ""
-            yield WrittenBoxes(start, box.end(), ((_pairs(box), label),), is_list=False, before=before)
+            boxes = tuple((corners, label) for corners in _in_mark(box))
+            yield WrittenBoxes(start, box.end(), boxes, is_list=len(boxes) > 1, before=before)
             start, before = box.end(), ""
         if not own:
             yield WrittenBoxes(*each.span(), (), is_list=False, before=label)
 
 
-def _pairs(mark: re.Match[str]) -> Corners:
-    found = _PAIRS.fullmatch(mark[1])
-    if found is None:
-        raise SkipSample("bad_box", f"{mark[0][:80]!r} where (x1,y1),(x2,y2) should be")
-    return tuple(map(float, found.groups()))
+def _in_mark(mark: re.Match[str]) -> list[Corners]:
+    if (pairs := _PAIRS.fullmatch(mark[1])) is not None:
+        return [tuple(map(float, pairs.groups()))]
+    if _QUADS.fullmatch(mark[1]) is None:
+        raise SkipSample("bad_box", f"{mark[0][:80]!r} where (x1,y1),(x2,y2) or [[x1, y1, x2, y2]] should be")
+    return [_floats(quad) for quad in re.findall(_QUAD, mark[1])]
 
 
 def _is_covered(text: str, spans: Sequence[tuple[int, int]]) -> bool:

@@ -17,6 +17,7 @@ from dataset_builders.contracts.sample import Sample, SkipSample
 from dataset_builders.errors import InputError
 from dataset_builders.pictures.images import ImageLimits, check_image
 from dataset_builders.readers.annotations import Layout
+from dataset_builders.readers.box_texts import is_bare
 from dataset_builders.readers.conversation import unread_of
 from dataset_builders.readers.parts import NO_CLASSES, Part, SkippedRow, heldout_globs, parts_of, words_of
 from dataset_builders.readers.source_files import (
@@ -182,9 +183,13 @@ def _with_image_root(source: StorePath, reading: Reading, found: Survey, limits:
 
 def _with_convention(source: StorePath, trial: Trial, limits: ImageLimits) -> Trial:
     """Return the trial with the option that says what the numbers of boxes in texts are, by their largest ones."""
-    if not trial.reasons["undeclared_boxes"]:
-        return trial
     reading = trial.reading
+    if not trial.reasons["undeclared_boxes"]:
+        answers = [m.text for s in trial.samples if s.images for m in s.messages if m.role == "assistant"]
+        if not (bare := sum(map(is_bare, answers))):
+            return trial
+        told = f"{bare} of {len(answers)} answers are four numbers and stay text; if they are boxes, set options.boxes"
+        return replace(trial, reading=replace(reading, why=f"{reading.why}; {told}"))
     as_text = try_reading(source, replace(reading, options={**reading.options, "boxes": "literal"}))
     convention, why = convention_of(as_text.samples)
     if convention is None:

@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 
 from dataset_builders.contracts.manifest import SubsetOrigin
 from dataset_builders.contracts.sample import SKIP_REASONS, SPLITS
+from dataset_builders.readers.box_texts import is_bare
 from dataset_builders.readers.parts import Part
 from dataset_builders.storage.store import StorePath
 from stages.convert.plan import LEFT_OUT, REASONS, Plan
@@ -61,6 +62,7 @@ class Figures:
     video_seconds: Counter[int] = field(default_factory=Counter)
     videos_with_audio: int = 0
     frame_lists: int = 0  # videos that are lists of frames
+    bare: int = 0  # answers of four numbers in brackets that stay text, in samples with images
 
     @property
     def turns(self) -> int:
@@ -129,8 +131,13 @@ def convert_stats(converted: Converted) -> dict[str, object]:
         "scripts": figures.scripts,
         **({"boxes": _box_counts(figures)} if figures.with_boxes else {}),
         **({"videos": _video_counts(figures)} if figures.video_frames else {}),
-        **({"not_read": dict(converted.not_read)} if converted.not_read else {}),
+        **({"not_read": not_read} if (not_read := _not_read(converted)) else {}),
     }
+
+
+def _not_read(converted: Converted) -> dict[str, int]:
+    bare = "answers of four numbers, which stay text; if they are boxes, say in options.boxes what the numbers are"
+    return {**converted.not_read, **({bare: converted.figures.bare} if converted.figures.bare else {})}
 
 
 def _box_counts(figures: Figures) -> dict[str, int]:
@@ -219,6 +226,7 @@ def gather_figures(work: StorePath, scan: Scan, plan: Plan, parts: Mapping[int, 
             *_LENGTHS,
             "size",
             "pictures",
+            "answers",
             "answer_hashes",
             "scripts",
             "letters",
@@ -250,6 +258,9 @@ def gather_figures(work: StorePath, scan: Scan, plan: Plan, parts: Mapping[int, 
             figures.video_seconds[math.ceil(video["seconds"])] += 1
             figures.videos_with_audio += video["has_audio"]
             figures.frame_lists += not video["is_file"]
+        may_be_bare = table.filter(pa.array(~has_places & (pc.list_value_length(table["pictures"]).to_numpy() > 0)))
+        answers = value_counts(pc.list_flatten(may_be_bare["answers"]))
+        figures.bare += sum(number for text, number in answers.items() if is_bare(text))
         np.add.at(buckets, _bucket(_flat(table, "answer_hashes")), 1)
     figures.scripts = dict(sorted(scripts.items(), key=lambda item: (-item[1], item[0])))
     figures.answers = _frequent_answers(work, scan, plan, list(parts), buckets)

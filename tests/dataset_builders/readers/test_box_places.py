@@ -70,6 +70,20 @@ ANSWERS = {
     "a list in a sentence": (f"Here: [{JSON}]. Good?", "Here: <boxes>. Good?", [CAT], [True]),
     "no label": ('[{"bbox_2d": [100, 200, 500, 1000]}]', "<boxes>", [(*CAT[:4], "")], [True]),
     "objects, one a line": (f"{JSON}\n{JSON}", "<boxes>", [CAT, CAT], [True]),
+    "marks of Qwen-VL": (
+        "<ref>cat</ref><box>(100,200),(500,1000)</box><box>(0,0),(10,10)</box>", "<boxes>", [CAT, (*DOG[:4], "cat")],
+        [True]),
+    "marks of InternVL": (
+        "<ref>cat</ref><box>[[100, 200, 500, 1000], [0, 0, 10, 10]]</box>", "<boxes>", [CAT, (*DOG[:4], "cat")],
+        [True]),
+    "marks of InternVL in a sentence": (
+        "A <ref>cat</ref><box>[[100, 200, 500, 1000]]</box> sits.", "A cat <boxes> sits.", [CAT], [False]),
+    "Gemini's JSON": ('[{"box_2d": [200, 100, 1000, 500], "label": "cat"}]', "<boxes>", [CAT], [True]),
+    "Gemini's JSON with further keys": (
+        '{"box_2d": [200, 100, 1000, 500], "mask": 1}', '{"box_2d": <boxes>, "mask": 1}', [(*CAT[:4], "")], [False]),
+    "four numbers": ("[100, 200, 500, 1000].", "<boxes>", [(*CAT[:4], "")], [True]),
+    "four numbers in a sentence": ("It is [100, 200, 500, 1000].", "It is [100, 200, 500, 1000].", [], []),
+    "marks of a wiki": ("<ref>A book</ref> <box>none</box>", "A book <box>none</box>", [], []),
     "an empty list": ("```json\n[]\n```", "<boxes>", [], [True]),
     "further keys": (
         '[{"bbox_2d": [100,200, 500, 1e3], "label": "cat", "colour": "red"}]',
@@ -84,8 +98,7 @@ ANSWERS = {
     "an object that is no JSON": (
         f'{JSON[:-1]}, colour: red}}', '{"bbox_2d": <boxes>, "label": "cat", colour: red}', [(*CAT[:4], "")], [False]),
     "a mixed list": (
-        f'[{JSON}, {{"point_2d": [1, 2]}}]', '[{"bbox_2d": <boxes>, "label": "cat"}, {"point_2d": [1, 2]}]',
-        [CAT], [False]),
+        f'[{JSON}, {{"size": [1, 2]}}]', '[{"bbox_2d": <boxes>, "label": "cat"}, {"size": [1, 2]}]', [CAT], [False]),
     "text about the form": ('Write "bbox_2d": [x1, y1, x2, y2].', 'Write "bbox_2d": [x1, y1, x2, y2].', [], []),
 }  # fmt: skip
 
@@ -171,6 +184,12 @@ def test_boxes_are_of_the_only_image_of_their_turn():
 
 REFUSED = {
     "no convention": (f"It is {BOX}", {}, "undeclared_boxes", "options.boxes what such numbers are (pixels, relative"),
+    "no convention of short marks": ("<box>(1,2),(3,4)</box>", {}, "undeclared_boxes", "options.boxes"),
+    "no convention of Gemini's": ('{"box_2d": [1, 2, 3, 4]}', {}, "undeclared_boxes", "options.boxes"),
+    "a point in JSON": ('[{"point_2d": [10, 20]}]', {}, "bad_box", "keep it as text (literal)"),
+    "a point of Molmo": ('<point x="10.5" y="20.1" alt="cat">cat</point>', {}, "bad_box", "keep it as text (literal)"),
+    "points of Molmo": ('<points x1="10" y1="20" x2="1" y2="2">', {}, "bad_box", "keep it as text (literal)"),
+    "a short mark of words": ("<box>(1,2),(3)</box>", {"boxes": "pixels"}, "bad_box", "[[x1, y1, x2, y2]] should be"),
     "no convention of JSON": (JSON, {}, "undeclared_boxes", "or keep them as text (literal)"),
     "over 1000": (
         "<|box_start|>(1,2),(3,1001)<|box_end|>", {"boxes": "relative_1000"}, "bad_box",
@@ -182,9 +201,9 @@ REFUSED = {
     "turned": (
         '{"bbox_2d": [300, 20, 10, 40]}', {"boxes": "pixels"}, "bad_box", "corners are not upper left and lower"),
     "no area": ('{"bbox_2d": [10, 20, 10, 40]}', {"boxes": "pixels"}, "bad_box", "it has no area"),
-    "a point": ("<|box_start|>(1,2)<|box_end|>", {"boxes": "pixels"}, "bad_box", "where (x1,y1),(x2,y2) should be"),
-    "three numbers": ('{"bbox_2d": [1, 2, 3]}', {"boxes": "pixels"}, "bad_box", "[1, 2, 3] where four numbers"),
-    "a number of 400 digits": (f'{{"bbox_2d": [1, 2, 3, {10**400}]}}', {"boxes": "pixels"}, "bad_box", "where four"),
+    "a point": ("<|box_start|>(1,2)<|box_end|>", {"boxes": "pixels"}, "bad_box", "where (x1,y1),(x2,y2) or [[x1,"),
+    "three numbers": ('{"bbox_2d": [1, 2, 3]}', {"boxes": "pixels"}, "bad_box", "[1, 2, 3] where bbox_2d"),
+    "a number of 400 digits": (f'{{"bbox_2d": [1, 2, 3, {10**400}]}}', {"boxes": "pixels"}, "bad_box", "should have"),
     "one of 5,000 digits": (
         '{"bbox_2d": [1, 2, 3, %s]}' % ("9" * 5000), {"boxes": "pixels"}, "bad_box", "it lies outside"),
     "lists of boxes": ('{"bbox_2d": [[1, 2, 3, 4]], "n": 1}', {"boxes": "pixels"}, "bad_box", "no box that can be"),
@@ -210,6 +229,16 @@ HARD = (
     *("<|object_ref_start|>", "<|object_ref_start|>a<|object_ref_end|>", "<|box_start|>", BOX, '{"bbox_2d": '),
     *('"bbox_2d"', JSON, f"{JSON} and ", "<loc0001>", "<loc0001><loc0002><loc0003><loc0004> \n", "bbox_2d "),
     *("a<loc_1><loc_2><loc_3><loc_4>", '"bbox_2d": [', '{"bbox_2d": "', '{"bbox_2d": [1, 2, 3, 4], "a": {', "[{"),
+    *(
+        "<box>",
+        "<ref>",
+        "<ref>a</ref>",
+        "<box>[[1,2,3,4],",
+        "<box>[[1,2,3,4]]</box>",
+        "<point x",
+        "<points ",
+        "[1, 2, ",
+    ),
 )
 
 

@@ -30,13 +30,14 @@ CONFIG = {
 }
 
 
-def convert(tmp_path, answers):
+def convert(tmp_path, answers, boxes="pixels"):
     for i in range(len(answers)):
         write_file(tmp_path / f"raw/{i}.png", png(i))  # 40 x 32 px
     rows = [{"image": f"{i}.png", "answer": answer} for i, answer in enumerate(answers)]
     write_file(tmp_path / "raw/rows.jsonl", json_lines(rows))
     raw = External(tmp_path / "raw", "raw", "0" * 16)
-    artifact = run_stage(STAGE, ConvertConfig(**CONFIG), {"raw": raw}, tmp_path / "root").artifact
+    config = CONFIG | {"options": CONFIG["options"] | {"boxes": boxes}}
+    artifact = run_stage(STAGE, ConvertConfig(**config), {"raw": raw}, tmp_path / "root").artifact
     samples = [
         from_fields(key, fields)
         for shard in artifact.manifest.shards
@@ -66,6 +67,16 @@ def test_boxes_are_kept_in_the_shards_and_counted_by_label(tmp_path):
     assert [row[:2] for row in table["rows"]] == [["cat", 2], ["dog", 1]]
     assert "Latin" in artifact.manifest.stats["scripts"]
     assert artifact.manifest.stats["scripts"]["Latin"] == 5 * len("Findall") - len("Findall") + len("none")
+
+
+def test_answers_of_four_numbers_that_stay_text_are_counted(tmp_path):
+    artifact, samples = convert(
+        tmp_path, ["[1, 2, 30, 20]", "[0.1,0.2, 0.3,0.4].", "[1, 2, 3]", "no [1, 2, 30, 20]"], None
+    )
+    assert [sample.messages[1].text for sample in samples][:1] == ["[1, 2, 30, 20]"]
+    ((words, number),) = artifact.manifest.stats["not_read"].items()
+    assert number == 2 and "say in options.boxes what the numbers are" in words
+    assert json.loads((artifact.dir / "report.json").read_text())["summary"]["not read"] == {words: 2}
 
 
 def test_a_place_for_an_image_of_another_size_is_found_when_the_image_is_decoded(tmp_path, monkeypatch):

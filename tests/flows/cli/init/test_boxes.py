@@ -337,6 +337,15 @@ def test_pixels_of_a_resized_image_are_refused_with_the_numbers(tmp_path, capsys
     assert "no value fits: the largest numbers are x 1900 and y 1200" in err and "resized image cannot be read" in err
 
 
+def test_answers_of_four_numbers_are_told(tmp_path, capsys):
+    write_images(tmp_path / "data/images", DRAWN)
+    rows = [{"image": f"images/{each.name}.png", "question": "Where?", "answer": "[10, 20, 30, 40]"} for each in DRAWN]
+    lines(tmp_path / "data/rows.jsonl", rows)
+    status, out, _ = init(tmp_path, capsys, tmp_path / "data")
+    assert status == 0
+    assert f"{len(DRAWN)} of {len(DRAWN)} answers are four numbers and stay text; if they are boxes, set" in out
+
+
 def test_what_is_not_read_and_what_exif_turns_is_told(tmp_path, capsys):
     value = instances(DRAWN)
     value["annotations"][0]["iscrowd"] = 1
