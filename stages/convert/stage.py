@@ -30,7 +30,7 @@ from stages.shared.artifacts.workers import StageResources
 # 7: rows with a mask, weights of messages or an image that no option reads are left out of tables too
 # 8: origins of the subsets; both spellings of documents among several sources too
 # 9: boxes, those in texts too
-VERSION = 10  # 10: videos, which left their rows out before
+VERSION = 10  # 10: videos, which left their rows out before; boxes of further forms
 
 _ROWS_PER_WORKER = 2000  # rows that take about as long as the start of a process
 
