@@ -84,6 +84,11 @@ def group_times(times: Sequence[float]) -> list[float]:
     return [(first + second) / 2 for first, second in zip(pairs[::GROUP], pairs[1::GROUP])]
 
 
+def time_text(seconds: float) -> str:
+    """Return the text before a group in a prompt."""
+    return f"<{seconds:.1f} seconds>"
+
+
 def resized_frame(num_frames: int, height: int, width: int, config: VideoConfig) -> tuple[int, int]:
     """Return the (height, width) that every frame is resized to. Raises SkipSample above 200 to 1."""
     num_frames = max(num_frames, GROUP)  # transformers refuses a single frame; it is read twice

@@ -22,12 +22,13 @@ from dataset_builders.recognise.layouts import unread
 from dataset_builders.recognise.recognise import Reading, Recognised, Survey, Trial, survey, try_reading
 from dataset_builders.storage.store import StorePath, free_bytes, is_local
 from dataset_builders.videos.decode import read_frames
+from dataset_builders.videos.sampling import GROUP, FramePlan, plan_frames, time_text
 from flows.cli.fit import FEW_STEPS, written
 from flows.cli.terminal import bytes_text
 from flows.pipeline.config import PipelineConfig
 from stages.convert.config import ConvertConfig, SourceReading
 from stages.shared.artifacts.left_out import MIN_LOST, check_lost, reason_words
-from stages.shared.chat_format.images import load_image_config
+from stages.shared.chat_format.images import embedded_video_config, load_image_config, load_video_config
 from stages.shared.inputs.config import EmbeddedModelConfig
 from stages.shared.inputs.model_directory import opened_model
 from trainer.contract.run import TrainConfig
@@ -35,7 +36,7 @@ from trainer.model.shape import ModelShape
 
 _CHARS_PER_TOKEN = 2.0  # for a tokenizer that is still to be trained on these texts
 _TURN_TOKENS = 5  # <|im_start|>, the role, two line ends, <|im_end|>
-_VISION_TOKENS = 2  # one before and one after an image
+_VISION_TOKENS = 2  # one before and one after an image or a group of frames
 _SLOTS = re.compile(f"{IMAGE_SLOT}|{VIDEO_SLOT}")
 _FULL = 0.97  # share of a bin's tokens that packing fills
 
@@ -95,12 +96,15 @@ def plan_rows(config: PipelineConfig, reading: SourceReading, source: StorePath,
     _check(config, trial, source)
     if model is not None:
         check_images(trial, opened_model(model).shape, config.model, config.tokenize.max_skip_fraction)
-    tokens = _lengths(config, trial.samples, trial.sizes, model)
+    videos = _frames_read(config, trial, model)
+    tokens = _lengths(config, trial.samples, trial.sizes, videos, model)
     kept = [number for number in tokens if number <= config.tokenize.max_seq_len]
     share = trial.rows / trial.tried
     train = 1 - (trial.heldout / trial.rows if trial.splits else convert.heldout_fraction)
     size = sum(len(file) for sample in trial.samples for file in sample.files) * share
-    stored = size if config.tokenize.codec == "original" else 3 * sum(_areas(config, trial.sizes, model)) * share
+    area = sum(_areas(config, trial.sizes, model))
+    area += sum(GROUP * len(video.times) * video.height * video.width for video in videos)
+    stored = size if config.tokenize.codec == "original" else 3 * area * share
     bins = sum(kept) * share * train / (config.plan_bins.seq_len * _FULL)
     warnings = [*anomalies(source, found, trial, convert), *_few_steps(config, bins)]
     disk = {"samples": size, "tokenized": stored}
@@ -304,12 +308,35 @@ def _check(config: PipelineConfig, trial: Trial, source: StorePath) -> None:
         )
 
 
+def _frames_read(config: PipelineConfig, trial: Trial, model: object) -> list[FramePlan]:
+    """Return the frames that are read of each video of the samples, from the times and sizes in their containers."""
+    settings = config.tokenize.videos
+    if isinstance(config.model, EmbeddedModelConfig):
+        found = embedded_video_config(config.model, settings)
+    else:
+        found = load_video_config(opened_model(model), settings)
+    if found is None or not trial.videos:
+        return []
+    are_lists = [bool(video.frames) for sample in trial.samples for video in sample.videos]
+    return [
+        plan_frames(facts.times, facts.height, facts.width, found, is_chosen=is_list)
+        for facts, is_list in zip(trial.videos, are_lists)
+    ]
+
+
 def _lengths(
-    config: PipelineConfig, samples: Sequence[Sample], sizes: Sequence[tuple[int, int]], model: object
+    config: PipelineConfig,
+    samples: Sequence[Sample],
+    sizes: Sequence[tuple[int, int]],
+    videos: Sequence[FramePlan],
+    model: object,
 ) -> list[float]:
-    """Return the tokens of each sample: of its texts by the model's tokenizer, of its images by their area, and the
-    tokens that the chat template adds to each message and image."""
+    """Return the tokens of each sample: of its texts by the model's tokenizer, of its images by their area, of its
+    videos by their groups, and the tokens that the chat template adds to each message and image."""
     texts = [[m.reasoning + _SLOTS.sub("", m.text) for m in sample.messages] for sample in map(written, samples)]
+    clips = iter(videos)
+    shown = [[clip for _, clip in zip(sample.videos, clips)] for sample in samples]
+    texts = [own + [time_text(time) for clip in of for time in clip.times] for own, of in zip(texts, shown)]
     file = None if model is None else opened_model(model).path / "tokenizer.json"
     if file is not None and file.is_file():
         tokenizer = Tokenizer.from_file(str(file))
@@ -321,7 +348,9 @@ def _lengths(
         count
         + _TURN_TOKENS * len(sample.messages)
         + sum(next(areas) / factor**2 + _VISION_TOKENS for _ in sample.images)
-        for count, sample in zip(counts, samples)
+        # Around a video, too, are the vision tokens of the template.
+        + sum(_VISION_TOKENS + len(clip.times) * (clip.height * clip.width / factor**2 + _VISION_TOKENS) for clip in of)
+        for count, sample, of in zip(counts, samples, shown)
     ]
 
 

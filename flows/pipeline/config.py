@@ -49,6 +49,7 @@ EMBEDDED_RECIPES = (
     "easy-vqa",
     "shapes",
     "shapes-gpu",
+    "moves",
 )  # names of the recipes whose data a stage makes
 
 

@@ -22,7 +22,7 @@ from flows.pipeline.recipe import Recipe
 from flows.pipeline.steps import Step, make_steps
 from stages.shared.artifacts.artifact import Artifact, Input, artifact_dir, changed_inputs, stage_identity
 from stages.shared.artifacts.run_stage import why_rebuild
-from stages.shared.chat_format.images import load_image_config
+from stages.shared.chat_format.images import embedded_video_config, load_image_config, load_video_config
 from stages.shared.chat_format.template import check_template
 from stages.shared.inputs.adapter_directory import AdapterDirectory, adapter_input
 from stages.shared.inputs.config import EmbeddedEasyVqaConfig
@@ -175,12 +175,14 @@ def check_model(config: PipelineConfig) -> ModelDirectory | None:
     """
     if not isinstance(config.model, str):
         _check_family(config, get_family(config.model.family), config.model.shape)
+        embedded_video_config(config.model, config.tokenize.videos)
         return None
     model = ModelDirectory(resolve_hf_dir(config.model))
     model.check_weights(config.execution.model_code_sha256)
     check_template(model)
     end_ids(model.path)
     load_image_config(model, config.tokenize.min_pixels, config.tokenize.max_pixels)
+    load_video_config(model, config.tokenize.videos)
     shape = model.shape.for_training(config.train)
     _check_family(config, model.family, shape)
     config.check_parallel(shape)

@@ -11,6 +11,7 @@ from dataset_builders.pictures.images import PILLOW_PIXEL_LIMIT, ImageLimits, ch
 from stages.answer.greedy_decoder import EncodedImages
 from stages.answer.transformers_engine import Generator
 from stages.shared.artifacts.verify import check_written
+from stages.shared.chat_format.text import slots_of
 from stages.shared.inputs.adapter_directory import open_model_to_answer
 
 _KEY = "chat/00000000"
@@ -33,8 +34,8 @@ def user_message(question: str, num_images: int) -> Message:
     """Return a person's message that shows images before the question; InputError if it cannot be asked."""
     if not question.strip():
         raise InputError('the question is empty; ask for example "Which digit is in the picture?"')
-    if IMAGE_SLOT in question:
-        raise InputError(f"the question holds {IMAGE_SLOT}, which stands for an image; write it in another way")
+    if slots := slots_of([Message(role="user", text=question)]):
+        raise InputError(f"the question holds {slots[0]}, which stands for {slots[0][1:-1]}s; write it in another way")
     message = Message(role="user", text=IMAGE_SLOT * num_images + question)
     try:
         Sample(key=_KEY, messages=(message,), images=(b"",) * num_images).check()

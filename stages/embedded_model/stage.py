@@ -19,12 +19,13 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
-from dataset_builders.contracts.sample import IMAGE_SLOT, from_fields
+from dataset_builders.contracts.sample import from_fields
 from dataset_builders.contracts.shard_io import iter_records
 from dataset_builders.storage.files import write_json, write_text
 from stages.shared.artifacts.artifact import Artifact, Stage, StageOutput
 from stages.shared.chat_format.boxes import with_boxes_written
 from stages.shared.chat_format.config import BoxFormat
+from stages.shared.chat_format.text import without_slots
 from stages.shared.inputs.config import EmbeddedModelConfig
 from stages.shared.inputs.load_transformers import no_progress_bar
 from trainer.contract.names import HF_EXPORT
@@ -84,14 +85,14 @@ def _run(config: EmbeddedModelConfig, inputs: Mapping[str, Artifact], work: Path
 
 
 def _texts(samples: Artifact) -> Iterator[str]:
-    """Yield all texts to train on: questions, answers and reasoning of the train split, without image slots.
+    """Yield all texts to train on: questions, answers and reasoning of the train split, without slots.
 
     Boxes are written in the default form, since the recipe's is not known here; in another one, they are only longer.
     """
     for shard in (shard for shard in samples.manifest.shards if shard.split == "train"):
         for key, fields in iter_records(samples.dir / shard.name, shard):
             for message in with_boxes_written(from_fields(key, fields), BoxFormat(), None).messages:
-                yield message.text.replace(IMAGE_SLOT, "")
+                yield without_slots(message.text)
                 yield from filter(None, [message.reasoning])
 
 

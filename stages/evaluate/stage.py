@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from dataset_builders.contracts.manifest import read_origins
-from dataset_builders.contracts.sample import IMAGE_SLOT, Sample, file_digests
+from dataset_builders.contracts.sample import Sample, file_digests
 from dataset_builders.errors import InputError
 from dataset_builders.storage.store import local_copy
 from stages.answer.heldout import ANSWERS_JSONL, GeneratedAnswer, Line, SkippedSample, heldout_samples, read_answers
@@ -28,6 +28,7 @@ from stages.shared.artifacts.artifact import Artifact, Stage, StageOutput
 from stages.shared.artifacts.workers import StageResources
 from stages.shared.chat_format.boxes import true_boxes
 from stages.shared.chat_format.prompt import PromptFormat
+from stages.shared.chat_format.text import without_slots
 from stages.shared.pages.report import Histogram, Picture, Pictures, Section, Table, write_report
 from stages.shared.pages.shown_numbers import show_value
 from stages.shared.scoring.names import OVERALL, SCORE
@@ -132,7 +133,7 @@ def _predictions(
                 Prediction(
                     key=sample.key,
                     turn=answer.turn,
-                    question=written.messages[place - 1].text.replace(IMAGE_SLOT, "").strip(),
+                    question=without_slots(written.messages[place - 1].text).strip(),
                     reference=reference,
                     references=right.references or (reference,),
                     answer=answer.answer,

@@ -17,7 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from dataset_builders.contracts.features import FEATURE_INDEX, FIELD, images_name, index_name, shard_name, write_table
 from dataset_builders.contracts.manifest import FeatureType, load_manifest
 from dataset_builders.contracts.shard_io import ShardWriter, finished_shard, read_record
-from dataset_builders.contracts.tokenized import TokenizedSample, read_pixel_store
+from dataset_builders.contracts.tokenized import TokenizedSample, Visual, read_pixel_store
 from dataset_builders.records.pixel_codecs import decode_sample
 from trainer.checkpoint.hf_weights import load_hf_weights
 from trainer.contract.result import TrainResult
@@ -95,7 +95,8 @@ class ImageReader:
         for _, of_sample in groupby(images, key=lambda image: (image["shard"], image["offset"])):
             first, *others = of_sample
             sample = self._sample(first)
-            samples += [self._alone(sample, image) for image in (first, *others)]
+            visuals = [*zip(sample.visuals(), sample.is_video)]
+            samples += [self._alone(image["digest"], *visuals[image["number"]]) for image in (first, *others)]
         return make_micro_batch(samples, self._geometry, sum(len(each.input_ids) for each in samples))
 
     def _sample(self, image: dict) -> TokenizedSample:
@@ -103,16 +104,15 @@ class ImageReader:
         fields = read_record(path, image["offset"], image["size"], (), image["checksum"], image["key"])
         return decode_sample(image["key"], fields, self._pixels)
 
-    def _alone(self, sample: TokenizedSample, image: dict) -> TokenizedSample:
-        number, geometry = image["number"], self._geometry
-        visual, is_video = sample.visuals()[number], sample.is_video[number : number + 1]
+    def _alone(self, digest: bytes, visual: Visual, is_video: bool) -> TokenizedSample:
+        geometry = self._geometry
         tokens = len(visual.patches) // geometry.spatial_merge_size**2
         return TokenizedSample(
-            key=image["digest"].hex(),
+            key=digest.hex(),
             input_ids=np.full(tokens, geometry.video_token_id if is_video else geometry.image_token_id, np.int32),
             loss_mask=np.zeros(tokens, np.uint8),
             image_grid_thw=visual.grid[None],
-            is_video=is_video,
+            is_video=np.array([is_video]),
             patches=visual.patches,
             later_patches=visual.later_patches,
         )

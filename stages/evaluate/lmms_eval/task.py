@@ -30,7 +30,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Sample, SkipSample
+from dataset_builders.contracts.sample import IMAGE_SLOT, VIDEO_SLOT, Message, Sample, SkipSample
 from dataset_builders.contracts.tokenized import PixelConfig
 from dataset_builders.errors import InputError
 from dataset_builders.pictures.pixels import encode_image
@@ -38,6 +38,7 @@ from dataset_builders.storage.files import atomic_path, write_text
 from stages.evaluate.lmms_eval import functions as lmms_eval_functions
 from stages.shared.chat_format.images import patches_png
 from stages.shared.chat_format.prompt import PromptFormat, read_prompt_format
+from stages.shared.chat_format.text import slots_of
 from stages.shared.inputs.model_directory import ModelDirectory
 
 LMMS_EVAL = "0.7.3"  # the version that this was tested with
@@ -152,6 +153,8 @@ def _rows(
             if task.questions is not None and (sample.key, turn) not in task.questions:
                 continue
             before = list(sample.messages[:place])
+            if VIDEO_SLOT in slots_of(before):  # the task's rows have images alone
+                continue
             if prompt.system_prompt and not any(m.role == "system" for m in before):
                 before.insert(0, Message(role="system", text=prompt.system_prompt))
             shown = sum(m.text.count(IMAGE_SLOT) for m in before if m.role == "user")

@@ -26,7 +26,7 @@ import numpy as np
 
 from dataset_builders.contracts.sample import IMAGE_SLOT, VIDEO_SLOT, Message, SkipSample
 from dataset_builders.errors import InputError
-from dataset_builders.videos.sampling import FramePlan
+from dataset_builders.videos.sampling import FramePlan, time_text
 from stages.shared.chat_format.config import LEARN_ALL, Learn
 from stages.shared.chat_format.reasoning import Conversation, cut_conversations, mismatch, read_format
 from stages.shared.chat_format.text import ChatText
@@ -218,7 +218,7 @@ class ChatEncoder(ChatText):
 
     def _video_ids(self, videos: Sequence[FramePlan]) -> np.ndarray:
         """Return (v,) int32: the ids of videos, one after the other, each without the template's vision tokens."""
-        groups = [(_time_text(time), video.patches) for video in videos for time in video.times]
+        groups = [(time_text(time), video.patches) for video in videos for time in video.times]
         new = list({text: None for text, _ in groups if text not in self._times})
         self._times |= zip(new, self.token_ids_of(new))
         parts = [np.zeros(0, np.int32)]
@@ -270,10 +270,6 @@ def split_turns(messages: Sequence[Message]) -> list[tuple[Message, ...]]:
             turns.append([])
         turns[-1].append(message)
     return [tuple(turn) for turn in turns]
-
-
-def _time_text(seconds: float) -> str:
-    return f"<{seconds:.1f} seconds>"
 
 
 def _patches(grids: np.ndarray) -> np.ndarray:

@@ -3,6 +3,7 @@ patches."""
 
 import io
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from dataset_builders.errors import InputError
 from dataset_builders.storage.files import write_json
 from dataset_builders.videos.sampling import FramePlan, VideoConfig, plan_video
 from stages.shared.chat_format.config import VideoFormat
+from stages.shared.inputs.config import EmbeddedModelConfig
 from stages.shared.inputs.model_directory import (
     PREPROCESSOR_CONFIG,
     PROCESSOR_CONFIG,
@@ -26,6 +28,7 @@ from stages.shared.inputs.model_directory import (
     read_json,
     read_settings,
 )
+from trainer.model.registry import get_family
 from trainer.model.shape import ModelShape
 
 _COPY = "copy the model's own file again"
@@ -88,6 +91,13 @@ def load_video_config(model: ModelDirectory, settings: VideoFormat | None = None
         drift = describe_drift(of_images.model_dump(), config.patch_format.model_dump())
         raise InputError(f"{file}: frames are cut otherwise than images ({drift}); take both files from the same model")
     return config
+
+
+def embedded_video_config(model: EmbeddedModelConfig, settings: VideoFormat) -> VideoConfig | None:
+    """Return what `load_video_config` will return of a model that a stage makes."""
+    family, name = get_family(model.family).video_processor, VIDEO_PREPROCESSOR_CONFIG
+    raw = model.hf_configs(defaultdict(int)).get(name)
+    return None if family is None or raw is None else _video_config(Path(name), raw, family.types, settings)
 
 
 def plans_of(videos: Sequence[Video], config: VideoConfig | None, model: ModelDirectory) -> list[FramePlan]:

@@ -127,6 +127,11 @@ def slots_of(messages: Sequence[Message]) -> list[str]:
     return [slot for message in messages for slot in _SLOTS.findall(message.text)]
 
 
+def without_slots(text: str) -> str:
+    """Return a message's text without its slots of images and videos."""
+    return _SLOTS.sub("", text)
+
+
 def load_tokenizer(hf_dir: Path) -> "transformers.PreTrainedTokenizerBase":
     """Return the directory's tokenizer with its chat template."""
     try:

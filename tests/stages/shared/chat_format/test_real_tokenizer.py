@@ -15,11 +15,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dataset_builders.contracts.sample import IMAGE_SLOT, Message
+from dataset_builders.contracts.sample import IMAGE_SLOT, VIDEO_SLOT, Message, Video
 from stages.shared.chat_format.chat import ChatEncoder
 from stages.shared.chat_format.config import Learn
+from stages.shared.chat_format.images import load_video_config, plans_of
 from stages.shared.chat_format.template import check_template
+from stages.shared.chat_format.video_reference import VideoReference
 from stages.shared.inputs.model_directory import ModelDirectory
+from tests.helpers.clips import NTSC, numbered_clip, numbered_pngs
 from tests.helpers.samples import turns
 from tests.helpers.tiny_model import tiny_hf_dir
 from tests.helpers.tiny_text_model import text_config
@@ -123,18 +126,23 @@ def test_ids_and_masks_are_those_of_transformers(model_dir, has_reasoning):
     assert spans > 30
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5_think", "qwen3_6", "qwen3_8", "qwen3_vl_training"])
-def test_images_are_where_transformers_puts_them(hf_dir, templates, tmp_path, name):
+@pytest.fixture(params=["qwen3_vl", "qwen3_5_think", "qwen3_6", "qwen3_8", "qwen3_vl_training"])
+def chat(request, hf_dir, templates, tmp_path) -> ChatEncoder:
+    """Return the encoder of a directory with the processors of a tiny model and a published template."""
     tiny = tiny_hf_dir()
-    shutil.copy(tiny / "preprocessor_config.json", tmp_path)
+    for file in ("preprocessor_config.json", "video_preprocessor_config.json"):
+        shutil.copy(tiny / file, tmp_path)
     config = json.loads((tiny / "config.json").read_text()) | VISION | {"video_token_id": 151_656}
     config["text_config"]["vocab_size"] = 151_936
     (tmp_path / "config.json").write_text(json.dumps(config))
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(hf_dir / file, tmp_path)
-    shutil.copy(templates / f"{name}.jinja", tmp_path / "chat_template.jinja")
+    shutil.copy(templates / f"{request.param}.jinja", tmp_path / "chat_template.jinja")
     check_template(ModelDirectory(tmp_path))
-    chat = ChatEncoder(ModelDirectory(tmp_path), Learn(reasoning=False))
+    return ChatEncoder(ModelDirectory(tmp_path), Learn(reasoning=False))
+
+
+def test_images_are_where_transformers_puts_them(chat):
     messages = turns(f"{IMAGE_SLOT}Which is older, this\n{IMAGE_SLOT} or this?", "The second.")
     picture, grids = {"type": "image"}, np.asarray([[1, 4, 4], [1, 2, 6]], np.int32)
     texts = [{"type": "text", "text": text} for text in ("Which is older, this\n", " or this?")]
@@ -146,3 +154,17 @@ def test_images_are_where_transformers_puts_them(hf_dir, templates, tmp_path, na
     ids, mask = chat.encode(messages, grids)
     assert ids[: len(expected)].tolist() == expected
     assert chat.decode(ids[mask == 1]) == "The second.<|im_end|>"
+
+
+def test_videos_are_written_as_transformers_writes_them(chat):
+    messages = turns(f"Which moves: {VIDEO_SLOT}or\n{VIDEO_SLOT}?", "The second.")
+    videos = [Video(data=numbered_clip(90, NTSC)), Video(frames=numbered_pngs(3), timestamps=(0.0, 9.97, 10.0))]
+    plans, reference = plans_of(videos, load_video_config(chat.model), chat.model), VideoReference(chat.model)
+    texts = [{"type": "text", "text": text} for text in ("Which moves: ", "or\n", "?")]
+    raw = [{"role": "user", "content": [texts[0], {"type": "video"}, texts[1], {"type": "video"}, texts[2]]}]
+    prompt = chat.tokenizer.apply_chat_template(raw, tokenize=False, add_generation_prompt=True, enable_thinking=False)
+    written = [reference.read(video, plan).text for video, plan in zip(videos, plans)]
+    expected = chat.tokenizer(reference.expanded(prompt, written) + "The second.<|im_end|>")["input_ids"]
+    ids, mask = chat.encode(messages, np.zeros((0, 3)), plans)
+    assert ids[: len(expected)].tolist() == expected
+    assert chat.decode(ids[mask == 1]) == "The second.<|im_end|>" and "<10.0 seconds>" in chat.decode(ids)
