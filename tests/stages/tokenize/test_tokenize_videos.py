@@ -24,6 +24,8 @@ from stages.tokenize.stage import STAGE, TokenizeConfig
 from tests.helpers.clips import HEIGHT, NTSC, WIDTH, number_of, numbered_clip, numbered_pngs
 from tests.helpers.index import read_index
 from tests.helpers.samples import make_image, make_samples_artifact, turns
+from tests.helpers.tiny_experts_model import experts_hf_dir
+from tests.helpers.tiny_hybrid_model import hybrid_hf_dir
 from tests.helpers.tiny_model import tiny_hf_dir
 
 pytestmark = pytest.mark.promise(
@@ -40,9 +42,9 @@ def sample_of(number: int, *videos: Video, question: str | None = None, images: 
     return Sample(key=f"clips/{number:08d}", messages=messages, images=tuple(images), videos=videos)
 
 
-def tokenize(samples: Sequence[Sample], root: Path, **changes: object) -> Artifact:
+def tokenize(samples: Sequence[Sample], root: Path, hf_dir: Path | None = None, **changes: object) -> Artifact:
     artifact = make_samples_artifact(Path(tempfile.mkdtemp(dir=root)), {"train/shard-00000.tar": samples})
-    inputs = {"samples": artifact, "processor": processor_input(ModelDirectory(tiny_hf_dir()))}
+    inputs = {"samples": artifact, "processor": processor_input(ModelDirectory(hf_dir or tiny_hf_dir()))}
     return run_stage(STAGE, CONFIG.model_copy(update=changes), inputs, root, None).artifact
 
 
@@ -115,6 +117,14 @@ def test_what_is_not_whole_keeps_its_times_in_the_file(tmp_path):
     # Eight a second were chosen before, and are not chosen again at two a second.
     assert numbers_in(dense) == [(0, 1), (2, 3), (4, 5), (6, 7)]
     assert group_text(0.0625, 0.3125, 0.5625, 0.8125) in text_of(dense)
+
+
+@pytest.mark.parametrize("shape", ["hybrid", "listed", "shared"])
+def test_the_other_families_read_the_same(tmp_path, shape):
+    hf_dir = hybrid_hf_dir() if shape == "hybrid" else experts_hf_dir(shape)
+    made = tokenize([sample_of(0, Video(data=numbered_clip(50)))], tmp_path, hf_dir)
+    (stored,) = read(made)
+    assert made.manifest.stats["checked"]["samples"] == 1 and numbers_in(stored) == [(0, 16), (33, 49)]
 
 
 def two_turns() -> Sample:
