@@ -19,7 +19,6 @@ from dataset_builders.recognise.layouts import nearest_layout
 from dataset_builders.recognise.recognise import ROW_SUFFIXES, TAR_SUFFIX, Trial, recognise
 from dataset_builders.storage.files import write_text
 from dataset_builders.storage.store import StorePath, absolute, check_reachable, is_local, location, side_dir
-from dataset_builders.videos.sheet import contact_sheet
 from flows.cli.first_rows import SHOWN, anomalies, check_apart, check_images, is_colourful, sample_lines, summary
 from flows.cli.fit import FULL_RATES, LORA_RATE, PATCHES, Choice, check_memory, choose, written
 from flows.cli.terminal import raw_stdout
@@ -136,14 +135,9 @@ def _write_page(directory: Path, trial: Trial) -> Path:
     pictures = []
     for sample in trial.samples[:_PAGE_SAMPLES]:
         caption = "\n".join(f"{m.role}: {m.text}" for m in written(sample).messages)
-        if sample.images:
-            pictures.append(Picture.of_sample(sample.key, list(sample.images), 320, caption))
-        for i, video in enumerate(sample.videos):
-            with contextlib.suppress(SkipSample):  # it is damaged after its header, which convert says
-                png, times, _ = contact_sheet(video, 160)
-                shown_at = ", ".join(f"{time:.2f}" for time in times)
-                shows = f"frames of video {i} of {sample.key} at {shown_at} s"
-                pictures.append(Picture(png, shows, f"{caption}\n(at {shown_at} s)"))
+        if sample.files:
+            with contextlib.suppress(SkipSample):  # a video is damaged after its header, which convert says
+                pictures.append(Picture.of_sample(sample, 320, caption))
     samples = map(written, trial.samples[:_PAGE_SAMPLES])
     rows = [(s.key, len(s.images), len(s.videos), m.role, m.text) for s in samples for m in s.messages]
     sections = [

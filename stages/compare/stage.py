@@ -162,7 +162,7 @@ def _picture(row: dict[str, Any], sample: Sample) -> Picture:
         layers.append(answer_layer("before", "before", row["base"], truth))
         layers.append(answer_layer("after", "answer", row["tuned"], truth))
     boxed = answer_picture(sample, row["turn"], truth, layers, caption)
-    return boxed or Picture.of_sample(sample.key, sample.images, _THUMBNAIL_SIDE, caption)
+    return boxed or Picture.of_sample(sample, _THUMBNAIL_SIDE, caption)
 
 
 def _worse_and_better(table: pa.Table) -> tuple[pa.Table, pa.Table]:

@@ -106,6 +106,8 @@ def _stats(
         "heldout_pictures": len(pictures["sha256"].unique()),
         "train_pictures": len(read_pictures(train)["sha256"].unique()),
         "undecodable_heldout_pictures": pictures["phash"].null_count,
+        # Two files of one film are not found; the same file, or frame of a list, is in one split alone (convert).
+        **({"videos_not_compared": videos["shown"]} if (videos := samples.manifest.stats.get("videos")) else {}),
         "contaminated": {OVERALL: _count(copies)} | {name: _count(by_subset[name]) for name in sorted(by_subset)},
     }
 

@@ -14,6 +14,7 @@ from dataset_builders.contracts.manifest import canonical_json, fingerprint
 from dataset_builders.contracts.sample import Sample, file_digests, subset_of
 from dataset_builders.storage.files import atomic_path
 from dataset_builders.storage.store import StorePath, local_copy
+from dataset_builders.videos.sheet import contact_sheet
 from stages.shared.artifacts.artifact import Artifact
 
 PREDICTIONS = "predictions.parquet"
@@ -38,6 +39,7 @@ PREDICTIONS_SCHEMA = pa.schema(
         ("image", pa.binary()),
     ]
 )
+_FRAME_SIDE = 160  # pixels
 _OF_THE_SAMPLE = ("metric", "score", "num_images", "pictures", "image")
 
 
@@ -77,13 +79,20 @@ def writing_predictions(directory: Path) -> Iterator[pq.ParquetWriter]:
         yield writer
 
 
+def _shown(sample: Sample) -> bytes | None:
+    if sample.images or not sample.videos:
+        return next(iter(sample.images), None)
+    return contact_sheet(sample.videos[0], _FRAME_SIDE)[0]
+
+
 def predictions_table(samples: Sequence[Sample], rows: Sequence[tuple[Prediction, Scored]]) -> pa.Table:
-    """Return the rows with PREDICTIONS_SCHEMA, each with its sample's first image as encoded in the data."""
+    """Return the rows with PREDICTIONS_SCHEMA, each with its sample's first image as encoded in the data, or without
+    images with a PNG of some frames of its first video."""
     about = {
         sample.key: {
             "num_images": len(sample.images),
             "pictures": file_digests(sample),
-            "image": next(iter(sample.images), None),
+            "image": _shown(sample),
         }
         for sample in samples
     }

@@ -157,12 +157,12 @@ class Gallery:
         self.shown: dict[bool, dict[tuple[str, int], Picture]] = {False: {}, True: {}}
 
     def add(self, window: Sequence[Sample], rows: Sequence[tuple[Prediction, Scored]]) -> None:
-        """Keep the images of these samples that the page will show."""
+        """Keep the images, or frames of videos, of these samples that the page will show."""
         samples = {sample.key: sample for sample in window}
         for prediction, scored in rows:
             pictures = self.shown[is_right := _is_right(scored)]
             sample = samples[prediction.key]
-            if sample.images and len(pictures) < (_RIGHT_PICTURES if is_right else _WRONG_PICTURES):
+            if sample.files and len(pictures) < (_RIGHT_PICTURES if is_right else _WRONG_PICTURES):
                 pictures[prediction.key, prediction.turn] = _picture(sample, prediction, scored)
 
 
@@ -248,7 +248,7 @@ def _picture(sample: Sample, prediction: Prediction, scored: Scored) -> Picture:
     caption, truth = _caption(prediction, scored), prediction.boxes
     layers = [] if truth is None else [answer_layer("answer", "answer", prediction.answer, truth)]
     boxed = answer_picture(sample, prediction.turn, truth, layers, caption)
-    return boxed or Picture.of_sample(sample.key, sample.images, _THUMBNAIL_SIDE, caption)
+    return boxed or Picture.of_sample(sample, _THUMBNAIL_SIDE, caption)
 
 
 def _caption(prediction: Prediction, scored: Scored) -> str:

@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from dataset_builders.contracts.sample import Sample
 from dataset_builders.errors import InputError
 from dataset_builders.pictures.images import preview_png
 from dataset_builders.storage.files import read_object, write_text
 from dataset_builders.storage.store import StorePath
+from dataset_builders.videos.sheet import contact_sheet
 from stages.shared.pages.shown_numbers import counted
 
 REPORT_JSON, REPORT_HTML = "report.json", "report.html"
@@ -45,9 +47,15 @@ class Picture:
     boxes: Mapping[str, Any] | None = None
 
     @classmethod
-    def of_sample(cls, key: str, images: Sequence[bytes], side: int, caption: str) -> "Picture":
-        """Return all images of a sample beside each other, each at most side x side pixels."""
-        return cls(preview_png(images, side), f"{counted(len(images), 'image')} of {key}", caption)
+    def of_sample(cls, sample: Sample, side: int, caption: str) -> "Picture":
+        """Return all images of a sample beside each other, each at most side x side pixels; without images, some frames
+        of its first video. The sample has one of both."""
+        if sample.images:
+            shows = f"{counted(len(sample.images), 'image')} of {sample.key}"
+            return cls(preview_png(sample.images, side), shows, caption)
+        png, times, _ = contact_sheet(sample.videos[0], side // 2)
+        shown_at = ", ".join(f"{time:.2f}" for time in times)
+        return cls(png, f"frames of the first video of {sample.key} at {shown_at} s", f"{caption}\n(at {shown_at} s)")
 
 
 @dataclass(frozen=True, slots=True)

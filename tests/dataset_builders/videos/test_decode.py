@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from fractions import Fraction
 
 import numpy as np
@@ -238,3 +239,25 @@ def test_a_frame_at_another_time_than_the_container_says_is_refused():
     assert [number_of(frame) for frame in iter_frames(video, (3, 7), (0.12, 0.28))] == [3, 7]
     with pytest.raises(SkipSample, match=r"no_times.*a frame at 0.28 s is at 0.32 s in the container"):
         list(iter_frames(video, (3, 7), (0.12, 0.32)))
+
+
+@pytest.mark.full
+def test_what_is_said_of_mutated_files_is_what_is_read_of_them():
+    """Whatever bytes change, a file is refused with a reason, or all its frames are read; no decoder dies."""
+    rng = np.random.default_rng(1)
+    whole = [numbered_clip(20, **options) for options in CODECS.values()]
+    reasons = Counter()
+    for number in range(300):
+        data = bytearray(whole[number % len(whole)])
+        for _ in range(rng.integers(1, 6)):
+            place, size = int(rng.integers(len(data))), int(rng.integers(1, 60))
+            data[place : place + size * int(rng.integers(2))] = rng.bytes(size * int(rng.integers(2)))
+        video = Video(data=bytes(data))
+        try:
+            facts = probe(video)
+            frames = read_frames(video, range(len(facts.times)))
+            assert frames.shape == (len(facts.times), facts.height, facts.width, 3)
+        except SkipSample as skip:
+            assert "ends its process" not in skip.detail, skip
+            reasons[skip.reason] += 1
+    assert {"decode_error", "truncated_image"} <= reasons.keys() and reasons.total() < 300, reasons

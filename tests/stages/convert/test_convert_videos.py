@@ -7,6 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from dataset_builders.contracts.sample import SPLITS, file_digests
+from stages.contamination.config import ContaminationConfig
+from stages.contamination.stage import find_contamination
 from tests.helpers.clips import numbered_clip, numbered_pngs
 from tests.helpers.json_rows import json_lines, write_file
 from tests.helpers.raw_rows import png
@@ -142,3 +144,11 @@ def test_without_decoding_damage_after_the_header_passes(tmp_path):
     assert run(tmp_path / "full", source).manifest.skips == {"decode_error": 1}
     header = run(tmp_path / "header", source, decode_check="header")
     assert header.manifest.skips == {} and header.manifest.stats["videos"]["frames"] == 1200
+
+
+def test_the_search_for_copies_compares_images_alone_and_says_so(made, tmp_path):
+    artifact, _ = made
+    found = find_contamination(ContaminationConfig(), {"samples": artifact}, tmp_path, None)
+    assert found.stats["videos_not_compared"] == artifact.manifest.stats["videos"]["shown"]
+    assert found.stats["contaminated"]["overall"]["samples"] == 0
+    assert "videos not compared" in (tmp_path / "report.json").read_text()

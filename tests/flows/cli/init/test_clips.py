@@ -88,7 +88,7 @@ def test_clips_are_recognised(write, clips, tmp_path, capsys):
     videos = config.tokenize.videos
     assert (videos.fps, videos.max_frames) == (2, 4 if write is lists_of_frames else 6)
     page = next((tmp_path / "root").rglob("init/*/report.html")).read_text()
-    assert "frames of video 0 of" in page and ("0.20, " if write is table else "0.00, ") in page
+    assert "frames of the first video of" in page and ("0.20, " if write is table else "0.00, ") in page
 
 
 def test_a_table_of_frames_without_a_rate_is_told(tmp_path, capsys):
