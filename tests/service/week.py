@@ -62,11 +62,12 @@ class Week:
         self.service.prefect(f"/deployments/{nightly['id']}/schedules/{schedule['id']}", body, method="PATCH")
 
     def wait_for_training(self) -> None:
-        """Delete what the nights have trained, once no night trains, and wait until the next one does."""
-        wait_for(lambda: not any(self.root.glob("scratch/train-*/metrics.jsonl")), 900, "end", self.service.tell)
+        """Delete what the nights have trained, once all have ended, and wait until the next one trains."""
+        wait_for(self.has_ended, 900, "end", self.service.tell)
         for path in self.root.glob("artifacts/train/*"):
             shutil.rmtree(path)
-        wait_for(lambda: any(self.root.glob("scratch/train-*/metrics.jsonl")), 400, "training", self.service.tell)
+        # A clock that went back shows for 10 minutes times whose nights have been.
+        wait_for(lambda: any(self.root.glob("scratch/train-*/metrics.jsonl")), 1000, "training", self.service.tell)
 
     def kill(self, part: str) -> None:
         self.service.program(part).kill()
