@@ -56,6 +56,7 @@ IMPORTERS = {
         *("stages.release.mlflow_model", "stages.verify.loaders", "stages.answer.vllm_process"),
     ),
     "simplejpeg": ("dataset_builders.pictures.images",),
+    "av": ("dataset_builders.videos.decode", "dataset_builders.videos.decode_process"),
 }
 # The modules that may use private parts of libraries, or replace parts; each checks the version of its library.
 PRIVATE_PARTS = ("flows.libraries", "flows.service.mlflow_app", "trainer.libraries", "trainer.layers.modules.engine")

@@ -102,7 +102,8 @@ def check_image(data: bytes, limits: ImageLimits, decode: bool = True) -> ImageI
         SkipSample: decode_error, truncated_image, bomb, too_small, aspect or bad_mode.
     """
     image = _open(data)
-    _check_header(image, limits)
+    check_size(*image.size, limits)
+    _check_mode(image)
     if not decode:
         # Pillow decodes a PNG to find EXIF that is not before its pixels.
         orientation = 1 if image.format == "PNG" and "exif" not in image.info else _orientation(image)
@@ -246,15 +247,14 @@ def _check_pixels(image: Image.Image, data: bytes) -> int:
     return orientation
 
 
-def _check_header(image: Image.Image, limits: ImageLimits) -> None:
-    width, height = image.size
+def check_size(width: int, height: int, limits: ImageLimits) -> None:
+    """Raise SkipSample (bomb, too_small or aspect) for an image or a video of so many pixels."""
     if width * height > limits.max_pixels:
         raise SkipSample("bomb", f"{width} x {height} pixels, the limit is {limits.max_pixels} in all")
     if min(width, height) < limits.min_side:
         raise SkipSample("too_small", f"{width} x {height} pixels, the limit is {limits.min_side} a side")
     if max(width, height) > MAX_ASPECT * min(width, height):
         raise SkipSample("aspect", f"{width} x {height} pixels, the longer side is over {MAX_ASPECT} times the shorter")
-    _check_mode(image)
 
 
 def _check_mode(image: Image.Image) -> None:

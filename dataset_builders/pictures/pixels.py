@@ -1,4 +1,4 @@
-"""The only conversion of encoded image bytes to uint8 patches, the same for training and evaluation.
+"""The only conversion of encoded images and of frames to uint8 patches, the same for training and evaluation.
 
 decode, EXIF, alpha on white, RGB (`images.py`) -> smart_resize -> uint8 antialiased bicubic -> patches in HF order.
 Normalisation and the temporal copy act on single bytes, so they happen later: in `pixel_values` here, on the device in
@@ -10,37 +10,41 @@ The records of tokenized shards hold the pixels in the artifact's codec. A reade
                 record with videos: those of the second frames
     u8_zstd     `patches.u8.zst`, `later_patches.u8.zst`: the same, compressed; for documents and drawings, as photos
                 gain little
-    original    `0.jpg`, `1.png`, ...: the original image files, which are converted whenever a record is read
+    original    `0.jpg`, `1.png`, `video0.mp4`, ...: the original files, which are converted whenever a record is read;
+                `videos.json`: of each video its files, start, end and timestamps, and the indices of its frames
 """
 
+import json
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
 import torch
 
-from dataset_builders.contracts.sample import SkipSample
-from dataset_builders.contracts.tokenized import Codec, PatchFormat, PixelConfig, PixelStore, TokenizedSample
+from dataset_builders.contracts.sample import SkipSample, video_of
+from dataset_builders.contracts.tokenized import Codec, PatchFormat, PixelConfig, PixelStore, TokenizedSample, Visual
 from dataset_builders.pictures.images import MAX_ASPECT, image_size, read_rgb
+from dataset_builders.videos.decode import iter_frames
 
 _BLOCK = 1024  # number of patches that are normalised at a time
 _PATCHES, _LATER, _COMPRESSED = "patches.u8", "later_patches.u8", ".zst"
+_VIDEOS = "videos.json"
 _ZSTD = pa.Codec("zstd", compression_level=3)
 
 
-class _ImageNames:
-    """The names of a record's image files: all names that begin with a digit."""
+class _FileNames:
+    """The names of a record's original files: of images, which begin with a digit, and of videos."""
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and name[:1].isdigit()
+        return isinstance(name, str) and (name[:1].isdigit() or name.startswith("video"))
 
 
 # The fields of a record that hold its pixels: a reader without a vision encoder may skip them.
 PIXEL_FIELDS: dict[Codec, Container[str]] = {
     "u8": (_PATCHES, _LATER),
     "u8_zstd": (_PATCHES + _COMPRESSED, _LATER + _COMPRESSED),
-    "original": _ImageNames(),
+    "original": _FileNames(),
 }
 
 
@@ -86,7 +90,25 @@ def encode_image(data: bytes, config: PixelConfig) -> tuple[np.ndarray, np.ndarr
 
 def encode_rgb(pixels: np.ndarray, config: PixelConfig) -> tuple[np.ndarray, np.ndarray]:
     """Return the patches and the grid of a decoded image, (height, width, 3) uint8. See `encode_image`."""
-    return _patchify(_resize(pixels, config).contiguous().numpy(), config.patch_format)
+    return _patchify(_resize(pixels, config), config.patch_format)
+
+
+def encode_frames(
+    frames: Iterable[np.ndarray], height: int, width: int, patch_format: PatchFormat
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield the patches of the first and of the second frame of each temporal group, each (h*w, 3 * patch_size^2) uint8
+    in HF patch order. A frame without a second one is its own. `frames` are (any height, any width, 3) uint8, and are
+    resized to (height, width), multiples of a merged patch."""
+    waiting = None
+    for frame in frames:
+        patches, _ = _patchify(_scaled(frame, height, width), patch_format)
+        if waiting is None:
+            waiting = patches
+        else:
+            yield waiting, patches
+            waiting = None
+    if waiting is not None:
+        yield waiting, waiting
 
 
 def resized(pixels: np.ndarray, config: PixelConfig) -> np.ndarray:
@@ -96,7 +118,10 @@ def resized(pixels: np.ndarray, config: PixelConfig) -> np.ndarray:
 
 def _resize(pixels: np.ndarray, config: PixelConfig) -> torch.Tensor:
     """Return (3, new height, new width) uint8 of (height, width, 3) uint8."""
-    height, width = smart_resize(pixels.shape[0], pixels.shape[1], config)
+    return _scaled(pixels, *smart_resize(pixels.shape[0], pixels.shape[1], config))
+
+
+def _scaled(pixels: np.ndarray, height: int, width: int) -> torch.Tensor:
     # No copy to planes: torch resizes interleaved pixels faster, to the same bits.
     planes = torch.from_numpy(_writable(pixels)).permute(2, 0, 1)[None]
     if planes.shape[-2:] != (height, width):
@@ -132,8 +157,9 @@ def pixel_values(patches: np.ndarray, patch_format: PatchFormat, out: np.ndarray
     return values
 
 
-def _patchify(planes: np.ndarray, patch_format: PatchFormat) -> tuple[np.ndarray, np.ndarray]:
-    """Cut (3, height, width) uint8, contiguous, into patches by blocks of merge_size^2; return patches and grid."""
+def _patchify(pixels: torch.Tensor, patch_format: PatchFormat) -> tuple[np.ndarray, np.ndarray]:
+    """Cut (3, height, width) uint8 into patches by blocks of merge_size^2; return patches and grid."""
+    planes = pixels.contiguous().numpy()
     size, merge = patch_format.patch_size, patch_format.merge_size
     rows, columns = planes.shape[1] // size, planes.shape[2] // size
     # One row of a patch is one element of the copy: with single bytes the copy takes twice as long.
@@ -148,11 +174,19 @@ def _writable(pixels: np.ndarray) -> np.ndarray:
     return pixels if pixels.flags.writeable else pixels.copy()
 
 
-def encode_sample(sample: TokenizedSample, codec: Codec, images: Mapping[str, bytes]) -> dict[str, bytes]:
+def encode_sample(
+    sample: TokenizedSample,
+    codec: Codec,
+    files: Mapping[str, bytes],
+    videos: Sequence[Mapping[str, object]] = (),
+) -> dict[str, bytes]:
     """Return the fields of one record.
 
-    With codec original the sample's patches are not used and may be empty. Only then `images` is used: the sample's
-    image files by their names in the sample shard, `0.jpg`.
+    With codec original the sample's patches are not used and may be empty. Only then these are used:
+
+    Args:
+        files: the sample's image and video files by their names in the sample shard, `0.jpg`.
+        videos: the sample shard's record of each video, with the `indices` of the frames that are read.
     """
     fields = {
         "image_grid_thw.i32": sample.image_grid_thw.tobytes(),
@@ -161,7 +195,7 @@ def encode_sample(sample: TokenizedSample, codec: Codec, images: Mapping[str, by
         "loss_mask.u8": sample.loss_mask.tobytes(),
     }
     if codec == "original":
-        return {**fields, **images}
+        return {**fields, **files} | ({_VIDEOS: json.dumps(list(videos)).encode()} if videos else {})
     patches = {_PATCHES: sample.patches.tobytes()}
     if sample.is_video.any():
         patches[_LATER] = sample.later_patches.tobytes()
@@ -200,16 +234,14 @@ def _decode_patches(
     """Return (p, 3 * patch_size^2) uint8 and (q, 3 * patch_size^2) uint8, the patches of first and of second frames."""
     width = pixels.config.patch_format.patch_bytes
     if pixels.codec == "original":
-        if is_video.any():
-            raise ValueError("codec original stores no videos")
-        names = sorted((name for name in fields if name[:1].isdigit()), key=lambda name: int(name.partition(".")[0]))
-        encoded = [encode_image(bytes(fields[name]), pixels.config) for name in names]
-        image_grids = [grid.tolist() for _, grid in encoded]
-        if encoded and image_grids != grids.tolist():
-            raise ValueError(f"its images have grids {image_grids}, but {grids.tolist()} are stored")
+        if not any(name in _FileNames() for name in fields):
+            grids = grids[:0]
+        visuals = [*_original_visuals(fields, grids, is_video, pixels)]
         none = np.zeros((0, width), np.uint8)
-        patches = [patches for patches, _ in encoded] or [none]
-        return patches[0] if len(patches) == 1 else np.concatenate(patches), none  # no copy of a single image
+        patches = [visual.patches for visual in visuals] or [none]
+        later = [none, *(visual.later_patches for visual in visuals)]
+        # A single image is not copied.
+        return patches[0] if len(patches) == 1 else np.concatenate(patches), np.concatenate(later)
     sizes = grids.prod(-1)
     has_pixels = any(name in fields for name in PIXEL_FIELDS[pixels.codec])
     decoded = []
@@ -223,3 +255,34 @@ def _decode_patches(
             raise ValueError(f"{len(data)} bytes of {name}, where its grids need {rows * width}")
         decoded.append(np.frombuffer(data, np.uint8).reshape(-1, width))
     return decoded[0], decoded[1]
+
+
+def _original_visuals(
+    fields: Mapping[str, bytes | memoryview], grids: np.ndarray, is_video: np.ndarray, pixels: PixelStore
+) -> Iterator[Visual]:
+    """Yield the images and temporal groups of a record of original files, converted now."""
+    patch_format = pixels.config.patch_format
+    none, size = np.zeros((0, patch_format.patch_bytes), np.uint8), patch_format.patch_size
+    names = sorted((name for name in fields if name[:1].isdigit()), key=lambda name: int(name.partition(".")[0]))
+    images = iter(names)
+    videos = iter(json.loads(bytes(fields[_VIDEOS])) if _VIDEOS in fields else [])
+    place = 0
+    while place < len(grids):
+        if not is_video[place]:
+            if (name := next(images, None)) is None:
+                raise ValueError(f"its images are {len(names)}, but {grids.tolist()} are stored")
+            patches, grid = encode_image(bytes(fields[name]), pixels.config)
+            if grid.tolist() != grids[place].tolist():
+                raise ValueError(f"{name} has the grid {grid.tolist()}, but {grids[place].tolist()} is stored")
+            yield Visual(grid, patches, none)
+            place += 1
+            continue
+        if (record := next(videos, None)) is None:
+            raise ValueError(f"{_VIDEOS} has fewer videos than its grids")
+        height, width = (int(side) * size for side in grids[place, 1:])
+        frames = iter_frames(video_of(record, fields), record["indices"])
+        for group in encode_frames(frames, height, width, patch_format):
+            yield Visual(grids[place], *group)
+            place += 1
+    if next(images, None) is not None or next(videos, None) is not None:
+        raise ValueError(f"more images or videos than the grids {grids.tolist()}")

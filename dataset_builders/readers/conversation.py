@@ -1,15 +1,17 @@
-"""Conversations in the forms of other tools: OpenAI's messages and ShareGPT's conversations -> messages and images.
+"""Conversations in the forms of other tools: OpenAI's messages and ShareGPT's conversations -> messages and files.
 
-There are two ways to mark the position of an image. The row's fields decide which one applies, not its text:
+There are two ways to mark the position of an image or a video. The row's fields decide which one applies, not its text:
 
     content parts   {"type": "image_url", "image_url": {"url": ...}}   the part names its image; a part without a
                     {"type": "image"}                                  name takes the next image of the images field
-    marks           "What is <image> and <image>?"                     only where the row has an images field
-                                                                       and no content part is an image
+                    {"type": "video", "video": ...}                    and so for videos (video_refs.py)
+    marks           "What is <image> and <image>?", "<video>"          only where the row has a field of images or
+                                                                       videos and no content part is one
 
-If there are no marks at all, the images come before the first user's text, as in the tools that write such rows. In all
-other cases a literal `<image>` is refused (special_token_in_text), since it would become a slot. Numbered marks, such
-as `<image 2>` or `<image_2>`, are read where each of the row's images has one (see `place_numbered`).
+If there are no marks at all, images and then videos come before the first user's text, as in the tools that write such
+rows. Where a row has videos and no image, `<image>` marks a video, as LLaVA writes it. In all other cases a literal
+`<image>` or `<video>` is refused (special_token_in_text), since it would become a slot. Numbered marks, such as
+`<image 2>` or `<image_2>`, are read where each of the row's images has one (see `place_numbered`).
 
 Most keys that no option reads do no harm and are only named, but some would change what is trained. A row is left out,
 with the key and the way out in its reason, where such a key holds
@@ -18,23 +20,32 @@ with the key and the way out in its reason, where such a key holds
     a mark that it is not to train    {"trainable": false}, {"label": false}, {"rejected": true}
     the other half of a preference    {"rejected": "A worse answer."}
     places in the image               {"objects": {"bbox": [[1, 2, 3, 4]]}} where no `<bbox>` uses them
-    what else the model would get     tools, videos, audio
+    what else the model would get     tools, audio; videos where none are read
 
 The marks of single answers are read here, too. Sample.check refuses placeholders in texts. ms-swift's `<bbox>` and
 `<ref-object>`, and boxes that texts write themselves, become places of boxes (`box_places.py`).
 """
 
 import re
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any
 
-from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Role, Sample, SkipSample
+from dataset_builders.contracts.sample import IMAGE_SLOT, VIDEO_SLOT, Message, Role, Sample, SkipSample
 from dataset_builders.readers.box_places import BoxOptions, Images, place_objects, with_boxes
+from dataset_builders.readers.image_refs import MAX_IMAGE_BYTES
 from dataset_builders.readers.parts import SPLIT_NAMES, split_of
 from dataset_builders.readers.source_files import IMAGE_SUFFIXES
 from dataset_builders.readers.text_files import json_type, parse_json
+from dataset_builders.readers.video_refs import (
+    VIDEO_NAMES,
+    Read,
+    VideoRef,
+    is_named,
+    looks_like_video,
+    video_ref,
+)
 
 ImageRef = str | bytes | None  # an image's name, its bytes, or None: the next image of the row's images field
 
@@ -53,7 +64,9 @@ SHAREGPT_ROLES: Mapping[str, Role] = {
 }
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _IMAGE_PARTS = ("image", "image_url", "input_image")
+_VIDEO_PARTS = ("video", "video_url", "input_video")
 _PART_NAMES = ("image_url", "image", "url", "path")
+_VIDEO_PART_NAMES = ("video_url", "video", "frames", "url", "path")
 ROW_KEYS = ("messages", "conversations", "system", "objects")
 _TURN_KEYS = ("role", "from", "content", "value", "name", "weight", "loss")
 _CALLS = ("tool_calls", "function_call")
@@ -68,7 +81,7 @@ IMAGE_NAMES = (
 _IMAGE_WORDS = frozenset(("image", "images", "img", "imgs", "picture", "pictures", "pic", "pics", "photo", "photos"))
 _IMAGE_WORDS |= {"bild", "bilder", "foto", "fotos", "imagen", "imagenes"}
 _NOTHING = (None, "", [], {}, "[]")  # "[]": LLaMA-Factory's tools are a text
-_NO_PART = ("tools", "functions", "videos", "video", "audios", "audio", "objects")  # of the model's input, when read
+_NO_PART = ("tools", "functions", *VIDEO_NAMES, "audios", "audio", "objects")  # of the model's input, when read
 # Words of keys that say whether to train, by true or false.
 _OF_TRAINING = frozenset(
     ("train", "training", "trainable", "learn", "learnable", "loss", "weight", "supervise", "supervised")
@@ -88,51 +101,68 @@ class Conversation:
 
     messages: tuple[Message, ...]
     refs: tuple[ImageRef, ...]
+    videos: tuple[VideoRef, ...] = ()
     objects: Any = None  # of ms-swift: the boxes and names of the marks in the texts
 
-    def sample(self, key: str, read: Callable[[str], bytes], boxes: BoxOptions) -> Sample:
-        """Read the images, and return the sample; SkipSample if they cannot be read, or this is no conversation."""
+    def sample(self, key: str, read: Read, boxes: BoxOptions) -> Sample:
+        """Read images and videos, and return the sample; SkipSample if they cannot be read, or this is no
+        conversation."""
         _check_order([message.role for message in self.messages])
         for message in self.messages:
-            if message.role != "user" and IMAGE_SLOT in message.text:
-                raise SkipSample("special_token_in_text", f"{IMAGE_SLOT} in a message of {message.role}")
+            for slot in (IMAGE_SLOT, VIDEO_SLOT):
+                if message.role != "user" and slot in message.text:
+                    raise SkipSample("special_token_in_text", f"{slot} in a message of {message.role}")
 
         @cache
         def image(number: int) -> bytes:
             ref = self.refs[number]
-            return ref if isinstance(ref, bytes) else read(ref)
+            return ref if isinstance(ref, bytes) else read(ref, MAX_IMAGE_BYTES)
 
         images = Images(image, len(self.refs), boxes.boxes_of)
         messages = with_boxes(place_objects(self.messages, self.objects, images), images, boxes)
         # Checked before a file is read, other than images with boxes.
-        Sample(key=key, messages=messages, images=(b"",) * len(self.refs)).check()
-        return Sample(key=key, messages=messages, images=tuple(map(image, range(len(self.refs)))))
+        known = tuple(video.check() for video in self.videos)
+        Sample(key=key, messages=messages, images=(b"",) * len(self.refs), videos=known).check()
+        videos = tuple(video.video(read) for video in self.videos)
+        return Sample(key=key, messages=messages, images=tuple(map(image, range(len(self.refs)))), videos=videos)
 
 
-def from_openai(record: Mapping[str, Any], images: Sequence[ImageRef] | None) -> Conversation:
+def from_openai(
+    record: Mapping[str, Any],
+    images: Sequence[ImageRef] | None,
+    videos: Sequence[VideoRef] | None = None,
+    frame_rate: float | None = None,
+) -> Conversation:
     """Return the conversation of a row with `messages`, a list of {"role", "content"}; SkipSample if it has none.
 
     Args:
         images: the row's images field; None if the row has no such field.
+        videos: the same of its videos.
+        frame_rate: of lists of frames in content parts that state none.
     """
     turns = _turns(record, "messages", "conversations")
-    has_parts = any(_is_image_part(part) for turn in turns for part in _parts(turn))
-    has_marks = images is not None and not has_parts
-    messages, refs = [], []
+    has_parts = any(_kind_of_part(part) for turn in turns for part in _parts(turn))
+    has_marks = (images is not None or videos is not None) and not has_parts
+    messages, refs, clips = [], [], []
     for i, turn in enumerate(turns):
         where = f"messages[{i}]"
         role = _role(turn.get("role"), OPENAI_ROLES, where)
         if any(turn.get(field) for field in _CALLS):
             raise SkipSample("bad_role", f"{where} calls a tool")
-        text, own = _content(turn.get("content"), role, has_marks, f"{where}.content")
+        text, own, own_clips = _content(turn.get("content"), role, has_marks, f"{where}.content", frame_rate)
         messages.append(_message(turn, role, text, where))
         refs += own
+        clips += own_clips
     messages = _with_system(record, messages)
-    found = _with_marks(messages, images) if has_marks else Conversation(tuple(messages), _fill(refs, images or ()))
-    return _checked(record, found)
+    if has_marks:
+        return _checked(record, _with_marks(messages, images or (), videos or ()))
+    files = _fill("image", refs, images or ()), _fill("video", clips, videos or ())
+    return _checked(record, Conversation(tuple(messages), *files))
 
 
-def from_sharegpt(record: Mapping[str, Any], images: Sequence[ImageRef]) -> Conversation:
+def from_sharegpt(
+    record: Mapping[str, Any], images: Sequence[ImageRef], videos: Sequence[VideoRef] = ()
+) -> Conversation:
     """Return the conversation of a row with `conversations`, a list of {"from", "value"}. Raises as `from_openai`."""
     messages = []
     for i, turn in enumerate(_turns(record, "conversations", "messages")):
@@ -140,7 +170,7 @@ def from_sharegpt(record: Mapping[str, Any], images: Sequence[ImageRef]) -> Conv
         role = _role(turn.get("from"), SHAREGPT_ROLES, where)
         text = _text(turn.get("value"), f"{where}.value")
         messages.append(_message(turn, role, text, where))
-    return _checked(record, _with_marks(_with_system(record, messages), images))
+    return _checked(record, _with_marks(_with_system(record, messages), images, videos))
 
 
 def images_of(record: Mapping[str, Any]) -> list[ImageRef] | None:
@@ -160,16 +190,16 @@ def images_of(record: Mapping[str, Any]) -> list[ImageRef] | None:
     return [_image(item, f"{present[0]}[{i}]") for i, item in enumerate(items)]
 
 
-def names_images(turns: Sequence[Any]) -> bool:
-    """Whether a content part of these messages names its image."""
-    parts = [part for turn in turns if isinstance(turn, Mapping) for part in _parts(turn) if _is_image_part(part)]
-    return any(part.get(name) is not None for part in parts for name in _PART_NAMES)
+def names_files(turns: Sequence[Any]) -> bool:
+    """Whether a content part of these messages names its image or video."""
+    parts = [part for turn in turns if isinstance(turn, Mapping) for part in _parts(turn) if _kind_of_part(part)]
+    return any(part.get(name) is not None for part in parts for name in (*_PART_NAMES, *_VIDEO_PART_NAMES))
 
 
 def unread_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return the keys of rows, and of their turns as `messages[].key`, that are not read."""
     rows = list(rows)
-    names = unread_keys(rows, ("id", *ROW_KEYS, *IMAGE_NAMES))
+    names = unread_keys(rows, ("id", *ROW_KEYS, *IMAGE_NAMES, *VIDEO_NAMES))
     for field in ("messages", "conversations"):
         lists = [row[field] for row in rows if isinstance(row.get(field), list)]
         turns = [turn for turns in lists for turn in turns if isinstance(turn, dict)]
@@ -201,7 +231,8 @@ def place_numbered(texts: Sequence[str], images: Sequence[Any]) -> tuple[list[st
 
 def _checked(record: Mapping[str, Any], found: Conversation) -> Conversation:
     """Return the conversation with the row's objects; SkipSample for another key that would change what is trained."""
-    check_unread(record, ROW_KEYS, bool(found.refs))
+    # Where a video is read, another key often names the same file.
+    check_unread(record, (*ROW_KEYS, *(VIDEO_NAMES if found.videos else ())), bool(found.refs or found.videos))
     for name in SPLIT_NAMES:
         if isinstance(record.get(name), str) and split_of(record[name]) == "heldout":
             detail = (
@@ -268,35 +299,47 @@ def _parts(turn: Mapping[str, Any]) -> list[Any]:
     return content if isinstance(content, list) else []
 
 
-def _is_image_part(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") in _IMAGE_PARTS
+def _kind_of_part(part: Any) -> str:
+    """Return `image` or `video` for a content part that is one; empty for others."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    return "image" if kind in _IMAGE_PARTS else "video" if kind in _VIDEO_PARTS else ""
 
 
-def _content(content: Any, role: Role, has_marks: bool, where: str) -> tuple[str, list[ImageRef]]:
-    """Return the text of a message, with image slots in it, and the references to the images of these slots."""
+def _content(
+    content: Any, role: Role, has_marks: bool, where: str, frame_rate: float | None
+) -> tuple[str, list[ImageRef], list[VideoRef | None]]:
+    """Return the text of a message, with slots in it, and the references to the images and videos of these slots."""
     pieces: list[str] = []
     refs: list[ImageRef] = []
+    videos: list[VideoRef | None] = []
     for i, part in enumerate(content if isinstance(content, list) else [{"type": "text", "text": content}]):
         place = f"{where}[{i}]" if isinstance(content, list) else where
         if not isinstance(part, dict):
             raise SkipSample("schema_error", f"{place} is {json_type(part)}, not an object")
-        if _is_image_part(part):
+        if kind := _kind_of_part(part):
             if role != "user":
-                raise SkipSample("schema_error", f"{place}: an image in a message of {role}")
-            names = [part[name] for name in _PART_NAMES if part.get(name) is not None]
-            refs.append(_image(names[0], place) if names else None)
-            pieces.append(IMAGE_SLOT)
+                raise SkipSample("schema_error", f"{place}: a {kind} in a message of {role}")
+            pieces.append(IMAGE_SLOT if kind == "image" else VIDEO_SLOT)
+            names = [name for name in (_PART_NAMES if kind == "image" else _VIDEO_PART_NAMES) if part.get(name)]
+            if kind == "image":
+                refs.append(_image(part[names[0]], place) if names else None)
+            else:
+                about = {name: each for name, each in part.items() if name not in ("type", *_VIDEO_PART_NAMES)}
+                videos.append(video_ref({**about, "path": part[names[0]]}, place, frame_rate) if names else None)
             continue
         if part.get("type") not in _TEXT_PARTS:
-            raise SkipSample("schema_error", f"{place} has the type {str(part.get('type'))[:40]!r}, no text or image")
+            raise SkipSample(
+                "schema_error", f"{place} has the type {str(part.get('type'))[:40]!r}, no text, image or video"
+            )
         text = part.get("text")
         if not isinstance(text, str):
             raise SkipSample("schema_error", f"{place} is {json_type(text)}, not text")
         pieces.append(text)
     # Counted after joining, because two parts can form a mark together.
-    if not has_marks and "".join(pieces).count(IMAGE_SLOT) != len(refs):
-        raise SkipSample("special_token_in_text", f"{IMAGE_SLOT} in {where}")
-    return _text("".join(pieces), where), refs
+    for slot, own in ((IMAGE_SLOT, refs), (VIDEO_SLOT, videos)):
+        if not has_marks and "".join(pieces).count(slot) != len(own):
+            raise SkipSample("special_token_in_text", f"{slot} in {where}")
+    return _text("".join(pieces), where), refs, videos
 
 
 def _image(value: Any, where: str) -> str | bytes:
@@ -317,25 +360,28 @@ def _with_system(record: Mapping[str, Any], messages: list[Message]) -> list[Mes
     return [Message(role="system", text=_text(record["system"], "system")), *messages]
 
 
-def _with_marks(messages: Sequence[Message], images: Sequence[ImageRef]) -> Conversation:
+def _with_marks(messages: Sequence[Message], images: Sequence[ImageRef], videos: Sequence[VideoRef]) -> Conversation:
     """Return the conversation with slots at the marks; without marks, the slots come before the first user's text."""
     messages = list(messages)
     asked = [i for i, message in enumerate(messages) if message.role == "user"]
     texts, images = place_numbered([messages[i].text for i in asked], images)
-    if texts and not any(IMAGE_SLOT in text for text in [*texts, *(message.text for message in messages)]):
-        texts[0] = IMAGE_SLOT * len(images) + texts[0]
+    if videos and not images and not any(VIDEO_SLOT in text for text in texts):
+        texts = [text.replace(IMAGE_SLOT, VIDEO_SLOT) for text in texts]
+    others = [message.text for message in messages if message.role != "user"]
+    if texts and not any(slot in text for text in [*texts, *others] for slot in (IMAGE_SLOT, VIDEO_SLOT)):
+        texts[0] = IMAGE_SLOT * len(images) + VIDEO_SLOT * len(videos) + texts[0]
     for i, text in zip(asked, texts):
         messages[i] = Message(role="user", text=text)
-    return Conversation(tuple(messages), tuple(images))
+    return Conversation(tuple(messages), tuple(images), tuple(videos))
 
 
-def _fill(refs: Iterable[ImageRef], images: Sequence[ImageRef]) -> tuple[ImageRef, ...]:
-    """Replace each None by the next image of the row's images field, in order. Every image must be used."""
-    refs, rest = list(refs), list(images)
+def _fill(kind: str, refs: Iterable[Any], given: Sequence[Any]) -> tuple[Any, ...]:
+    """Replace each None by the next image or video of the row's own field, in order. Every one must be used."""
+    refs, rest = list(refs), list(given)
     num_open = sum(ref is None for ref in refs)
     if num_open != len(rest):
         raise SkipSample(
-            "image_count_mismatch", f"{num_open} image parts without a name, {len(rest)} images beside the messages"
+            f"{kind}_count_mismatch", f"{num_open} {kind} parts without a name, {len(rest)} {kind}s beside the messages"
         )
     return tuple(rest.pop(0) if ref is None else ref for ref in refs)
 
@@ -383,9 +429,8 @@ def looks_like_image(value: Any) -> bool:
     if isinstance(value, dict):
         return isinstance(value.get("bytes"), bytes) or looks_like_image(value.get("path") or value.get("url"))
     if isinstance(value, str):
-        text = value.strip().lower().partition("?")[0]
-        return text.startswith("data:image/") or text.rpartition(".")[2] in IMAGE_SUFFIXES
-    return isinstance(value, bytes)
+        return is_named(value, "data:image/", IMAGE_SUFFIXES)
+    return isinstance(value, bytes) and not looks_like_video(value)
 
 
 def unread_keys(rows: Iterable[Mapping[str, Any]], read: Container[str]) -> list[str]:

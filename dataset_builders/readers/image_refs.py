@@ -1,4 +1,4 @@
-"""Reading of an image that a row only names, by a data URI, a path, or the address of an object in a store.
+"""Reading of an image or a video that a row only names, by a data URI, a path, or the address of an object in a store.
 
     data:image/png;base64,iVBORw0...     decoded; also percent-encoded, without ;base64
     iVBORw0KGgo..., /9j/4AAQ...          base64 of PNG, JPEG, GIF or WebP without a head
@@ -26,18 +26,19 @@ from dataset_builders.contracts.sample import SkipSample
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.errors import InputError, one_line
 from dataset_builders.readers.parts import Part
-from dataset_builders.readers.source_files import IMAGE_SUFFIXES, real_dirs
+from dataset_builders.readers.source_files import MEDIA_SUFFIXES, real_dirs
 from dataset_builders.storage.row_objects import NoObject, read_object
 from dataset_builders.storage.store import StorePath, is_local
 
 MAX_IMAGE_BYTES = 256 << 20
-# Globs of image files, in letters of either case. A row may also name a file with another suffix, or with none.
-IMAGE_PATTERNS = tuple(
+MAX_VIDEO_BYTES = 2 << 30
+# Globs of image and video files, in letters of either case. A row may also name a file with another suffix, or none.
+MEDIA_PATTERNS = tuple(
     f"{folder}*." + "".join(f"[{c}{c.upper()}]" if c.isalpha() else c for c in suffix)
-    for suffix in IMAGE_SUFFIXES
+    for suffix in MEDIA_SUFFIXES
     for folder in ("", "**/")
 )
-# Files with these suffixes are no images, whatever a row says.
+# Files with these suffixes are neither, whatever a row says.
 _NO_IMAGES = (
     *("json", "jsonl", "csv", "tsv", "parquet", "arrow", "feather", "ipc", "txt", "md", "html", "xml", "yaml", "yml"),
     *("toml", "py", "sh", "log", "pdf", "xlsx", "tar", "zip", "gz", "tgz", "zst", "xz", "bz2", "7z", "rar"),
@@ -63,7 +64,7 @@ class ImageRefOptions(StrictModel):
 
 
 class ImageReader:
-    """Reader of the images that the rows of one part name. `image_root`: see ImageRefOptions."""
+    """Reader of the images and videos that the rows of one part name. `image_root`: see ImageRefOptions."""
 
     def __init__(self, part: Part, image_root: str | Mapping[str, str] = "") -> None:
         self._source = part.path.parents[part.name.count("/")]
@@ -77,11 +78,11 @@ class ImageReader:
         self._stores = part.stores
         self._real = real_dirs(self._source) if is_local(self._source) else None
 
-    def read(self, ref: str) -> bytes:
-        """Return the image's encoded bytes.
+    def read(self, ref: str, max_bytes: int = MAX_IMAGE_BYTES) -> bytes:
+        """Return the encoded bytes.
 
         Raises:
-            SkipSample: image_not_found, decode_error for a broken data URI, bomb for a file over 256 MiB.
+            SkipSample: image_not_found, decode_error for a broken data URI, bomb for a file over `max_bytes`.
             OSError: a disk does not answer, which is not the row's fault.
             InputError: a store does not answer.
         """
@@ -93,35 +94,35 @@ class ImageReader:
         if not ref.strip() or "\0" in ref:
             raise _missing(ref, "no path")
         if not may_be_image(ref):
-            raise _missing(ref, "its suffix is of no image")
+            raise _missing(ref, "its suffix is of no image or video")
         if scheme is None:
-            return self.read_path(ref)
+            return self.read_path(ref, max_bytes)
         if len(scheme[1]) == 1:
             raise _missing(ref, "a path on a drive of Windows; name the image by its path below the data: images/1.jpg")
         if scheme[1].lower() in ("http", "https"):
             raise _missing(ref, "addresses of the web are not fetched; download the picture and name it by its path")
         if scheme[1] not in _STORES or "::" in ref or not _OBJECT.fullmatch(ref):
             raise _missing(ref, f"neither a path nor the address of an object ({'://, '.join(_STORES)}://)")
-        return self._read_object(ref, ref)
+        return self._read_object(ref, ref, max_bytes)
 
-    def read_path(self, ref: str) -> bytes:
+    def read_path(self, ref: str, max_bytes: int = MAX_IMAGE_BYTES) -> bytes:
         """Return the file at a path, or if there is none and the path has backslashes, as on Windows, with slashes."""
         read = self._read_beside if self._real is None else self._read_local
         try:
-            return read(ref)
+            return read(ref, max_bytes)
         except SkipSample as skip:
             if "\\" not in ref or skip.reason != "image_not_found":
                 raise
-            return read(ref.replace("\\", "/"))
+            return read(ref.replace("\\", "/"), max_bytes)
 
-    def _read_local(self, ref: str) -> bytes:
+    def _read_local(self, ref: str, max_bytes: int) -> bytes:
         try:
             path = (self._base / ref).resolve(strict=True)
             if not any(path.is_relative_to(directory) for directory in self._real):
                 raise _missing(ref, f"it leads to {str(path)!r}, outside of the source")
             if not path.is_file():
                 raise _missing(ref, "it is no file")
-            _check_size(path.stat().st_size)
+            _check_size(path.stat().st_size, max_bytes)
             return path.read_bytes()
         except _NOT_THERE as error:
             way_out = "" if Path(ref).suffix else "; write the name with its suffix, such as .jpg"
@@ -133,22 +134,22 @@ class ImageReader:
                 raise _missing(ref, error.strerror or "") from None
             raise
 
-    def _read_beside(self, ref: str) -> bytes:
+    def _read_beside(self, ref: str, max_bytes: int) -> bytes:
         """Return the object at a path below a source in a store."""
         name = posixpath.normpath(posixpath.join(self._base.path, ref))
         if not name.startswith(self._source.path.rstrip("/") + "/"):
             raise _missing(ref, "it leads outside of the source")
-        return self._read_object(f"{str(self._source).partition('://')[0]}://{name}", ref)
+        return self._read_object(f"{str(self._source).partition('://')[0]}://{name}", ref, max_bytes)
 
-    def _read_object(self, address: str, ref: str) -> bytes:
+    def _read_object(self, address: str, ref: str, max_bytes: int) -> bytes:
         try:
-            return read_object(address, self._stores, _check_size)
+            return read_object(address, self._stores, lambda size: _check_size(size, max_bytes))
         except NoObject as error:
             raise _missing(ref, str(error)) from error
 
 
 def may_be_image(name: str) -> bool:
-    """Whether a row may name a file of this name as an image; its content must show whether it is one."""
+    """Whether a row may name a file of this name as an image or a video; its content must show whether it is one."""
     return name.rpartition(".")[2].lower() not in _NO_IMAGES
 
 
@@ -175,9 +176,9 @@ def _data_uri(ref: str) -> bytes:
         raise SkipSample("decode_error", f"a data URI that is not base64: {str(error)[:100]}") from None
 
 
-def _check_size(size: int) -> None:
-    if size > MAX_IMAGE_BYTES:
-        raise SkipSample("bomb", f"a file of {size} bytes; the limit is {MAX_IMAGE_BYTES}")
+def _check_size(size: int, max_bytes: int) -> None:
+    if size > max_bytes:
+        raise SkipSample("bomb", f"a file of {size} bytes; the limit is {max_bytes}")
 
 
 def _missing(ref: str, why: str) -> SkipSample:

@@ -4,8 +4,8 @@ A file has the same name in a directory, as a single file and in an object store
 one directory, `**` does not. Files and directories whose names begin with a dot belong to some tool and are not data.
 
 A source may be untrusted and must not reach other files of this machine: a file whose links lead out of the source is
-refused, and so is a link to a directory outside, before it is walked. An image is still listed then, because many
-images are named by no row; a row that names it is left out (`image_refs.py`).
+refused, and so is a link to a directory outside, before it is walked. An image or a video is still listed
+then, because many are named by no row; a row that names it is left out (`image_refs.py`).
 
 A subset is a folder of files, or the files directly in the source whose names differ only in a running number:
 
@@ -44,6 +44,8 @@ from dataset_builders.storage.store import StorePath, is_local, location
 
 # Files of the last ones may be refused, each with its name.
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "jfif", "jpe", "avif", "jp2")
+VIDEO_SUFFIXES = ("mp4", "mkv", "webm", "avi", "mov", "m4v", "mpg", "mpeg", "flv", "wmv", "ogv", "3gp", "m2ts", "mts")
+MEDIA_SUFFIXES = (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES)
 ROOT_MARK = ".athanor-root"  # a file of each directory into which athanor writes; it holds no raw data
 NUMBERED = "data"  # subset of the files whose names are only numbers
 
@@ -93,7 +95,7 @@ def _refuse_links_out(source: Path, files: Sequence[SourceFile]) -> None:
     allowed = real_dirs(source)
     real_parents: dict[Path, Path] = {}
     for file in files:
-        if file.name.lower().endswith(IMAGE_SUFFIXES):
+        if file.name.lower().endswith(MEDIA_SUFFIXES):
             continue
         parent = file.path.parent
         if parent not in real_parents:

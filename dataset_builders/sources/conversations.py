@@ -83,7 +83,7 @@ from dataset_builders.readers.conversation import (
     images_of,
     is_watched,
 )
-from dataset_builders.readers.image_refs import IMAGE_PATTERNS, ImageReader, ImageRefOptions, check_image_root
+from dataset_builders.readers.image_refs import MEDIA_PATTERNS, ImageReader, ImageRefOptions, check_image_root
 from dataset_builders.readers.parts import Builder, Part, SkippedRow, convert_rows
 from dataset_builders.readers.source_files import SourceFile, row_parts, subset_patterns
 from dataset_builders.readers.table_files import (
@@ -95,19 +95,20 @@ from dataset_builders.readers.table_files import (
     value_of,
 )
 from dataset_builders.readers.text_files import JSON_SUFFIXES, iter_json_rows, json_file_parts, parse_json
+from dataset_builders.readers.video_refs import VideoOptions, videos_of
 from dataset_builders.storage.store import StorePath
 
 _TABLES = (".parquet", *ARROW_SUFFIXES)
 _SUFFIXES = (*JSON_SUFFIXES, *_TABLES)
 
 
-class ConversationOptions(BoxOptions, ImageRefOptions):
+class ConversationOptions(BoxOptions, ImageRefOptions, VideoOptions):
     """Options for the conversion of a raw row to a sample."""
 
 
 def patterns(subsets: Sequence[str]) -> tuple[str, ...]:
     """Return globs of the files of these subsets, and of every image file: a row may name any of them."""
-    return (*subset_patterns(subsets, _SUFFIXES), *IMAGE_PATTERNS)
+    return (*subset_patterns(subsets, _SUFFIXES), *MEDIA_PATTERNS)
 
 
 def list_parts(source: StorePath, subsets: Sequence[str], options: ConversationOptions, *, column: str) -> list[Part]:
@@ -129,7 +130,7 @@ def iter_part(
     reader = ImageReader(part, options.image_root)
 
     def convert(key: str, record: Mapping[str, Any]) -> Iterator[Sample]:
-        yield _conversation(record, column).sample(key, reader.read, options)
+        yield _conversation(record, column, options).sample(key, reader.read, options)
 
     records = _iter_table(part, rows) if part.path.name.endswith(_TABLES) else iter_json_rows(part, rows)
     return convert_rows(part, records, convert)
@@ -148,10 +149,12 @@ OPENAI_MESSAGES = _builder("messages")
 LLAVA = _builder("conversations")
 
 
-def _conversation(record: Mapping[str, Any], column: str) -> Conversation:
-    images = images_of(record)
+def _conversation(record: Mapping[str, Any], column: str, options: ConversationOptions) -> Conversation:
+    images, videos = images_of(record), videos_of(record, options.frame_rate)
     # In OpenAI's form it matters whether the row has a field of images; in ShareGPT's, marks alone place images.
-    return from_openai(record, images) if column == "messages" else from_sharegpt(record, images or [])
+    if column == "messages":
+        return from_openai(record, images, videos, options.frame_rate)
+    return from_sharegpt(record, images or [], videos or [])
 
 
 def _iter_table(part: Part, rows: Container[int] | None) -> Iterator[tuple[int, dict[str, Any] | SkipSample]]:

@@ -35,7 +35,7 @@ from pydantic import Field
 from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Sample, SkipSample, Split
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.errors import InputError
-from dataset_builders.readers.image_refs import IMAGE_PATTERNS, ImageReader
+from dataset_builders.readers.image_refs import MEDIA_PATTERNS, ImageReader
 from dataset_builders.readers.parts import Builder, Part, SkippedRow, convert_rows
 from dataset_builders.readers.source_files import SourceFile, list_files, nearest
 from dataset_builders.readers.table_files import (
@@ -83,7 +83,7 @@ class CordOptions(StrictModel):
 def patterns(subsets: Sequence[str]) -> tuple[str, ...]:
     """Return globs of the parquet files of these subsets (cord_v2_train, ...; none means all), and of image files."""
     names = [f"{split}*.parquet" for split in _splits(subsets)] if subsets else ["*.parquet"]
-    return (*(f"{folder}{name}" for name in names for folder in ("", "*/")), *IMAGE_PATTERNS)
+    return (*(f"{folder}{name}" for name in names for folder in ("", "*/")), *MEDIA_PATTERNS)
 
 
 def list_parts(source: StorePath, subsets: Sequence[str], options: CordOptions) -> list[Part]:

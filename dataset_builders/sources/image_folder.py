@@ -1,4 +1,4 @@
-"""Images in folders, each with a text file, or in folders that name their classes -> Sample.
+"""Images or clips in folders, each with a text file, or in folders that name their classes -> Sample.
 
 The source is a directory or a URL. With {answer: text_file, question: "Describe the image."}, the answer is the file of
 the same name with the suffix `suffix`:
@@ -19,7 +19,7 @@ A top folder whose name is in `train_splits` or `heldout_splits` is a split; con
 For text_file, the subset is the top folder, or the folder directly below a split's folder; without a folder, and for
 folder_name, the subset is `data`. Folders may be nested. The rows of a subset are numbered in natural order of their
 files' names. Two images of the same name with different suffixes are two rows that share a text. Other files are not
-rows.
+rows. A video file is a row like an image, with `<video>` at the beginning of its question.
 
 Left out: an image without a text file, a text that is not UTF-8, or an image without a folder that names its class
 (schema_error); a text file without an image, or an image that is a link out of the source (image_not_found); a text
@@ -32,15 +32,16 @@ from typing import Literal
 
 from pydantic import Field
 
-from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Sample, SkipSample, Split
+from dataset_builders.contracts.sample import IMAGE_SLOT, VIDEO_SLOT, Message, Sample, SkipSample, Split, Video
 from dataset_builders.errors import InputError
 from dataset_builders.readers.annotations import YOLO_LINES
 from dataset_builders.readers.box_places import BoxOptions, with_boxes
-from dataset_builders.readers.image_refs import ImageReader
+from dataset_builders.readers.image_refs import MAX_VIDEO_BYTES, ImageReader
 from dataset_builders.readers.parts import Builder, Part, SkippedRow, splits_of
 from dataset_builders.readers.source_files import (
     IMAGE_SUFFIXES,
     NUMBERED,
+    VIDEO_SUFFIXES,
     SourceFile,
     choose_subsets,
     file_parts,
@@ -50,13 +51,15 @@ from dataset_builders.readers.table_files import stripped
 from dataset_builders.storage.store import StorePath
 
 _PART_ROWS = 512
-_IMAGES = tuple(f".{suffix}" for suffix in (*IMAGE_SUFFIXES, "heic", "heif"))  # the last two leave their rows out
+_VIDEOS = tuple(f".{suffix}" for suffix in VIDEO_SUFFIXES)
+# The last two of the images leave their rows out.
+_IMAGES = (*(f".{suffix}" for suffix in (*IMAGE_SUFFIXES, "heic", "heif")), *_VIDEOS)
 
 
 class ImageFolderOptions(BoxOptions):
     """The question about each image, and the source of its answer."""
 
-    question: str = Field(min_length=1, description="the text that is asked about each image")
+    question: str = Field(min_length=1, description="the text that is asked about each image or video")
     answer: Literal["text_file", "folder_name"] = Field(
         description="text_file: the file of the same name beside the image; folder_name: the name of its folder"
     )
@@ -90,7 +93,8 @@ def list_parts(source: StorePath, subsets: Sequence[str], options: ImageFolderOp
         is_named = options.answer == "text_file" and folders
         rows_of.setdefault(folders[0] if is_named else NUMBERED, []).append(file)
     if not rows_of:
-        raise InputError(f"raw data {source} holds no image; the builder image_folder reads {', '.join(_IMAGES)}")
+        known = ", ".join(_IMAGES)
+        raise InputError(f"raw data {source} holds no image or video; the builder image_folder reads {known}")
     return [
         part
         for subset, files in choose_subsets(source, subsets, rows_of)
@@ -155,13 +159,20 @@ def _sample(key: str, name: str, reader: ImageReader, options: ImageFolderOption
         answer = folders[-1].replace("_", " ").replace("-", " ").strip()
     else:
         raise SkipSample("schema_error", "the image lies in no folder that names its class")
-    if IMAGE_SLOT in answer:
-        raise SkipSample("special_token_in_text", f"the text holds {IMAGE_SLOT}")
-    question = options.question if IMAGE_SLOT in options.question else IMAGE_SLOT + options.question
+    is_video = name.lower().endswith(_VIDEOS)
+    if found := [slot for slot in (IMAGE_SLOT, VIDEO_SLOT) if slot in answer]:
+        raise SkipSample("special_token_in_text", f"the text holds {found[0]}")
+    slot = VIDEO_SLOT if is_video else IMAGE_SLOT
+    question = options.question.replace(IMAGE_SLOT, slot) if is_video else options.question
+    question = question if slot in question else slot + question
     messages = (Message(role="user", text=stripped(question)), Message(role="assistant", text=answer))
     # The "./" keeps a name such as "data:1.jpg" from being read as a data URI or an address.
-    images = (reader.read(f"./{name}"),)
-    sample = Sample(key=key, messages=with_boxes(messages, images, options), images=images)
+    if is_video:
+        videos = (Video(data=reader.read(f"./{name}", MAX_VIDEO_BYTES)),)
+        sample = Sample(key=key, messages=messages, images=(), videos=videos)
+    else:
+        images = (reader.read(f"./{name}"),)
+        sample = Sample(key=key, messages=with_boxes(messages, images, options), images=images)
     sample.check()
     return sample
 

@@ -18,10 +18,12 @@ becomes
 
 in the held-out split. With `references: replies`, both replies become references, which only scores use. An image
 column holds bytes, a struct {bytes, path}, a text that names a file (`image_refs.py`), or a list of one of these. Bytes
-take precedence over a path. A text column holds texts, numbers, or true and false. Questions with as many `<image>` as
-the row has images keep them in position. Texts are stripped, and CRLF becomes LF. In a CSV file every value is text,
-and an empty cell of an image, of references or of the split is null. A row of a JSON file is an object with every field
-that the options name; a missing value must be written as null.
+take precedence over a path. A column of videos (`video: clip`) holds them in the forms of `video_refs.py`, and
+`<video>` stands for each; `video_start` and `video_end` name columns of seconds. A text column holds texts, numbers, or
+true and false. Questions with as many `<image>` as the row has images keep them in position. Texts are stripped, and
+CRLF becomes LF. In a CSV file every value is text, and an empty cell of an image, a video, of references or of the
+split is null. A row of a JSON file is an object with every field that the options name; a missing value must be written
+as null.
 
 Left out: values that are null or not UTF-8, NaN and infinities (schema_error), missing images (image_not_found),
 answers or system texts that contain `<image>` (special_token_in_text), rows whose split column is null (schema_error),
@@ -39,11 +41,11 @@ from typing import Any, Literal
 import pyarrow as pa
 from pydantic import Field
 
-from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Sample, SkipSample, Split
+from dataset_builders.contracts.sample import IMAGE_SLOT, VIDEO_SLOT, Message, Sample, SkipSample, Split, Video
 from dataset_builders.errors import InputError
 from dataset_builders.readers.box_places import BoxOptions, with_boxes
 from dataset_builders.readers.conversation import answer_of, check_unread, is_watched, place_numbered
-from dataset_builders.readers.image_refs import IMAGE_PATTERNS, ImageReader, ImageRefOptions, check_image_root
+from dataset_builders.readers.image_refs import MEDIA_PATTERNS, ImageReader, ImageRefOptions, check_image_root
 from dataset_builders.readers.parts import Builder, Part, SkippedRow, convert_rows
 from dataset_builders.readers.source_files import SourceFile, nearest, number_on, subset_files, subset_patterns
 from dataset_builders.readers.table_files import (
@@ -70,6 +72,7 @@ from dataset_builders.readers.text_files import (
     json_file_parts,
     json_type,
 )
+from dataset_builders.readers.video_refs import VideoOptions, videos_of
 from dataset_builders.storage.store import StorePath
 
 TEXT_SUFFIXES = (*CSV_SUFFIXES, *JSON_SUFFIXES)
@@ -81,7 +84,7 @@ _CHOICE = re.compile(r"([A-Z])\. \{\1\}")
 _LIST_AS_TEXT = re.compile(r"""\[\s*(['"]).*\1\s*\]|\{\s*['"].*\}""", re.DOTALL)
 
 
-class TableOptions(BoxOptions, ImageRefOptions):
+class TableOptions(BoxOptions, ImageRefOptions, VideoOptions):
     """The roles of the columns, and how they are read."""
 
     later_fields = ("class_names",)
@@ -89,9 +92,13 @@ class TableOptions(BoxOptions, ImageRefOptions):
     image: str | tuple[str, ...] | None = Field(
         description="the column of the image or images, several columns in order, or null for only text"
     )
+    video: str | None = Field(default=None, description="the column of the video or videos")
+    video_start: str | None = Field(default=None, description="the column of the second at which the video starts")
+    video_end: str | None = Field(default=None, description="the column of the second at which the video ends")
     question: str = Field(
         min_length=1,
-        description="a column, or a text with {column} in it; a text that is the same for all rows begins with <image>",
+        description="a column, or a text with {column} in it; a text that is the same for all rows begins with <image> "
+        "or <video>",
     )
     answer: str = Field(min_length=1, description="the column of the answer")
     answers: Literal["first", "join"] = Field(
@@ -120,7 +127,7 @@ class TableOptions(BoxOptions, ImageRefOptions):
 
 def patterns(subsets: Sequence[str]) -> tuple[str, ...]:
     """Return globs of the tables of these subsets (none means all), and of every image file: a row may name any."""
-    return (*subset_patterns(subsets, SUFFIXES), *IMAGE_PATTERNS)
+    return (*subset_patterns(subsets, SUFFIXES), *MEDIA_PATTERNS)
 
 
 def list_parts(source: StorePath, subsets: Sequence[str], options: TableOptions) -> list[Part]:
@@ -179,7 +186,8 @@ def _iter_rows(
     if not part.name.endswith(TEXT_SUFFIXES):
         yield from iter_table_rows(part, columns, rows)
         return
-    nullable = {*_image_columns(options), options.references, options.split} - {options.answer}
+    nullable = {*_image_columns(options), *_video_columns(options), options.references, options.split}
+    nullable -= {options.answer}
     own = range(part.first_row, part.first_row + part.num_rows)
     chosen = own if rows is None else {row for row in own if row in rows}
     # The part as it was before `_split_part` cut it: its span begins `skip` rows before its own first row.
@@ -247,7 +255,8 @@ def _split_of(record: Record | SkipSample, options: TableOptions) -> Split | Non
 
 def _columns(options: TableOptions) -> list[str]:
     """Return every column that is read, each once."""
-    return list(dict.fromkeys([*_image_columns(options), *_answer_columns(options), *_value_columns(options)]))
+    files = (*_image_columns(options), *_video_columns(options))
+    return list(dict.fromkeys([*files, *_answer_columns(options), *_value_columns(options)]))
 
 
 def _answer_columns(options: TableOptions) -> tuple[str, ...]:
@@ -265,10 +274,15 @@ def _image_columns(options: TableOptions) -> tuple[str, ...]:
     return (options.image,) if isinstance(options.image, str) else options.image or ()
 
 
+def _video_columns(options: TableOptions) -> tuple[str, ...]:
+    names = (options.video, options.video_start, options.video_end)
+    return tuple(name for name in names if name is not None)
+
+
 def _text_columns(text: str) -> list[str]:
-    """Return the columns of a text: one column's name, or each {column} in it; a text with <image> may have none."""
+    """Return the columns of a text: one column's name, or each {column} in it; a text with a slot may have none."""
     marks = _MARK.findall(text)
-    return marks if marks or IMAGE_SLOT in text or not text else [text]
+    return marks if marks or IMAGE_SLOT in text or VIDEO_SLOT in text or not text else [text]
 
 
 def _check_columns(path: StorePath, names: Sequence[str], options: TableOptions) -> None:
@@ -291,6 +305,7 @@ def _check_schema(path: StorePath, schema: pa.Schema, options: TableOptions) -> 
             "text, numbers, true and false, or a list of them",
         ),
         (_value_columns(options), _is_value, "text, numbers, or true and false"),
+        (_video_columns(options)[1:], _is_value, "numbers of seconds"),
     ):
         for column in columns:
             if not is_readable(schema.field(column).type):
@@ -315,11 +330,16 @@ def _is_value(kind: pa.DataType) -> bool:
 def _sample(key: str, record: Record, reader: ImageReader, options: TableOptions) -> Sample:
     if options.split is not None:
         _text(_value(record, options.split), options.split)  # a row without a split is left out
-    check_unread(record, _columns(options), bool(_image_columns(options)))
+    check_unread(record, _columns(options), bool(options.image or options.video))
     images = _images(record, reader, options)
+    videos = _videos(record, reader, options)
     (question,), images = place_numbered([_filled(options.question, record)], images)
     if not images and options.null_image == "absent" and "<" in options.question:
         question = question.replace(IMAGE_SLOT, "")
+    if not videos and options.null_image == "absent" and "<" in options.question:
+        question = question.replace(VIDEO_SLOT, "")
+    if VIDEO_SLOT not in question:
+        question = VIDEO_SLOT * len(videos) + question
     if IMAGE_SLOT not in question:
         question = IMAGE_SLOT * len(images) + question
     answer = answer_of(_answer(record, options), references=_references(record, options))
@@ -327,9 +347,10 @@ def _sample(key: str, record: Record, reader: ImageReader, options: TableOptions
     if options.system is not None:
         messages.insert(0, Message(role="system", text=_filled(options.system, record)))
     for message in messages:
-        if message.role != "user" and IMAGE_SLOT in message.text:
-            raise SkipSample("special_token_in_text", f"the {message.role} text holds {IMAGE_SLOT}")
-    sample = Sample(key=key, messages=with_boxes(messages, images, options), images=tuple(images))
+        for slot in (IMAGE_SLOT, VIDEO_SLOT):
+            if message.role != "user" and slot in message.text:
+                raise SkipSample("special_token_in_text", f"the {message.role} text holds {slot}")
+    sample = Sample(key=key, messages=with_boxes(messages, images, options), images=tuple(images), videos=videos)
     sample.check()
     return sample
 
@@ -346,6 +367,29 @@ def _images(record: Record, reader: ImageReader, options: TableOptions) -> tuple
         for image in value if isinstance(value, list) else [value]:
             images.append(image_bytes(image, len(images), reader))
     return tuple(images)
+
+
+def _videos(record: Record, reader: ImageReader, options: TableOptions) -> tuple[Video, ...]:
+    """Return the row's videos, each with the row's own start and end where columns have them."""
+    if options.video is None:
+        return ()
+    value = _value(record, options.video)
+    refs = videos_of({"video": value}, options.frame_rate)
+    if refs is None:
+        if options.null_image == "absent":
+            return ()
+        raise SkipSample("schema_error", f"{options.video} is null")
+    times = {}
+    for field, column in (("start", options.video_start), ("end", options.video_end)):
+        if column is not None and _value(record, column) is not None:
+            text = _text(_value(record, column), column)
+            try:
+                times[field] = float(text)
+            except ValueError:
+                raise SkipSample("schema_error", f"{column} is {text[:40]!r}, no number of seconds") from None
+    if times and not all(ref.is_file for ref in refs):
+        raise SkipSample("schema_error", f"{options.video} is a list of frames, which start and end do not cut")
+    return tuple(dataclasses.replace(ref, **times).video(reader.read) for ref in refs)
 
 
 def _filled(text: str, record: Record) -> str:

@@ -39,7 +39,7 @@ from pydantic import Field
 from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Sample, SkipSample
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.errors import InputError
-from dataset_builders.readers.image_refs import IMAGE_PATTERNS, ImageReader
+from dataset_builders.readers.image_refs import MEDIA_PATTERNS, ImageReader
 from dataset_builders.readers.parts import Builder, Part, SkippedRow, convert_rows, natural_order
 from dataset_builders.readers.source_files import SourceFile, check_subset_name, list_files, nearest
 from dataset_builders.readers.table_files import (
@@ -72,7 +72,7 @@ class CauldronOptions(StrictModel):
 
 def patterns(subsets: Sequence[str]) -> tuple[str, ...]:
     """Return globs of the parquet files of these subsets (none means all), and of the image files in their folders."""
-    return tuple(f"{top}/{end}" for top in tuple(subsets) or ("*",) for end in ("*.parquet", *IMAGE_PATTERNS))
+    return tuple(f"{top}/{end}" for top in tuple(subsets) or ("*",) for end in ("*.parquet", *MEDIA_PATTERNS))
 
 
 def list_parts(source: StorePath, subsets: Sequence[str], options: CauldronOptions) -> list[Part]:

@@ -11,8 +11,12 @@ becomes, with {question: "constant:Describe the picture.", answer: txt},
     Sample(key="cc3m/00000012", images=(b"\\xff\\xd8\\xff...",), messages=(
         user "<image>Describe the picture.", assistant "A dog in the snow."))
 
+A member mp4, webm, mkv or of another suffix of videos is a video, with `<video>` before the question:
+`000000012.mp4  000000012.txt`.
+
 With {messages: "json:messages"}, the conversation is in a field of the JSON member, in OpenAI's or ShareGPT's form (see
-conversation.py). Its images are the sample's image members in order. A content part may also name a member's field.
+conversation.py). Its images and videos are the sample's members in order. A content part may also name
+a member's field.
 
 `question`, `answer` and `messages` specify a value: `txt`, the text of a member; `json:a.b.0`, a value inside a JSON
 member; `constant:...`, this text itself. Members that no option names are skipped, and so are directories and hidden
@@ -20,11 +24,11 @@ files. The key is the number of the sample in its subset. The tar's own names ap
 
 Nothing is unpacked to a disk: list_parts reads the headers, and iter_part reads the members that the options name.
 
-Left out: a sample without an image, unless `text_only` is set (image_not_found); a sample without the member or field
-of a text, or whose image or text is a link, a pipe or a device (schema_error); a JSON member that is not JSON
-(json_parse_error); a JSON member or an image of zero bytes (empty); the same member twice (duplicate_key); a member
-whose name is only a field, `.txt` (no_name); an image over 256 MiB (bomb); and all that the conversation's form or
-Sample.check refuses. A tar that is cut short is refused.
+Left out: a sample without an image or a video, unless `text_only` is set (image_not_found); a sample without the member
+or field of a text, or whose image, video or text is a link, a pipe or a device (schema_error); a JSON member that is
+not JSON (json_parse_error); a JSON member or an image of zero bytes (empty); the same member twice (duplicate_key); a
+member whose name is only a field, `.txt` (no_name); an image over 256 MiB, a video over 2 GiB (bomb); and all that the
+conversation's form or Sample.check refuses. A tar that is cut short is refused.
 """
 
 import re
@@ -36,12 +40,12 @@ from pydantic import Field, field_validator, model_validator
 
 from dataset_builders.contracts.sample import Sample, SkipSample
 from dataset_builders.readers.box_places import BoxOptions
-from dataset_builders.readers.conversation import Conversation, check_unread, from_openai, from_sharegpt, names_images
-from dataset_builders.readers.image_refs import MAX_IMAGE_BYTES
+from dataset_builders.readers.conversation import Conversation, check_unread, from_openai, from_sharegpt, names_files
 from dataset_builders.readers.parts import Builder, Part, SkippedRow, natural_order
-from dataset_builders.readers.source_files import IMAGE_SUFFIXES, row_parts, span_parts, subset_patterns
+from dataset_builders.readers.source_files import IMAGE_SUFFIXES, VIDEO_SUFFIXES, row_parts, span_parts, subset_patterns
 from dataset_builders.readers.tar_files import Group, iter_groups, list_group_spans
 from dataset_builders.readers.text_files import json_type, parse_json
+from dataset_builders.readers.video_refs import VideoOptions, VideoRef, video_ref
 from dataset_builders.storage.store import StorePath
 
 _SUFFIXES = (".tar",)
@@ -49,17 +53,22 @@ _CONSTANT = "constant:"
 _MAX_TEXT_BYTES = 64 << 20
 
 
-class WebDatasetOptions(BoxOptions):
+class WebDatasetOptions(BoxOptions, VideoOptions):
     """The roles of a sample's members."""
 
     images: tuple[str, ...] = Field(
         default=IMAGE_SUFFIXES,
         description="fields that are images: jpg also stands for 0.jpg, 1.jpg, ...; with * a pattern of fields",
     )
+    videos: tuple[str, ...] = Field(
+        default=VIDEO_SUFFIXES, description="fields that are videos, in the same way: mp4 also stands for 0.mp4, 1.mp4"
+    )
     question: str | None = Field(default=None, description="where the question is: txt, json:a.b or constant:text")
     answer: str | None = Field(default=None, description="where the answer is, in the same way")
     messages: str | None = Field(default=None, description="instead of the two, where a conversation is: json:a.b")
-    text_only: bool = Field(default=False, description="whether samples without an image are meant to be there")
+    text_only: bool = Field(
+        default=False, description="whether samples without an image or a video are meant to be there"
+    )
 
     @field_validator("question", "answer", "messages")
     @classmethod
@@ -109,25 +118,29 @@ BUILDER = Builder(options=WebDatasetOptions, patterns=patterns, list_parts=list_
 
 def _sample(key: str, group: Group, options: WebDatasetOptions) -> Sample:
     group.check()
-    fields = sorted((f for f in group.fields if _is_image(f, options.images)), key=natural_order)
-    if not fields and not options.text_only:
-        raise SkipSample("image_not_found", f"no image among its members: {_names(group)}")
+    names = sorted(group.fields, key=natural_order)
+    fields = [field for field in names if _is_one_of(field, options.images)]
+    clips = [video_ref(field, field, None) for field in names if _is_one_of(field, options.videos)]
+    if not fields and not clips and not options.text_only:
+        raise SkipSample("image_not_found", f"no image or video among its members: {_names(group)}")
 
-    def read(field: str) -> bytes:
+    def read(field: str, max_bytes: int) -> bytes:
         if field not in group.fields:
             raise SkipSample("image_not_found", f"no member {field[:100]!r}")
-        return group.read(field, MAX_IMAGE_BYTES, "bomb")
+        return group.read(field, max_bytes, "bomb")
 
     texts = _Texts(group)
     if options.messages is None:
         question, answer = texts.text(options.question), texts.text(options.answer)
         texts.check_unread((options.question, options.answer))
         turns = [{"from": "user", "value": question}, {"from": "assistant", "value": answer}]
-        return from_sharegpt({"conversations": turns}, fields).sample(key, read, options)
-    return _conversation(texts.value(options.messages), fields).sample(key, read, options)
+        return from_sharegpt({"conversations": turns}, fields, clips).sample(key, read, options)
+    return _conversation(texts.value(options.messages), fields, clips, options).sample(key, read, options)
 
 
-def _conversation(value: Any, fields: Sequence[str]) -> Conversation:
+def _conversation(
+    value: Any, fields: Sequence[str], clips: Sequence[VideoRef], options: WebDatasetOptions
+) -> Conversation:
     """Return the conversation of a list of turns, or of an object that holds one as `messages` or `conversations`."""
     if isinstance(value, list):
         is_sharegpt = bool(value) and isinstance(value[0], dict) and "from" in value[0]
@@ -135,15 +148,16 @@ def _conversation(value: Any, fields: Sequence[str]) -> Conversation:
     if not isinstance(value, dict):
         raise SkipSample("schema_error", f"the conversation is {json_type(value)}, not an array")
     if value.get("conversations"):
-        return from_sharegpt(value, fields)
+        return from_sharegpt(value, fields, clips)
     turns = value.get("messages")
     # Content parts that name a member's field take no image by its order.
-    return from_openai(value, None if isinstance(turns, list) and names_images(turns) else fields)
+    is_named = isinstance(turns, list) and names_files(turns)
+    return from_openai(value, *((None, None) if is_named else (fields, clips)), options.frame_rate)
 
 
-def _is_image(field: str, images: Sequence[str]) -> bool:
+def _is_one_of(field: str, kinds: Sequence[str]) -> bool:
     plain = re.sub(r"^\d+\.", "", field)  # 0.jpg is also a jpg
-    return any(fnmatchcase(field, image) if "*" in image else image == plain for image in images)
+    return any(fnmatchcase(field, kind) if "*" in kind else kind == plain for kind in kinds)
 
 
 def _names(group: Group) -> str:

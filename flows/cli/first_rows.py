@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from dataset_builders.contracts.sample import IMAGE_SLOT, Sample, image_digests
+from dataset_builders.contracts.sample import IMAGE_SLOT, Sample, file_digests
 from dataset_builders.errors import InputError, printable
 from dataset_builders.pictures.images import ImageLimits, read_rgb
 from dataset_builders.recognise.columns import CLASSIFY
@@ -251,7 +251,7 @@ def check_apart(trial: Trial, data: str) -> None:
         return
     groups: list[set[object]] = []  # digests of pictures of samples that stay together
     for sample in trial.samples:
-        own = {*image_digests(sample)} or {sample.digest()}
+        own = {*file_digests(sample)} or {sample.digest()}
         groups = [group for group in groups if not group & own] + [own.union(*(g for g in groups if g & own))]
     if len(groups) == 1:
         raise InputError(

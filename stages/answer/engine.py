@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pkgutil import resolve_name
 from typing import Any, Protocol
 
-from dataset_builders.contracts.sample import Message, SkipSample
+from dataset_builders.contracts.sample import Message, SkipSample, Video
 from dataset_builders.errors import InputError
 from stages.answer.config import EngineName
 from stages.shared.chat_format.prompt import PromptFormat
@@ -28,6 +28,7 @@ class Request:
     messages: tuple[Message, ...]  # before the answer; the last one is a user's
     images: tuple[bytes, ...]  # the encoded images that the messages show, in order
     max_new_tokens: int  # the answer is cut after this number of tokens
+    videos: tuple[Video, ...] = ()  # that the messages show, in order
 
 
 @dataclass(frozen=True, slots=True)

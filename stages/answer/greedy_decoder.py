@@ -15,6 +15,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 
 from dataset_builders.contracts.tokenized import PatchFormat
 from dataset_builders.errors import InputError
+from dataset_builders.videos.sampling import FramePlan
 
 CacheLayer = CacheLayerMixin | LinearAttentionCacheLayerMixin
 _SPARSE = 0.75  # share of running rows at or below which finished rows are removed
@@ -29,11 +30,24 @@ class EncodedImages:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
+class EncodedVideos:
+    """The encoded videos of one conversation, for any prompt that shows the first few of them."""
+
+    plans: tuple[FramePlan, ...] = ()
+    # for each temporal group of each video, the patches of its two frames, each (h*w, 3 * patch_size^2) uint8
+    groups: tuple[tuple[np.ndarray, np.ndarray], ...] = ()
+
+
+NO_VIDEOS = EncodedVideos()
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class Prompt:
-    """The tokens and images before one answer."""
+    """The tokens, images and videos before one answer."""
 
     input_ids: np.ndarray  # (n,) int32, up to the start of the answer
     images: EncodedImages  # in order of appearance
+    videos: EncodedVideos = NO_VIDEOS
 
 
 @dataclass(slots=True)
@@ -60,7 +74,10 @@ class PaddedPrompts:
     positions: torch.Tensor  # (3, B, S) int64 of mrope, or (B, S) if positions have one axis; 1 at the padding
     next_positions: torch.Tensor  # (B,) int64, of the first generated token on all axes
     patches: torch.Tensor | None  # (P, 3 * patch_size^2) uint8 of all images; None if there are none
+    # (2, P, 3 * patch_size^2) uint8, first and second frames of all temporal groups of videos; None if there are none
+    frames: torch.Tensor | None
     grids: torch.Tensor | None  # (g, 3) int64 of all images; None if there are none
+    video_grids: torch.Tensor | None  # the same of all temporal groups: a row (1, h, w) each
 
     @property
     def width(self) -> int:
@@ -84,10 +101,11 @@ class GreedyDecoder:
         end_ids: Iterable[int],
         image_token_id: int,
         patch_format: PatchFormat,
+        video_token_id: int = -1,
     ) -> None:
         self.model = model
         self.end_ids = frozenset(end_ids)
-        self._image_token_id = image_token_id
+        self._image_token_id, self._video_token_id = image_token_id, video_token_id
         self._patch_format = patch_format
         self._has_axes = hasattr(model.model, "get_rope_index")  # transformers: its positions have three axes
 
@@ -102,18 +120,28 @@ class GreedyDecoder:
         images = [prompt.images for prompt in prompts if len(prompt.images.grids)]
         grids = torch.from_numpy(np.concatenate([i.grids for i in images]).astype(np.int64)) if images else None
         patches = np.concatenate([p for i in images for p in i.patches]) if images else None
+        groups = [group for prompt in prompts for group in prompt.videos.groups]
+        plans = [plan for prompt in prompts for plan in prompt.videos.plans]
+        frames = np.stack([np.concatenate(side) for side in zip(*groups)]) if groups else None
+        # A row for each group is what transformers makes of a row for each video.
+        video_grids = torch.from_numpy(np.concatenate([p.grids for p in plans]).astype(np.int64)) if plans else None
         positions = (attended.cumsum(-1) - 1).masked_fill(attended == 0, 1)
         following = torch.tensor(lengths)
         if self._has_axes:
-            types = (ids == self._image_token_id).int()
+            types = (ids == self._image_token_id).int() + 2 * (ids == self._video_token_id).int()
             positions, deltas = self.model.model.get_rope_index(
-                ids, mm_token_type_ids=types, image_grid_thw=grids, attention_mask=attended
+                ids,
+                mm_token_type_ids=types,
+                image_grid_thw=grids,
+                video_grid_thw=video_grids,
+                attention_mask=attended,
             )
             following = following + deltas[:, 0]
-        tensors = [ids, attended, positions, following, None if patches is None else torch.from_numpy(patches)]
+        arrays = [None if array is None else torch.from_numpy(array) for array in (patches, frames)]
+        tensors = [ids, attended, positions, following, *arrays]
         if self.model.device.type == "cuda":
             tensors = [None if tensor is None else tensor.pin_memory() for tensor in tensors]
-        return PaddedPrompts(list(rows), *tensors, grids)
+        return PaddedPrompts(list(rows), *tensors, grids, video_grids)
 
     def decode(self, groups: Iterable[PaddedPrompts], limits: PoolLimits) -> Iterator[Row]:
         """Yield every row of every group as soon as it has ended."""
@@ -138,6 +166,9 @@ class GreedyDecoder:
         if prompts.patches is not None:
             images["pixel_values"] = self.pixel_values(self.to_device(prompts.patches))
             images["image_grid_thw"] = self.to_device(prompts.grids)
+        if prompts.frames is not None:
+            images["pixel_values_videos"] = self.pixel_values(*self.to_device(prompts.frames))
+            images["video_grid_thw"] = self.to_device(prompts.video_grids)
         inputs = {name: self.to_device(value) for name, value in inputs.items()} | images
         logits = self._forward(inputs, cache)
         if not logits.isfinite().all():
@@ -163,15 +194,17 @@ class GreedyDecoder:
         inputs = {"input_ids": tokens[:, None], "attention_mask": attended, "position_ids": places}
         return self._forward(inputs, cache).argmax(-1)
 
-    def pixel_values(self, patches: torch.Tensor) -> torch.Tensor:
-        """Return (P, C) float32 on the patches' device, with the bits of `dataset_builders.pictures.pixels`."""
+    def pixel_values(self, patches: torch.Tensor, later_patches: torch.Tensor | None = None) -> torch.Tensor:
+        """Return (P, C) float32 on the patches' device, with the bits of `dataset_builders.pictures.pixels`. Both are
+        (P, 3 * patch_size^2) uint8, of the first and second frames of groups; an image is the same frame twice."""
         size, frames = self._patch_format.patch_size**2, self._patch_format.temporal_patch_size
         mean, std = (
             torch.tensor(channels, dtype=torch.float32).mul_(255).repeat_interleave(size).to(patches.device)
             for channels in (self._patch_format.image_mean, self._patch_format.image_std)
         )
-        scaled = patches.float().sub_(mean).div_(std).reshape(-1, 3, 1, size)
-        return scaled.expand(-1, 3, frames, size).reshape(len(patches), -1)
+        both = patches[:, None] if later_patches is None else torch.stack([patches, later_patches], 1)
+        scaled = both.float().sub_(mean).div_(std).reshape(len(patches), -1, 3, size)
+        return scaled.transpose(1, 2).expand(-1, 3, frames, size).reshape(len(patches), -1)
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.model.device, non_blocking=True)

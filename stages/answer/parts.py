@@ -24,7 +24,7 @@ from typing import TypeVar
 
 from pydantic import Field
 
-from dataset_builders.contracts.sample import IMAGE_SLOT, SkipSample, from_fields
+from dataset_builders.contracts.sample import IMAGE_SLOT, VIDEO_SLOT, SkipSample, from_fields
 from dataset_builders.contracts.shard_io import read_record
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.pictures.images import image_size
@@ -36,7 +36,9 @@ from stages.answer.engine import Engine, EngineSettings, Prepared, Request, make
 from stages.answer.heldout import GeneratedAnswer, Line, SkippedSample, heldout_records, iter_rows, line_of
 from stages.shared.artifacts.artifact import Artifact
 from stages.shared.chat_format.chat import ChatEncoder
+from stages.shared.chat_format.images import plans_of
 from stages.shared.chat_format.prompt import PromptFormat
+from stages.shared.chat_format.text import slots_of
 from stages.shared.inputs.adapter_directory import AdapterDirectory, open_model_to_answer
 from stages.shared.inputs.model_directory import ModelDirectory
 
@@ -69,7 +71,8 @@ class Question:
     turn: int  # number of the assistant turn in its sample, from 0
     place: int  # index of the answer among the messages; the messages before it are the prompt
     num_images: int  # in the prompt, which has the sample's first ones
-    num_tokens: int  # in the prompt, including image tokens; 0 if it cannot be asked
+    num_videos: int  # the same of videos
+    num_tokens: int  # in the prompt, including those of images and videos; 0 if it cannot be asked
     shard: str  # shard, offset, size and checksum (xxh3_64) are the place of the sample's record
     offset: int
     size: int
@@ -81,21 +84,23 @@ class Question:
 def plan_questions(
     samples: Artifact, chat: ChatEncoder, prompt: PromptFormat, max_per_subset: int | None
 ) -> Iterator[Question]:
-    """Yield every assistant turn of the held-out samples, in their order; no image is decoded."""
+    """Yield every assistant turn of the held-out samples, in their order; no image and no video is decoded."""
     for sample, shard, record in heldout_records(samples, prompt, max_per_subset):
         answers = [place for place, message in enumerate(sample.messages) if message.role == "assistant"]
         for turn, place in enumerate(answers):
             before = sample.messages[:place]
-            shown = sum(message.text.count(IMAGE_SLOT) for message in before)
+            slots = slots_of(before)
+            shown, clips = slots.count(IMAGE_SLOT), slots.count(VIDEO_SLOT)
             length, skip, detail = 0, "", ""
             try:
                 # EXIF may swap an image's sides, but the number of its tokens does not change.
                 grids = [image_grid(*image_size(image), prompt.pixels) for image in sample.images[:shown]]
-                length = len(chat.encode_prompt(before, grids))
+                plans = plans_of(sample.videos[:clips], prompt.videos, chat.model)
+                length = len(chat.encode_prompt(before, grids, plans))
             except SkipSample as error:
                 skip, detail = error.reason, error.detail
             yield Question(
-                *(sample.key, turn, place, shown, length),
+                *(sample.key, turn, place, shown, clips, length),
                 *(shard, record.offset, record.size, record.checksum),
                 *(skip, detail),
             )
@@ -223,7 +228,8 @@ def _prepare(job: AnswerJob, engine: Engine, questions: Sequence[Question], grou
         fields = read_record(shard, question.offset, question.size, checksum=question.checksum, key=question.key)
         sample = job.prompt.with_boxes(from_fields(question.key, fields))
         before, images = sample.messages[: question.place], sample.images[: question.num_images]
-        requests.append(Request(number, before, images, job.config.max_new_tokens))
+        videos = sample.videos[: question.num_videos]
+        requests.append(Request(number, before, images, job.config.max_new_tokens, videos))
     return engine.prepare(requests)
 
 

@@ -118,6 +118,10 @@ def _answer_all(
         chat = ChatEncoder(model, system_prompt=prompt.system_prompt)
         questions = list(plan_questions(samples, chat, prompt, config.max_samples_per_subset))
         write_plan(job.work_dir / PLAN_JSONL, questions)
+    if config.engine == "vllm" and (asked := next((q for q in questions if q.num_videos), None)):
+        raise InputError(
+            f"{asked.key} has a video, and engine=vllm is asked about images and texts alone; use engine=transformers"
+        )
     if not questions:
         raise InputError(f"{samples.dir} has no held-out samples to evaluate on; raise convert.heldout_fraction")
     _answer_missing_parts(job, questions, resources, model, adapter)

@@ -8,12 +8,14 @@ import numpy as np
 import torch
 import transformers
 
-from dataset_builders.contracts.sample import Message, SkipSample
+from dataset_builders.contracts.sample import Message, SkipSample, Video
 from dataset_builders.errors import InputError
-from dataset_builders.pictures.pixels import encode_image
+from dataset_builders.pictures.pixels import encode_frames, encode_image
+from dataset_builders.videos.decode import iter_frames
 from stages.answer.engine import Answer, EngineSettings, Prepared, Request
-from stages.answer.greedy_decoder import EncodedImages, GreedyDecoder, PoolLimits, Prompt, Row
+from stages.answer.greedy_decoder import NO_VIDEOS, EncodedImages, EncodedVideos, GreedyDecoder, PoolLimits, Prompt, Row
 from stages.shared.chat_format.chat import ChatEncoder
+from stages.shared.chat_format.images import plans_of
 from stages.shared.chat_format.prompt import PromptFormat, read_prompt_format
 from stages.shared.inputs.adapter_directory import AdapterDirectory
 from stages.shared.inputs.load_transformers import add_adapters, no_progress_bar
@@ -41,7 +43,7 @@ class Generator:
         model.check_weights()  # transformers would also read pickles, and draw missing weights at random
         prompt = prompt or read_prompt_format(model)
         self._chat = ChatEncoder(model, system_prompt=prompt.system_prompt)
-        self._image_config = prompt.pixels
+        self._image_config, self._video_config = prompt.pixels, prompt.videos
         loaded = _load(model, device)
         if adapter is not None:
             add_adapters(loaded, adapter)
@@ -50,6 +52,7 @@ class Generator:
             {*end_ids(model.path), self._chat.end_of_turn_id},  # an adapter's model ends turns as it was trained to
             self._chat.image_token_id,
             self._image_config.patch_format,
+            self._chat.video_token_id,
         )
         self._encoding = threading.Lock()  # a tokenizer is not thread-safe
 
@@ -63,11 +66,22 @@ class Generator:
         grids = np.array([grid for _, grid in encoded], np.int32).reshape(-1, 3)
         return EncodedImages(grids, tuple(patches for patches, _ in encoded))
 
-    def encode_prompt(self, messages: Sequence[Message], images: EncodedImages) -> Prompt:
+    def encode_videos(self, videos: Sequence[Video]) -> EncodedVideos:
+        """Decode the frames that the model reads; SkipSample if a video is not usable."""
+        groups: list[tuple[np.ndarray, np.ndarray]] = []
+        plans = plans_of(videos, self._video_config, self._chat.model)
+        for video, plan in zip(videos, plans):
+            frames = iter_frames(video, plan.indices, plan.seconds)
+            groups += encode_frames(frames, plan.height, plan.width, self._image_config.patch_format)
+        return EncodedVideos(tuple(plans), tuple(groups))
+
+    def encode_prompt(
+        self, messages: Sequence[Message], images: EncodedImages, videos: EncodedVideos = NO_VIDEOS
+    ) -> Prompt:
         """Return the prompt for the answer that follows `messages`; the last message is a user's. SkipSample: the text
-        holds special tokens, or its image slots are not as many as the images."""
+        holds special tokens, or its slots are not as many as the images and videos."""
         with self._encoding:
-            return Prompt(self._chat.encode_prompt(messages, images.grids), images)
+            return Prompt(self._chat.encode_prompt(messages, images.grids, videos.plans), images, videos)
 
     def generate(self, prompts: Sequence[Prompt], max_new_tokens: int) -> list[Answer]:
         """Return the greedy answers of one batch. Sampling settings in generation_config.json are not used."""
@@ -97,7 +111,8 @@ class TransformersEngine:
         for request in requests:
             try:
                 images = self._generator.encode_images(request.images)
-                prompts.append(self._generator.encode_prompt(request.messages, images))
+                videos = self._generator.encode_videos(request.videos)
+                prompts.append(self._generator.encode_prompt(request.messages, images, videos))
                 rows.append(Row(request.number, request.max_new_tokens))
             except SkipSample as error:
                 skipped[request.number] = error

@@ -89,12 +89,23 @@ class ConvertConfig(SourceReading):
         description="least number of samples held out; small data holds out more than the share to reach it",
     )
     seed: int = Field(ge=0, le=2**32 - 1, description="decides which pictures are held out")
-    max_image_pixels: int = Field(gt=0, le=PILLOW_PIXEL_LIMIT, description="an image with more pixels is left out")
-    min_image_side: int = Field(ge=1, le=10**5, description="an image with a shorter side, in pixels, is left out")
+    max_image_pixels: int = Field(
+        gt=0, le=PILLOW_PIXEL_LIMIT, description="an image, or a video whose frames have more pixels, is left out"
+    )
+    min_image_side: int = Field(
+        ge=1, le=10**5, description="an image or video with a shorter side, in pixels, is left out"
+    )
+    max_video_frames: int = Field(
+        default=54_000,
+        ge=1,
+        le=10**6,
+        description="a video with more frames between its start and its end is left out; 54,000 are half an hour of 30 "
+        "a second",
+    )
     decode_check: Literal["full", "header"] = Field(
         default="full",
-        description="full: every image is decoded to its end; header: only its header is read, some five times faster; "
-        "damage after the header is then found by tokenization, which leaves the sample out",
+        description="full: every image and frame is decoded to its end; header: only headers are read, some five times "
+        "faster; damage after the header is then found by tokenization, which leaves the sample out",
     )
     shard_size_mb: float = Field(
         gt=0, le=4096, description="a shard is closed before it grows over this, in 10^6 bytes"

@@ -3,6 +3,7 @@
 The figures are gathered over the kept samples part by part: memory grows only with distinct values.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -55,6 +56,11 @@ class Figures:
     with_boxes: int = 0  # samples with places for boxes
     with_empty_lists: int = 0  # of these, samples in whose places there is no box
     labels: Counter[str] = field(default_factory=Counter)  # label of a box -> number of boxes
+    # Of each use of a video: its frames, and the seconds from the first to the last, rounded up.
+    video_frames: Counter[int] = field(default_factory=Counter)
+    video_seconds: Counter[int] = field(default_factory=Counter)
+    videos_with_audio: int = 0
+    frame_lists: int = 0  # videos that are lists of frames
 
     @property
     def turns(self) -> int:
@@ -95,7 +101,7 @@ def iter_left_out(scan: Scan, plan: Plan, parts: Mapping[int, Part]) -> Iterator
         for row, number, key, detail, first_key in zip(rows, scan.part_of(rows), keys, details, first_keys):
             part = parts[int(number)]
             if plan.firsts[row] != row:
-                detail = f"the same images and messages as {first_key}"
+                detail = f"the same images, videos and messages as {first_key}"
             yield LeftOut(key, REASONS[plan.reasons[row]], detail, *part.place(key))
 
 
@@ -117,11 +123,12 @@ def convert_stats(converted: Converted) -> dict[str, object]:
         "turns": figures.turns,
         "pictures": {split: int((splits == place).sum()) for place, split in enumerate(SPLITS)},
         "picture_formats": dict(sorted(value_counts(pictures["format"]).items())),
-        "picture_modes": dict(sorted(value_counts(pictures["mode"]).items())),
+        "picture_modes": dict(sorted(value_counts(pictures["mode"].drop_null()).items())),
         "pictures_rotated_by_exif": int(pc.sum(pictures["rotated"]).as_py() or 0),
         "picture_sides": sides,
         "scripts": figures.scripts,
         **({"boxes": _box_counts(figures)} if figures.with_boxes else {}),
+        **({"videos": _video_counts(figures)} if figures.video_frames else {}),
         **({"not_read": dict(converted.not_read)} if converted.not_read else {}),
     }
 
@@ -132,6 +139,15 @@ def _box_counts(figures: Figures) -> dict[str, int]:
         "samples_without_a_box": figures.with_empty_lists,
         "boxes": figures.labels.total(),
         "labels": len(figures.labels.keys() - {""}),
+    }
+
+
+def _video_counts(figures: Figures) -> dict[str, int]:
+    return {
+        "shown": figures.video_frames.total(),
+        "frames": sum(frames * number for frames, number in figures.video_frames.items()),
+        "lists_of_frames": figures.frame_lists,
+        "with_audio_that_is_not_read": figures.videos_with_audio,
     }
 
 
@@ -157,6 +173,14 @@ def write_convert_report(directory: StorePath, converted: Converted, stats: Mapp
         Histogram("Picture widths", pc.struct_field(uses, "width").to_numpy(), "pixels, one count a use"),
         Histogram("Picture heights", pc.struct_field(uses, "height").to_numpy(), "pixels, one count a use"),
         Histogram("Pictures of a sample", per_sample, "pictures"),
+        *(
+            [
+                Histogram("Frames of a video", spread(figures.video_frames), "frames between its start and its end"),
+                Histogram("Length of a video", spread(figures.video_seconds), "seconds, rounded up"),
+            ]
+            if figures.video_frames
+            else []
+        ),
         Histogram("Turns of a sample", spread(figures.turns_per_sample), "turns"),
         Histogram("Length of a question", spread(figures.lengths["question_chars"]), "characters"),
         Histogram("Length of an answer", spread(figures.lengths["answer_chars"]), "characters"),
@@ -178,7 +202,7 @@ def write_convert_report(directory: StorePath, converted: Converted, stats: Mapp
         "distinct pictures": stats["pictures"],
         "picture formats": stats["picture_formats"],
         "pixel formats": stats["picture_modes"],
-        **{name.replace("_", " "): stats[name] for name in ("boxes", "not_read") if name in stats},
+        **{name.replace("_", " "): stats[name] for name in ("boxes", "videos", "not_read") if name in stats},
     }
     write_report(directory, title="Samples", summary=summary, sections=sections)
 
@@ -191,7 +215,17 @@ def gather_figures(work: StorePath, scan: Scan, plan: Plan, parts: Mapping[int, 
     for number, part in parts.items():
         subset = figures.subsets.setdefault(part.subset, SubsetFigures())
         splits = plan.splits[scan.starts[number] : scan.starts[number + 1]]
-        columns = (*_LENGTHS, "size", "pictures", "answer_hashes", "scripts", "letters", "box_places", "labels")
+        columns = (
+            *_LENGTHS,
+            "size",
+            "pictures",
+            "answer_hashes",
+            "scripts",
+            "letters",
+            "box_places",
+            "labels",
+            "videos",
+        )
         table = read_columns(scan_path(work, number), columns)
         sizes = table["size"].fill_null(0).to_numpy()
         for place, split in enumerate(SPLITS):
@@ -211,6 +245,11 @@ def gather_figures(work: StorePath, scan: Scan, plan: Plan, parts: Mapping[int, 
         figures.with_boxes += int(has_places.sum())
         figures.with_empty_lists += int((has_places & (pc.list_value_length(table["labels"]).to_numpy() == 0)).sum())
         figures.labels.update(value_counts(pc.list_flatten(table["labels"])))
+        for video in pc.list_flatten(table["videos"]).to_pylist():
+            figures.video_frames[video["frames"]] += 1
+            figures.video_seconds[math.ceil(video["seconds"])] += 1
+            figures.videos_with_audio += video["has_audio"]
+            figures.frame_lists += not video["is_file"]
         np.add.at(buckets, _bucket(_flat(table, "answer_hashes")), 1)
     figures.scripts = dict(sorted(scripts.items(), key=lambda item: (-item[1], item[0])))
     figures.answers = _frequent_answers(work, scan, plan, list(parts), buckets)

@@ -1,11 +1,13 @@
 """Pass 1 of convert: reads and checks every raw row once, and writes one row of hashes and figures per sample."""
 
 import hashlib
+import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,13 +15,14 @@ import xxhash
 from fontTools.unicodedata import script, script_name
 
 from dataset_builders.contracts.boxes import BOX_SLOT
-from dataset_builders.contracts.sample import IMAGE_SLOT, Sample, SkipSample, to_fields
+from dataset_builders.contracts.sample import IMAGE_SLOT, VIDEO_SLOT, Sample, SkipSample, Video, to_fields
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.errors import InputError
 from dataset_builders.pictures.images import ImageInfo, ImageLimits, check_image
 from dataset_builders.readers.parts import Part, SkippedRow
 from dataset_builders.sources.registry import get_builder
 from dataset_builders.storage.store import StorePath
+from dataset_builders.videos.decode import VideoFacts, VideoLimits, probe
 from stages.shared.artifacts.row_tables import read_columns, write_rows
 from stages.shared.artifacts.workers import StageResources, run_tasks
 
@@ -28,9 +31,17 @@ _PICTURE = pa.struct(
         ("sha256", pa.binary(32)),  # of the encoded bytes
         ("width", pa.int32()),
         ("height", pa.int32()),
-        ("format", pa.string()),
-        ("mode", pa.string()),
-        ("rotated", pa.bool_()),  # by EXIF
+        ("format", pa.string()),  # Pillow's name; of a video file libavcodec's, such as h264
+        ("mode", pa.string()),  # null for a video file
+        ("rotated", pa.bool_()),  # by EXIF; null for a video file
+    ]
+)
+_VIDEO = pa.struct(
+    [
+        ("frames", pa.int32()),  # between start and end
+        ("seconds", pa.float64()),  # from the first to the last of them
+        ("has_audio", pa.bool_()),
+        ("is_file", pa.bool_()),  # False: a list of frames
     ]
 )
 # One row per sample, usable or not. If there is a reason, all fields after `detail` are null. Question fields have one
@@ -42,9 +53,10 @@ SCAN_SCHEMA = pa.schema(
         ("detail", pa.large_string()),
         ("digest", pa.binary(32)),  # the sample's digest
         ("size", pa.int64()),  # bytes in a shard
-        ("pictures", pa.list_(_PICTURE)),
-        ("checksums", pa.list_(pa.uint64())),  # xxh3_64 of each image's bytes
-        ("question_chars", pa.list_(pa.int32())),  # without slots of images and boxes
+        ("pictures", pa.list_(_PICTURE)),  # one for each of `Sample.files`
+        ("videos", pa.list_(_VIDEO)),
+        ("checksums", pa.list_(pa.uint64())),  # xxh3_64 of each file's bytes
+        ("question_chars", pa.list_(pa.int32())),  # without slots of images, videos and boxes
         ("answer_chars", pa.list_(pa.int32())),
         ("answers", pa.list_(pa.string())),  # the first ANSWER_CHARS characters
         ("answer_hashes", pa.list_(pa.uint64())),  # xxh3_64 of each entry of `answers`
@@ -57,8 +69,9 @@ SCAN_SCHEMA = pa.schema(
 PLAN_COLUMNS = ("key", "reason", "detail", "digest", "size", "pictures")
 ANSWER_CHARS = 60
 _TAR_BLOCK = 512
+_SLOTS = re.compile("|".join((IMAGE_SLOT, VIDEO_SLOT, BOX_SLOT)))
 _ASCII_OTHER = bytes(code for code in range(128) if not chr(code).isalpha())
-_REMEMBERED = 256  # checked images that a worker remembers: neighbouring rows often show the same image
+_REMEMBERED = 256  # checked images, and videos, that a worker remembers: neighbouring rows often show the same
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,8 +82,8 @@ class ScanTask:
     rows: np.ndarray | None  # (m,) int64: the rows of the subset to read; None: all rows of the part
     builder: str
     options: StrictModel
-    limits: ImageLimits
-    decode: bool  # whether images are decoded; False: only their headers are read
+    limits: VideoLimits  # of images, too
+    decode: bool  # whether images and videos are decoded; False: only their headers are read
     out: StorePath
 
     @property
@@ -99,10 +112,10 @@ def scan_path(work: StorePath, number: int) -> StorePath:
 
 def scan_part(task: ScanTask) -> int:
     """Write the part's scan table (SCAN_SCHEMA) atomically; return the number of raw rows read."""
-    images = _ImageChecks(task.limits, task.decode)
+    checks = _Checks(task.limits, task.decode)
     rows = None if task.rows is None else set(task.rows.tolist())
     items = get_builder(task.builder).iter_part(task.part, task.options, rows)
-    write_rows(task.out, (_scan_row(item, images) for item in _nothing_lost(task.part, rows, items)), SCAN_SCHEMA)
+    write_rows(task.out, (_scan_row(item, checks) for item in _nothing_lost(task.part, rows, items)), SCAN_SCHEMA)
     return task.num_rows
 
 
@@ -148,66 +161,87 @@ def _miscounted(part: Part, what: str) -> InputError:
     return InputError(f"{part.path}: {counted}, but {what}; run the same command again, and {way_out}")
 
 
-class _ImageChecks:
-    """`check_image` with a cache of recent results."""
+class _Checks:
+    """`check_image` and `probe` with a cache of recent results."""
 
-    def __init__(self, limits: ImageLimits, decode: bool) -> None:
+    def __init__(self, limits: VideoLimits, decode: bool) -> None:
         self.limits, self.decode = limits, decode
-        self._infos: dict[bytes, ImageInfo] = {}
+        self._image_limits = ImageLimits(max_pixels=limits.max_pixels, min_side=limits.min_side)
+        self._known: dict[object, ImageInfo | VideoFacts] = {}
 
-    def check(self, data: bytes) -> tuple[bytes, ImageInfo]:
-        """Return the SHA-256 and the facts of an image; raise SkipSample if the image cannot be used."""
+    def image(self, data: bytes) -> dict[str, object]:
+        """Return an image as a struct of _PICTURE; raise SkipSample if it cannot be used."""
         digest = hashlib.sha256(data).digest()
-        info = self._infos.get(digest)
-        if info is None:
-            info = check_image(data, self.limits, self.decode)
-            if len(self._infos) >= _REMEMBERED:
-                del self._infos[next(iter(self._infos))]
-            self._infos[digest] = info
-        return digest, info
+        info = self._once(digest, lambda: check_image(data, self._image_limits, self.decode))
+        facts = {name: getattr(info, name) for name in ("width", "height", "format", "mode")}
+        return {"sha256": digest, **facts, "rotated": info.orientation != 1}
+
+    def video(self, video: Video) -> tuple[list[dict[str, object]], dict[str, object]]:
+        """Return the files of a video as structs of _PICTURE, and a struct of _VIDEO."""
+        files = [self.image(frame) for frame in video.frames]
+        # Frames are decoded by then.
+        decode = self.decode and not video.frames
+        digest = hashlib.sha256(video.data).digest()
+        which = (*(file["sha256"] for file in files), digest, video.start, video.end, video.timestamps)
+        facts = self._once(which, lambda: probe(video, self.limits, decode))
+        if not video.frames:
+            files = [{"sha256": digest, "width": facts.width, "height": facts.height, "format": facts.codec}]
+        return files, {
+            "frames": len(facts.times),
+            "seconds": facts.times[-1] - facts.times[0],
+            "has_audio": facts.has_audio,
+            "is_file": not video.frames,
+        }
+
+    def _once(self, which: object, check: Callable[[], Any]) -> Any:
+        if which not in self._known:
+            found = check()
+            if len(self._known) >= _REMEMBERED:
+                del self._known[next(iter(self._known))]
+            self._known[which] = found
+        return self._known[which]
 
 
-def _scan_row(item: Sample | SkippedRow, images: _ImageChecks) -> dict[str, object]:
+def _scan_row(item: Sample | SkippedRow, checks: _Checks) -> dict[str, object]:
     if isinstance(item, SkippedRow):
         # Half a surrogate pair, which UTF-8 cannot store, is replaced by its escape, as in SkipSample.
         detail = item.detail.encode("utf-8", "backslashreplace").decode()
         return {"key": item.key, "reason": item.reason, "detail": detail}
-    pictures: list[tuple[bytes, ImageInfo]] = []
-    for i, data in enumerate(item.images):
-        try:
-            pictures.append(images.check(data))
-        except SkipSample as skip:
-            return {"key": item.key, "reason": skip.reason, "detail": f"image {i}: {skip.detail}"}
+    pictures: list[dict[str, Any]] = []
+    videos = []
+    what = ""
+    try:
+        for i, data in enumerate(item.images):
+            what = f"image {i}"
+            pictures.append(checks.image(data))
+        for i, video in enumerate(item.videos):
+            what = f"video {i}"
+            files, about = checks.video(video)
+            pictures += files
+            videos.append(about)
+    except SkipSample as skip:
+        return {"key": item.key, "reason": skip.reason, "detail": f"{what}: {skip.detail}"}
     places = [place for message in item.messages for place in message.boxes]
     for place in places:  # the builder measured by the header, this is the decoded image
-        size = (pictures[place.image][1].width, pictures[place.image][1].height)
+        size = (pictures[place.image]["width"], pictures[place.image]["height"])
         if place.size != size:
             detail = (
                 f"boxes for image {place.image} of {place.size[0]} x {place.size[1]} px, which is {size[0]} x {size[1]}"
             )
             return {"key": item.key, "reason": "bad_box", "detail": detail}
-    digests = [digest.hex() for digest, _ in pictures]
+    digests = [picture["sha256"].hex() for picture in pictures]
     # In a tar, each member has one header block and whole blocks of content.
     sizes = (len(data) for data in to_fields(item, digests).values())
-    texts = [(m.role, m.text.replace(IMAGE_SLOT, "").replace(BOX_SLOT, "")) for m in item.messages]
+    texts = [(m.role, _SLOTS.sub("", m.text)) for m in item.messages]
     beginnings = [m.text[:ANSWER_CHARS] for m in item.messages if m.role == "assistant"]
     scripts = count_scripts("\n".join(text for _, text in texts))
     return {
         "key": item.key,
         "digest": bytes.fromhex(item.digest(digests)),
         "size": sum(_TAR_BLOCK + -(-size // _TAR_BLOCK) * _TAR_BLOCK for size in sizes),
-        "pictures": [
-            {
-                "sha256": digest,
-                "width": info.width,
-                "height": info.height,
-                "format": info.format,
-                "mode": info.mode,
-                "rotated": info.orientation != 1,
-            }
-            for digest, info in pictures
-        ],
-        "checksums": [xxhash.xxh3_64_intdigest(data) for data in item.images],
+        "pictures": pictures,
+        "videos": videos,
+        "checksums": [xxhash.xxh3_64_intdigest(data) for data in item.files],
         "question_chars": [len(text) for role, text in texts if role == "user"],
         "answer_chars": [len(text) for role, text in texts if role == "assistant"],
         "answers": beginnings,

@@ -1,19 +1,20 @@
 """convert: raw rows -> sample shards. Every row that is left out is listed in quarantine.jsonl.
 
-    train/shard-00000.tar ...  heldout/shard-00000.tar ...   samples with their images' original bytes
+    train/shard-00000.tar ...  heldout/shard-00000.tar ...   samples with the original bytes of images and videos
     quarantine.jsonl                                         one record per line: key, reason, detail, file, row
-    pictures.parquet                                         SHA-256 of every distinct image, and its first sample
+    pictures.parquet                                         SHA-256 of every distinct image and video file, and its
+                                                             first sample
     report.json  report.html
 
-There are two passes over the source. The first decodes every image and keeps hashes (scan/, deleted at the end); the
-second copies samples into shards. Both commit piece by piece, so that an interrupted run can be resumed. Only the plan
-between them keeps data of every sample in memory, some hundred bytes (plan.py).
+There are two passes over the source. The first decodes every image and video and keeps hashes (scan/, deleted at the
+end); the second copies samples into shards. Both commit piece by piece, so that an interrupted run can be resumed. Only
+the plan between them keeps data of every sample in memory, some hundred bytes (plan.py).
 """
 
 from collections.abc import Mapping
 
-from dataset_builders.pictures.images import ImageLimits
 from dataset_builders.storage.store import StorePath, make_dir, remove_tree
+from dataset_builders.videos.decode import VideoLimits
 from stages.convert.config import ConvertConfig
 from stages.convert.plan import DUPLICATE, Draw, check_heldout, make_plan
 from stages.convert.report import Converted, convert_stats, gather_figures, iter_left_out, write_convert_report
@@ -28,7 +29,8 @@ from stages.shared.artifacts.workers import StageResources
 # 5: a key twice, the digits of float32; 6: what no option reads, placeholders, numbered marks
 # 7: rows with a mask, weights of messages or an image that no option reads are left out of tables too
 # 8: origins of the subsets; both spellings of documents among several sources too
-VERSION = 9  # 9: boxes, those in texts too
+# 9: boxes, those in texts too
+VERSION = 10  # 10: videos, which left their rows out before
 
 _ROWS_PER_WORKER = 2000  # rows that take about as long as the start of a process
 
@@ -38,7 +40,9 @@ def _run(config: ConvertConfig, inputs: Mapping[str, Input], work: StorePath, re
     num_rows = source_rows if config.max_rows is None else min(config.max_rows, source_rows)
     resources = resources.at_most(max(1, num_rows // _ROWS_PER_WORKER))
     make_dir(scan_path(work, 0).parent)
-    limits = ImageLimits(max_pixels=config.max_image_pixels, min_side=config.min_image_side)
+    limits = VideoLimits(
+        max_pixels=config.max_image_pixels, min_side=config.min_image_side, max_frames=config.max_video_frames
+    )
     scan_tasks = [
         ScanTask(
             part=part,

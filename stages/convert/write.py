@@ -1,8 +1,8 @@
 """Pass 2 of convert: copies the planned samples from the source into shards. And pictures.parquet, which has every
-distinct image once, sorted by its SHA-256.
+distinct image, frame of a list and video file once, sorted by its SHA-256.
 
     sha256 (32 bytes, of the encoded bytes), subset, split, key (of the first sample that shows it), width, height
-    (pixels, upright), format (Pillow's name)
+    (pixels, upright), format (Pillow's name; of a video file libavcodec's)
 
 Because of the order, two such files, or a file and a benchmark's list of images, can be compared in one pass.
 """
@@ -79,7 +79,7 @@ def write_shard(task: WriteTask) -> ShardEntry:
             samples = task.source.read(number, scanned["key"].to_pylist())
             for sample, row in zip(samples, scanned.to_pylist(), strict=True):
                 digests = [picture["sha256"].hex() for picture in row["pictures"]]
-                checksums = [xxhash.xxh3_64_intdigest(image) for image in sample.images]
+                checksums = [xxhash.xxh3_64_intdigest(file) for file in sample.files]
                 is_same = sample.key == row["key"] and checksums == row["checksums"]
                 if not (is_same and sample.digest(digests) == row["digest"].hex()):
                     raise change_error(task.source.parts[number])
@@ -101,8 +101,8 @@ def write_all(
 
 
 def distinct_pictures(scan: Scan, plan: Plan) -> pa.Table:
-    """Return one row per distinct image of the kept samples, sorted by hash: the fields of a scan's picture, and `row`
-    (int64), the first row of the scan that shows it."""
+    """Return one row per distinct image, frame or video file of the kept samples, sorted by hash: the fields of a
+    scan's picture, and `row` (int64), the first row of the scan that shows it."""
     rows = np.flatnonzero(plan.kept)
     pictures = scan.table["pictures"].filter(pa.array(plan.kept))
     row_of_use = np.repeat(rows, pc.list_value_length(pictures).to_numpy())

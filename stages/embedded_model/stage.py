@@ -1,6 +1,7 @@
 """embedded_model: a model with random weights, as a complete directory made from a seed; tiny in the embedded recipe.
 
-    hf/config.json  generation_config.json  preprocessor_config.json  model.safetensors
+    hf/config.json  generation_config.json  model.safetensors
+    hf/preprocessor_config.json  video_preprocessor_config.json
     hf/tokenizer.json  tokenizer_config.json  chat_template.jinja
 
 It has every part of a real model of its family, Qwen's special tokens and ChatML, so that later stages treat it like a
@@ -29,7 +30,7 @@ from stages.shared.inputs.load_transformers import no_progress_bar
 from trainer.contract.names import HF_EXPORT
 from trainer.model.registry import get_family
 
-VERSION = 2  # 2: the tokenizer is trained on the samples of convert, whatever their source
+VERSION = 3  # 2: the tokenizer is trained on the samples of convert, whatever their source; 3: reads videos
 
 # Qwen3's added tokens in Qwen3's order. As in Qwen3, a decoder that drops special tokens keeps the text tokens.
 _CONTROL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>"]
@@ -53,8 +54,10 @@ _CHAT_TEMPLATE = """\
                 {{- part.text -}}
             {%- elif part.type in ('image', 'image_url') -%}
                 {{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
+            {%- elif part.type == 'video' -%}
+                {{- '<|vision_start|><|video_pad|><|vision_end|>' -}}
             {%- else -%}
-                {{- raise_exception('a message part must be a text or an image, not ' ~ part.type) -}}
+                {{- raise_exception('a message part must be a text, an image or a video, not ' ~ part.type) -}}
             {%- endif -%}
         {%- endfor -%}
     {%- endif -%}
@@ -114,7 +117,8 @@ def make_tiny_hf_dir(directory: Path, config: EmbeddedModelConfig, texts: list[s
     write_json(directory / "tokenizer_config.json", tokenizer_config)
     write_text(directory / "chat_template.jinja", _CHAT_TEMPLATE)
     configs = config.hf_configs(ids)
-    write_json(directory / "preprocessor_config.json", configs["preprocessor_config.json"])
+    for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
+        write_json(directory / name, configs[name])
     model_class = resolve_name(get_family(config.family).reference)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from dataset_builders.contracts.boxes import TrueBoxes
 from dataset_builders.contracts.manifest import canonical_json, fingerprint
-from dataset_builders.contracts.sample import Sample, image_digests, subset_of
+from dataset_builders.contracts.sample import Sample, file_digests, subset_of
 from dataset_builders.storage.files import atomic_path
 from dataset_builders.storage.store import StorePath, local_copy
 from stages.shared.artifacts.artifact import Artifact
@@ -82,7 +82,7 @@ def predictions_table(samples: Sequence[Sample], rows: Sequence[tuple[Prediction
     about = {
         sample.key: {
             "num_images": len(sample.images),
-            "pictures": image_digests(sample),
+            "pictures": file_digests(sample),
             "image": next(iter(sample.images), None),
         }
         for sample in samples

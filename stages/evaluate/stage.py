@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from dataset_builders.contracts.manifest import read_origins
-from dataset_builders.contracts.sample import IMAGE_SLOT, Sample, image_digests
+from dataset_builders.contracts.sample import IMAGE_SLOT, Sample, file_digests
 from dataset_builders.errors import InputError
 from dataset_builders.storage.store import local_copy
 from stages.answer.heldout import ANSWERS_JSONL, GeneratedAnswer, Line, SkippedSample, heldout_samples, read_answers
@@ -74,7 +74,7 @@ def evaluate(
                 "score the samples that were asked"
             )
         predictions = _predictions(sample, prompt, lines[sample.key], contaminated.get(sample.key))
-        evaluation.add(image_digests(sample), predictions)
+        evaluation.add(file_digests(sample), predictions)
         answers = [message for message in sample.messages if message.role == "assistant"]
         several += sum(p.boxes is None and bool(answers[p.turn].boxes) for p in predictions)
     if evaluation.predictions and all(prediction.contaminated for prediction in evaluation.predictions):

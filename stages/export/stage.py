@@ -1,7 +1,8 @@
 """export: a training's newest checkpoint -> an HF directory that `from_pretrained` loads, and its adapter for PEFT.
 
 hf/model.safetensors  config.json  generation_config.json
-hf/tokenizer.json ...  chat_template.jinja  preprocessor_config.json   from the source, with the training's pixel limits
+hf/tokenizer.json ...  chat_template.jinja  preprocessor_config.json  video_preprocessor_config.json
+                                         from the source, with the training's pixel limits and frames of videos
 hf/system_prompt.txt  box_format.json   how the training's prompts were made, if they had these; for athanor alone
 adapter/adapter_config.json  adapter_model.safetensors   if adapters were trained; they are also merged into hf/
 adapter/generation_config.json                           how a server of the base model has to end the adapter's answers
@@ -16,11 +17,12 @@ from typing import Any
 
 from dataset_builders.storage.files import write_json, write_text
 from dataset_builders.storage.store import absolute, local_dir
+from dataset_builders.videos.sampling import VideoConfig
 from stages.export.config import ExportConfig
 from stages.shared.artifacts.artifact import Artifact, Input, Stage, StageOutput
 from stages.shared.artifacts.verify import file_entries
 from stages.shared.artifacts.workers import StageResources
-from stages.shared.chat_format.images import load_image_config, write_pixel_limits
+from stages.shared.chat_format.images import load_image_config, write_pixel_limits, write_video_config
 from stages.shared.chat_format.prompt import BOX_FORMAT, SYSTEM_PROMPT
 from stages.shared.inputs.model_directory import (
     GENERATION_CONFIG,
@@ -84,6 +86,8 @@ def export(config: ExportConfig, inputs: Mapping[str, Input], work_dir: Path, re
     if exported.shape.vision:
         pixels = load_image_config(exported)
         stats["pixels"] = {"shortest_edge": pixels.min_pixels, "longest_edge": pixels.max_pixels}
+    if tokenized.get("videos"):
+        stats["videos"] = tokenized["videos"] | {"prompt": tokenized["video_prompt"]}
     if added:
         stats["added_end"] = end
     if run.train.mtp_loss_scaling_factor:
@@ -143,13 +147,15 @@ def _run_config(inputs: Mapping[str, Input], source: Path, job_dir: Path, resour
 
 
 def copy_processor_files(source: Path, hf_dir: Path, tokenized: Mapping[str, Any]) -> None:
-    """Copy tokenizer, template and configs of the source; write pixel limits, system prompt, form of boxes, dtype, and
-    what vLLM reads of config.json."""
+    """Copy tokenizer, template and configs of the source; write pixel limits, the frames of videos, system prompt, form
+    of boxes, dtype, and what vLLM reads of config.json."""
     for file in sorted({f for pattern in _COPIED for f in source.glob(pattern)}):
         if file.name not in _NOT_COPIED and not file.name.startswith(("manifest.", "report.")):
             shutil.copyfile(file, hf_dir / file.name)
     drop_auto_maps(hf_dir)
     write_pixel_limits(hf_dir, tokenized.get("min_pixels"), tokenized.get("max_pixels"))
+    if tokenized.get("videos"):
+        write_video_config(hf_dir, VideoConfig.model_validate(tokenized["videos"]))
     dtype = written_dtype(stored_tensors(hf_dir))
     write_json(hf_dir / "config.json", completed(_with_dtype(read_json(hf_dir / "config.json"), dtype)))
     (hf_dir / SYSTEM_PROMPT).unlink(missing_ok=True)

@@ -19,6 +19,7 @@ from stages.answer.heldout import heldout_samples
 from stages.release.flavor import installed_versions, write_flavor
 from stages.release.model_card import HUB_NAME
 from stages.shared.artifacts.artifact import Artifact
+from stages.shared.chat_format.text import slots_of
 from stages.shared.inputs.model_directory import read_json
 from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT
 from trainer.contract.peft import ADAPTER_CONFIG
@@ -82,7 +83,7 @@ def _example(samples: Artifact) -> tuple[str, list[str]]:
         seen.add(sample.subset)
         question = sample.messages[0]
         # A question with boxes is passed over: its coordinates belong to the whole picture, not to this small one.
-        if question.role == "user" and question.text.count(IMAGE_SLOT) == 1 and not question.boxes:
+        if question.role == "user" and slots_of([question]) == [IMAGE_SLOT] and not question.boxes:
             picture = preview_png(sample.images[:1], _EXAMPLE_SIDE)
             return question.text, [base64.b64encode(picture).decode()]
     return _QUESTION, []

@@ -76,6 +76,8 @@ class CardFacts:
     adapter: Mapping[str, object] | None = None  # facts of the trained adapter; None: the model itself was trained
     verify: Mapping[str, Any] | None = None  # the stats of that stage's manifest; None if it did not run
     boxes: BoxFormat | None = None  # the form of boxes that was trained; None: no sample had boxes
+    # settings of videos as `VideoConfig`, and "prompt", the digest of how one is written; None: no sample had a video
+    videos: Mapping[str, Any] | None = None
     pixels: Mapping[str, int] | None = None  # limits of a picture's area, as `size` has them; None for a text model
 
     @property

@@ -53,6 +53,7 @@ def release(config: ReleaseConfig, inputs: Mapping[str, Artifact], work: Path, r
         verify=inputs["verify"].manifest.stats if "verify" in inputs else None,
         boxes=read_box_format(work / HF_EXPORT),
         pixels=exported.stats.get("pixels"),
+        videos=exported.stats.get("videos"),
         reproduce="# the recipe below, in a file of that name\nathanor run recipe.yaml",
     )
     write_model_card(work / HF_EXPORT, facts)

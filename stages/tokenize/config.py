@@ -1,4 +1,4 @@
-"""The config of tokenize: lengths, pixels, the form of boxes, and the answers that are trained on."""
+"""The config of tokenize: lengths, pixels, the form of boxes, frames of videos, and the answers that are trained on."""
 
 from typing import Literal
 
@@ -6,7 +6,7 @@ from pydantic import Field, field_validator
 
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.contracts.tokenized import Codec
-from stages.shared.chat_format.config import LEARN_ALL, BoxFormat, Learn
+from stages.shared.chat_format.config import LEARN_ALL, BoxFormat, Learn, VideoFormat
 
 OverLength = Literal["skip", "drop_turns"]
 
@@ -14,7 +14,7 @@ OverLength = Literal["skip", "drop_turns"]
 class TokenizeConfig(StrictModel):
     """Identity of tokenized samples, in addition to the samples and the processor's files."""
 
-    later_fields = ("boxes",)
+    later_fields = ("boxes", "videos")
 
     max_seq_len: int = Field(gt=0, le=2**24, description="samples with more tokens are over-long; nothing is ever cut")
     over_length: OverLength = Field(
@@ -39,6 +39,7 @@ class TokenizeConfig(StrictModel):
         default=None, min_length=1, description="put first if a conversation has no system message; null: nothing"
     )
     boxes: BoxFormat = BoxFormat()
+    videos: VideoFormat = VideoFormat()
     max_skip_fraction: float = Field(
         ge=0, le=1, description="if a larger share is left out, and at least 3 samples, the stage fails"
     )

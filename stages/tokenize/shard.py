@@ -3,6 +3,7 @@
 import bisect
 import contextlib
 import dataclasses
+import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -13,18 +14,39 @@ import numpy as np
 import torch
 
 from dataset_builders.contracts.manifest import ShardEntry
-from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Sample, SkipSample, from_fields, turn_key, whole_key
+from dataset_builders.contracts.sample import (
+    IMAGE_SLOT,
+    VIDEO_SLOT,
+    Message,
+    Sample,
+    SkipSample,
+    from_fields,
+    to_fields,
+    turn_key,
+    whole_key,
+)
 from dataset_builders.contracts.shard_io import RecordRange, ShardWriter, finished_shard, iter_records
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.contracts.tokenized import PixelStore, TokenizedSample
 from dataset_builders.pictures.images import read_rgb
-from dataset_builders.pictures.pixels import count_patches, decode_sample, encode_rgb, encode_sample, image_grid
+from dataset_builders.pictures.pixels import (
+    count_patches,
+    decode_sample,
+    encode_frames,
+    encode_rgb,
+    encode_sample,
+    image_grid,
+)
 from dataset_builders.storage.files import read_sealed, write_sealed
 from dataset_builders.storage.store import StorePath, local_dir
+from dataset_builders.videos.decode import iter_frames
+from dataset_builders.videos.sampling import FramePlan, VideoConfig
 from stages.shared.artifacts.left_out import LeftOut, count_reasons
 from stages.shared.chat_format.boxes import with_boxes_written
 from stages.shared.chat_format.chat import ChatEncoder, TokenizedText, split_turns, trained_answers
+from stages.shared.chat_format.images import plans_of
 from stages.shared.chat_format.reasoning import Conversation
+from stages.shared.chat_format.text import slots_of
 from stages.shared.inputs.model_directory import ModelDirectory
 from stages.tokenize.config import TokenizeConfig
 from stages.tokenize.processor_check import ProcessorCheck
@@ -43,6 +65,7 @@ class ShardTask:
     hf_dir: StorePath
     processor_digest: str  # digest of hf_dir, so that a worker never reuses an encoder of other files
     pixels: PixelStore  # the settings and the codec of pixels
+    videos: VideoConfig | None  # the settings of the frames of videos; None: the model reads none
     config: TokenizeConfig
 
 
@@ -65,6 +88,7 @@ class ShardNotes(StrictModel):
     num_parts: int = 0  # samples made from them
     num_reasoned: int = 0  # trained answers with reasoning, in the kept samples
     num_boxed: int = 0  # conversations with boxes
+    num_videos: int = 0  # in the kept samples
     num_checked: int  # samples that were compared with transformers
     pixels_against: str  # the reference that their pixels were compared with
 
@@ -76,31 +100,32 @@ def tokenize_shard(task: ShardTask) -> None:
         return
     config = task.config
     chat = encoder_of(task.hf_dir, task.processor_digest, config)
-    reference = ProcessorCheck(task.pixels.config, chat)
+    reference = ProcessorCheck(task.pixels.config, chat, task.videos)
     rows: list[dict[str, object]] = []
     left_out: list[LeftOut] = []
     shortened: list[Shortened] = []
     parts: Counter[str] = Counter()  # number of samples of each cut conversation
-    num_reasoned = 0
+    num_reasoned = num_videos = 0
     boxed: set[str] = set()  # keys of conversations with boxes
     with _one_thread(), ShardWriter(task.directory, task.shard.name) as writer:
-        for sample, names, text in _read_ahead(task, chat, boxed):
+        for sample, text in _read_ahead(task, chat, boxed):
             if (whole := whole_key(sample.key)) != sample.key:
                 parts[whole] += 1
             try:
-                kept, tokenized = tokenize_sample(sample, text, chat, task.pixels, config)
+                kept, tokenized, plans = tokenize_sample(sample, text, chat, task.pixels, config, task.videos)
             except SkipSample as skip:
                 left_out.append(LeftOut(sample.key, skip.reason, skip.detail))
                 continue
             if len(kept.messages) < len(sample.messages):
                 turns = (len(split_turns(s.messages)) for s in (kept, sample))
                 shortened.append(Shortened(sample.key, *turns))
-            record = encode_sample(tokenized, task.pixels.codec, dict(zip(names, kept.images)))
+            record = encode_sample(tokenized, task.pixels.codec, *_originals(task, kept, plans))
             if len(rows) % _CHECK_EVERY == 0:
                 stored = decode_sample(sample.key, record, task.pixels)
                 verify(kept, stored, chat)
-                reference.check(kept, stored)
+                reference.check(kept, stored, plans)
             num_reasoned += _count_reasoned(kept, chat)
+            num_videos += len(kept.videos)
             rows.append(_index_row(task, kept, tokenized, writer.write(sample.key, record)))
         notes = ShardNotes(
             rows=rows,
@@ -110,6 +135,7 @@ def tokenize_shard(task: ShardTask) -> None:
             num_parts=parts.total(),
             num_reasoned=num_reasoned,
             num_boxed=len(boxed),
+            num_videos=num_videos,
             num_checked=-(-len(rows) // _CHECK_EVERY),
             pixels_against=reference.pixels_against,
         )
@@ -118,59 +144,95 @@ def tokenize_shard(task: ShardTask) -> None:
 
 
 def tokenize_sample(
-    sample: Sample, text: TokenizedText | SkipSample, chat: ChatEncoder, pixels: PixelStore, config: TokenizeConfig
-) -> tuple[Sample, TokenizedSample]:
-    """Return the sample without the turns that do not fit, and its tokenized form; SkipSample if it cannot be used.
+    sample: Sample,
+    text: TokenizedText | SkipSample,
+    chat: ChatEncoder,
+    pixels: PixelStore,
+    config: TokenizeConfig,
+    videos: VideoConfig | None = None,
+) -> tuple[Sample, TokenizedSample, list[FramePlan]]:
+    """Return the sample without the turns that do not fit, its tokenized form, and the frames of each video; SkipSample
+    if it cannot be used.
 
-    With codec original, the tokenized sample has no patches, because the record has the images.
+    With codec original, the tokenized sample has no patches, because the record has the files.
     """
     if isinstance(text, SkipSample):
         raise text
-    # From the images' headers, so that no image is decoded for a sample or a turn that is left out.
+    # From the images' headers and the videos' times, so that nothing is decoded for a sample or a turn that is left out
     patches = np.array([count_patches(image, pixels.config) for image in sample.images], np.int64)
-    input_ids, loss_mask = chat.splice(text, patches)
+    plans = plans_of(sample.videos, videos, chat.model)
+    input_ids, loss_mask = chat.splice(text, patches, plans)
     if len(input_ids) > config.max_seq_len:
         if config.over_length == "skip" or whole_key(sample.key) != sample.key:  # an earlier part has the earlier turns
             raise SkipSample("over_length", f"{len(input_ids)} tokens, max_seq_len is {config.max_seq_len}")
-        sample, text = drop_turns(sample, patches, chat, config.max_seq_len)
-        patches = patches[: len(sample.images)]
-        input_ids, loss_mask = chat.splice(text, patches)
+        sample, text = drop_turns(sample, patches, plans, chat, config.max_seq_len)
+        patches, plans = patches[: len(sample.images)], plans[: len(sample.videos)]
+        input_ids, loss_mask = chat.splice(text, patches, plans)
         assert len(input_ids) <= config.max_seq_len, sample.key
-    blocks, grids = [np.zeros((0, pixels.config.patch_format.patch_bytes), np.uint8)], []
-    for image in sample.images:
-        rgb = read_rgb(image, whole=True)  # even with codec original, so that no stored image fails in training
-        if pixels.codec == "original":  # the patches are computed when the record is read
-            grids.append(image_grid(*rgb.shape[:2], pixels.config))
-        else:
-            block, grid = encode_rgb(rgb, pixels.config)
-            blocks.append(block)
+    none = np.zeros((0, pixels.config.patch_format.patch_bytes), np.uint8)
+    blocks, later_blocks, grids, is_video = [none], [none], [], []
+    images, clips = iter(sample.images), iter(zip(sample.videos, plans, strict=True))
+    # With codec original all is decoded too, so that no stored file fails in training; its patches are computed when
+    # the record is read.
+    is_stored = pixels.codec != "original"
+    for slot in slots_of(sample.messages):
+        if slot == IMAGE_SLOT:
+            rgb = read_rgb(next(images), whole=True)
+            if is_stored:
+                block, grid = encode_rgb(rgb, pixels.config)
+                blocks.append(block)
+            else:
+                grid = image_grid(*rgb.shape[:2], pixels.config)
             grids.append(grid)
-    grids = np.array(grids, np.int32).reshape(-1, 3)
-    assert grids.prod(-1).tolist() == patches.tolist(), f"{sample.key}: the headers promise other sizes"
-    return sample, TokenizedSample(
+            is_video.append(False)
+        else:
+            video, plan = next(clips)
+            frames = iter_frames(video, plan.indices, plan.seconds)
+            for first, later in encode_frames(frames, plan.height, plan.width, pixels.config.patch_format):
+                blocks += [first] * is_stored
+                later_blocks += [later] * is_stored
+            grids += [*plan.grids]
+            is_video += [True] * len(plan.grids)
+    grids, is_video = np.array(grids, np.int32).reshape(-1, 3), np.array(is_video, bool)
+    assert grids[~is_video].prod(-1).tolist() == patches.tolist(), f"{sample.key}: the headers promise other sizes"
+    tokenized = TokenizedSample(
         key=sample.key,
         input_ids=input_ids,
         loss_mask=loss_mask,
         image_grid_thw=grids,
-        is_video=np.zeros(len(grids), bool),
-        later_patches=blocks[0],
+        is_video=is_video,
         patches=blocks[1] if len(blocks) == 2 else np.concatenate(blocks),  # one image, the common case, is not copied
+        later_patches=np.concatenate(later_blocks),
     )
+    return sample, tokenized, plans
+
+
+def _originals(
+    task: ShardTask, sample: Sample, plans: Sequence[FramePlan]
+) -> tuple[dict[str, bytes], list[dict[str, Any]]]:
+    """Return what `encode_sample` takes for codec original: the sample's files, and the record of each video."""
+    if task.pixels.codec != "original":
+        return {}, []
+    files = to_fields(sample)
+    videos = json.loads(files.pop("json")).get("videos", [])
+    return files, [video | {"indices": plan.indices} for video, plan in zip(videos, plans, strict=True)]
 
 
 def drop_turns(
-    sample: Sample, patches: np.ndarray, chat: ChatEncoder, max_seq_len: int
+    sample: Sample, patches: np.ndarray, plans: Sequence[FramePlan], chat: ChatEncoder, max_seq_len: int
 ) -> tuple[Sample, TokenizedText]:
     """Return the sample with as many of its first turns as fit, and its tokenized conversation. `patches` are (images,)
-    integers: the number of patches of each image. SkipSample: not even the first turn fits, or what fits has nothing to
-    train on."""
+    integers: the number of patches of each image; `plans` are the frames of each video. SkipSample: not even the first
+    turn fits, or what fits has nothing to train on."""
     turns = split_turns(sample.messages)
+    of_videos = [chat.count_video_tokens(plan) for plan in plans]
 
     def count_tokens(num_turns: int) -> int:
         messages = _first(turns, num_turns)
-        images = _count_images(messages)
-        # `count_tokens` has one placeholder per image.
-        return chat.count_tokens(messages) - images + int(patches[:images].sum()) // chat.merge_size**2
+        slots = slots_of(messages)
+        images, videos = slots.count(IMAGE_SLOT), slots.count(VIDEO_SLOT)
+        inserted = int(patches[:images].sum()) // chat.merge_size**2 + sum(of_videos[:videos])
+        return chat.count_tokens(messages) - len(slots) + inserted  # it has one placeholder per image or video
 
     def is_exact(num_turns: int) -> bool:
         messages = _first(turns, num_turns)
@@ -192,45 +254,40 @@ def drop_turns(
 
 
 def with_first(sample: Sample, messages: tuple[Message, ...]) -> Sample:
-    """Return the sample with only `messages`, its first ones, and the images that they show."""
-    return dataclasses.replace(sample, messages=messages, images=sample.images[: _count_images(messages)])
+    """Return the sample with only `messages`, its first ones, and the images and videos that they show."""
+    slots = slots_of(messages)
+    images, videos = sample.images[: slots.count(IMAGE_SLOT)], sample.videos[: slots.count(VIDEO_SLOT)]
+    return dataclasses.replace(sample, messages=messages, images=images, videos=videos)
 
 
 def _first(turns: Sequence[tuple[Message, ...]], number: int) -> tuple[Message, ...]:
     return tuple(message for turn in turns[:number] for message in turn)
 
 
-def _count_images(messages: Sequence[Message]) -> int:
-    return sum(message.text.count(IMAGE_SLOT) for message in messages)
-
-
 def _read_ahead(
     task: ShardTask, chat: ChatEncoder, boxed: set[str]
-) -> Iterator[tuple[Sample, list[str], TokenizedText | SkipSample]]:
-    """Yield the shard's samples, the names of their image files, and their conversations, tokenized in batches. The
-    samples have their boxes in their texts; keys of those with boxes are added to `boxed`."""
+) -> Iterator[tuple[Sample, TokenizedText | SkipSample]]:
+    """Yield the shard's samples and their conversations, tokenized in batches. The samples have their boxes in their
+    texts; keys of those with boxes are added to `boxed`."""
     for batch in _batches(task, boxed):
         parts = batch
         if not chat.format.is_fixed:
-            cut = zip(batch, chat.cut([sample.messages for sample, _ in batch]))
-            parts = [(part, names) for (sample, names), conversations in cut for part in _parts(sample, conversations)]
-        texts = chat.tokenize([part.messages for part, _ in parts])
-        for (part, names), text in zip(parts, texts):
-            yield part, names, text
+            cut = zip(batch, chat.cut([sample.messages for sample in batch]))
+            parts = [part for sample, conversations in cut for part in _parts(sample, conversations)]
+        yield from zip(parts, chat.tokenize([part.messages for part in parts]))
 
 
-def _batches(task: ShardTask, boxed: set[str]) -> Iterator[list[tuple[Sample, list[str]]]]:
-    batch: list[tuple[Sample, list[str]]] = []
+def _batches(task: ShardTask, boxed: set[str]) -> Iterator[list[Sample]]:
+    batch: list[Sample] = []
     size = 0
     for key, fields in iter_records(task.samples / task.shard.name, task.shard):
-        names = sorted((name for name in fields if name[:1].isdigit()), key=lambda name: int(name.partition(".")[0]))
         sample = from_fields(key, fields)
         if any([message.boxes for message in sample.messages]):
             boxed.add(key)
             # Here, before anything measures or cuts the texts.
             sample = with_boxes_written(sample, task.config.boxes, task.pixels.config)
-        batch.append((sample, names))
-        size += sum(len(image) for image in sample.images)
+        batch.append(sample)
+        size += sum(map(len, sample.files))
         if len(batch) == _BATCH_SAMPLES or size >= _BATCH_BYTES:
             yield batch
             batch, size = [], 0
@@ -264,9 +321,11 @@ def verify(sample: Sample, stored: TokenizedSample, chat: ChatEncoder) -> None:
     """Check, only from the stored bytes, that all images and answers are present, and that nothing else is trained on.
     An AssertionError is a bug in this code, and stops the stage."""
     stored.check()
-    image_tokens = int((stored.input_ids == chat.image_token_id).sum())
-    expected = int(stored.image_grid_thw.prod(-1).sum()) // chat.merge_size**2
-    assert image_tokens == expected, f"{sample.key}: {image_tokens} image tokens for grids that make {expected}"
+    kinds = {"image": (chat.image_token_id, ~stored.is_video), "video": (chat.video_token_id, stored.is_video)}
+    for kind, (token, rows) in kinds.items():
+        tokens = int((stored.input_ids == token).sum())
+        expected = int(stored.image_grid_thw[rows].prod(-1).sum()) // chat.merge_size**2
+        assert tokens == expected, f"{sample.key}: {tokens} {kind} tokens for grids that make {expected}"
     edges = np.flatnonzero(np.diff(stored.loss_mask, prepend=0, append=0))
     trained_on = [chat.decode(stored.input_ids[start:end]) for start, end in edges.reshape(-1, 2)]
     answers = [message for message in sample.messages if message.role == "assistant"]

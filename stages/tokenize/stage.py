@@ -36,7 +36,7 @@ from stages.shared.artifacts.left_out import (
 )
 from stages.shared.artifacts.workers import StageResources, run_tasks
 from stages.shared.chat_format.chat import ChatEncoder
-from stages.shared.chat_format.images import load_image_config
+from stages.shared.chat_format.images import load_image_config, load_video_config
 from stages.shared.inputs.model_directory import opened_model
 from stages.shared.pages.report import Histogram, Table, write_report
 from stages.tokenize.config import TokenizeConfig
@@ -56,6 +56,7 @@ def _run(
     model = opened_model(processor)
     chat = encoder_of(processor.dir, processor.digest, config, model)  # reports errors before a worker starts
     pixels = PixelStore(codec=config.codec, config=load_image_config(model, config.min_pixels, config.max_pixels))
+    videos = load_video_config(model, config.videos)
     tasks = (
         ShardTask(
             samples=samples.dir,
@@ -64,6 +65,7 @@ def _run(
             hf_dir=processor.dir,
             processor_digest=processor.digest,
             pixels=pixels,
+            videos=videos,
             config=config,
         )
         for shard in samples.manifest.shards
@@ -83,7 +85,9 @@ def _run(
     )
     # The form of boxes is that of the prompts, as the system prompt is; null if no sample has boxes.
     boxes = config.boxes.model_dump(mode="json") if stats_of_notes.get("boxed") else None
+    has_videos = videos is not None and "num_videos" in stats_of_notes
     stats |= stats_of_notes | {"system_prompt": config.system_prompt, "boxes": boxes}
+    stats["videos"] = videos.model_dump(mode="json") if has_videos else None
     write_tokenize_report(work, left_out, stats, pixels)
     shards = [finished_shard(work, name) for name in names]
     for name in names:
@@ -99,7 +103,7 @@ def _worthwhile_workers(manifest: Manifest) -> int:
 
 def _collect_notes(work: StorePath, names: Sequence[str], chat: ChatEncoder) -> tuple[list[LeftOut], dict[str, Any]]:
     """Write the index, the quarantine and the list of shortened samples from the shards' notes. Return the samples left
-    out, and the manifest's figures of samples: shortened, checked, cut, with reasoning, with boxes."""
+    out, and the manifest's figures of samples: shortened, checked, cut, with reasoning, with boxes, with videos."""
     left_out: list[LeftOut] = []
     against: set[str] = set()
     counts: Counter[str] = Counter()
@@ -112,7 +116,9 @@ def _collect_notes(work: StorePath, names: Sequence[str], chat: ChatEncoder) -> 
             left_out += notes.left_out
             counts["shortened"] += len(notes.shortened)
             counts.update(
-                notes.model_dump(include={"num_checked", "num_cut", "num_parts", "num_reasoned", "num_boxed"})
+                notes.model_dump(
+                    include={"num_checked", "num_cut", "num_parts", "num_reasoned", "num_boxed", "num_videos"}
+                )
             )
             against.add(notes.pixels_against)
     index.close()
@@ -123,6 +129,9 @@ def _collect_notes(work: StorePath, names: Sequence[str], chat: ChatEncoder) -> 
         figures["cut"] = {"conversations": counts["num_cut"], "samples": counts["num_parts"]}
     if counts["num_reasoned"]:
         figures["reasoning"] = {"answers": counts["num_reasoned"], "is_learnt": chat.format.opened is not None}
+    if counts["num_videos"]:
+        figures["num_videos"] = counts["num_videos"]
+        figures["video_prompt"] = chat.video_prompt_digest()
     if counts["num_boxed"]:
         figures["boxed"] = counts["num_boxed"]
     return left_out, figures
@@ -177,6 +186,10 @@ def write_tokenize_report(
     if reasoning := stats.get("reasoning"):
         learnt = "learnt" if reasoning["is_learnt"] else "left out (tokenize.learn.reasoning, or the template)"
         summary["reasoning"] = f"of {reasoning['answers']:,} answers, {learnt}"
+    if videos := stats.get("videos"):
+        frames = f"{videos['fps']:g} frames a second, {videos['min_frames']} to {videos['max_frames']}"
+        area = f"{videos['min_pixels']} to {videos['max_pixels']} pixels a video"
+        summary["videos"] = f"{stats['num_videos']:,}, {frames}, {area}"
     if boxes := stats.get("boxes"):
         how = ", ".join(boxes[name] for name in ("convention", "form"))
         summary["boxes"] = f"in {stats['boxed']:,} conversations: {how}, in the {boxes['order']} order"

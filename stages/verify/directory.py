@@ -25,7 +25,9 @@ from stages.shared.inputs.served import completed
 _COMPARED = ("*.json", "*.jinja", "*.txt")
 _NOT_COMPARED = (WEIGHTS_INDEX, SYSTEM_PROMPT, BOX_FORMAT)  # depend on the files and on the training
 _FREE = {"dtype", "torch_dtype", "auto_map", "transformers_version"}
-_PIXEL_LIMITS = {"size", "min_pixels", "max_pixels"}  # the training's limits
+# The training's limits, and how it chose the frames of videos.
+_PIXEL_LIMITS = {"size", "min_pixels", "max_pixels", "fps", "min_frames", "max_frames"}
+_PIXEL_LIMITS |= {"cap_pixels_per_frame", "max_video_tokens"}
 _OUTPUT = "lm_head.weight"
 
 

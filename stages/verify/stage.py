@@ -12,6 +12,9 @@ and with the adapter on its base. Their answers are compared with those of `answ
 files are compared with the model that the training started from, since greedy answers do not show a lost draft layer or
 another dtype, and with what vLLM needs of a directory.
 
+Of questions about videos, only the prompts are compared: token by token with those of transformers' processors, which
+read their settings from the directory.
+
 `same_answers` of the manifest's stats is the share of the answers that each loader gives alike, of the worst loader;
 0 if a loader fails, or if the directory differs. `execution.registry.gates.same_answers` holds it against a bound.
 """
@@ -23,12 +26,13 @@ import shutil
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dataset_builders.contracts.sample import IMAGE_SLOT, Sample
+from dataset_builders.contracts.sample import IMAGE_SLOT, VIDEO_SLOT, Sample
 from dataset_builders.errors import InputError
 from dataset_builders.pictures.images import open_rgb
 from dataset_builders.pictures.pixels import encode_image
@@ -39,7 +43,10 @@ from stages.release.flavor import FLAVOR_FILES
 from stages.shared.artifacts.artifact import Artifact, Input, Stage, StageOutput
 from stages.shared.artifacts.workers import StageResources
 from stages.shared.chat_format.chat import ChatEncoder
+from stages.shared.chat_format.images import plans_of
 from stages.shared.chat_format.prompt import PromptFormat, read_prompt_format
+from stages.shared.chat_format.text import slots_of
+from stages.shared.chat_format.video_reference import VideoReference
 from stages.shared.inputs.adapter_directory import AdapterDirectory
 from stages.shared.inputs.model_directory import ModelDirectory, end_ids, opened_model
 from stages.shared.inputs.served import lora_options, missing_keys, unservable, unservable_adapter
@@ -52,7 +59,8 @@ from stages.verify.directory import differences
 from stages.verify.verdict import counted, first_of, judge, share
 from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT
 
-VERSION = 3  # 2: bytes of copied tensors; 3: what vLLM needs of a directory, and the adapter in vLLM
+# 2: bytes of copied tensors; 3: what vLLM needs of a directory, and the adapter in vLLM; 4: prompts with videos
+VERSION = 4
 JOB_DIR, ROWS = "job", "loaders.json"
 VLLM, VLLM_ADAPTER = "vllm", "vllm adapter"
 SERVERS = (VLLM, VLLM_ADAPTER)  # checked only where vLLM is installed and loads the directory
@@ -84,6 +92,7 @@ def verify(
         faults.append(str(error))
     else:
         for_vllm = unservable(model)
+        faults += video_faults(model, inputs["samples"], answers, chat, prompt)
         questions = write_questions(work, config, inputs["samples"], answers, chat, prompt)
         if questions:
             results = _ask(work, source, exported, model, prompt, questions, resources or StageResources())
@@ -116,7 +125,8 @@ def write_questions(
     them. `chat` is the encoder of the export; its prompts are the expected ones."""
     drawn = {answer.key: answer for answer in draw(answers, _SPARE * config.num_questions)}
     samples_of = {sample.key: sample for sample in heldout_samples(samples, prompt) if sample.key in drawn}
-    usable = [samples_of[key] for key in drawn if _begins_with_one_question(samples_of[key])][: config.num_questions]
+    usable = [sample for sample in map(samples_of.get, drawn) if _begins_with_one_question(sample)]
+    usable = [sample for sample in usable if VIDEO_SLOT not in slots_of(sample.messages[:2])][: config.num_questions]
     directory = work / QUESTIONS
     directory.mkdir(exist_ok=True)
     questions = [
@@ -128,6 +138,41 @@ def write_questions(
         directory / "questions.json", about | {"patch_format": prompt.pixels.patch_format.model_dump(mode="json")}
     )
     return questions
+
+
+def video_faults(
+    model: ModelDirectory,
+    samples: Artifact,
+    answers: Sequence[GeneratedAnswer],
+    chat: ChatEncoder,
+    prompt: PromptFormat,
+) -> list[str]:
+    """Return one line if the prompt of a drawn held-out question about videos is not the one that transformers makes
+    with the directory's files; [] if it is, or if there is no such question."""
+    if prompt.videos is None:
+        return []
+    keys = {answer.key for answer in answers if answer.turn == 0}
+    for sample in heldout_samples(samples, prompt):
+        before = sample.messages[: 1 + (sample.messages[0].role == "system")]
+        slots = slots_of(before)
+        if sample.key not in keys or not _begins_with_one_question(sample) or {*slots} != {VIDEO_SLOT}:
+            continue
+        videos = sample.videos[: len(slots)]
+        plans = plans_of(videos, prompt.videos, model)
+        ours = chat.encode_prompt(before, np.zeros((0, 3)), plans).tolist()
+        reference = VideoReference(model)
+        reads = [reference.read(video, plan) for video, plan in zip(videos, plans)]
+        text = reference.expanded(chat.render_one(before, add_generation_prompt=True), [read.text for read in reads])
+        theirs = chat.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if ours == theirs and [read.indices for read in reads] == [[*plan.indices] for plan in plans]:
+            return []
+        place = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
+        found = [chat.decode(np.array(ids[place : place + 8])) for ids in (ours, theirs)]
+        return [
+            f"{sample.key}: its prompt about a video has {found[0]!r} at token {place}, and transformers "
+            f"{version('transformers')} writes {found[1]!r} with video_preprocessor_config.json of the directory"
+        ]
+    return []
 
 
 def draw(answers: Iterable[GeneratedAnswer], count: int) -> list[GeneratedAnswer]:

@@ -31,5 +31,7 @@ def test_bit_equal_to_the_reference_itself():
     command = [sys.executable, "-m", "tests.parity.compare_pixels"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    version, pictures, bits = re.search(r"torchvision (\S+): (\d+) pictures equal, (\d+) changed", done.stdout).groups()
+    pattern = r"torchvision (\S+): (\d+) pictures equal, (\d+) changed .*; (\d+) videos equal, (\d+) changed"
+    version, pictures, bits, videos, bits_of_videos = re.search(pattern, done.stdout).groups()
     assert version.startswith("0.") and int(pictures) >= 124 and int(bits) >= 4
+    assert int(videos) == int(bits_of_videos) >= 40

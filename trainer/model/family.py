@@ -18,10 +18,17 @@ from trainer.model.shape import ModelShape
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageProcessor:
-    """The image processors that convert images to the same patches as ours."""
+    """The processors that convert images, or the frames of videos, to the same patches as ours."""
 
-    types: tuple[str, ...]  # values of image_processor_type in preprocessor_config.json
+    types: tuple[str, ...]  # values of image_processor_type in preprocessor_config.json, or of video_processor_type
     reference: str  # "module:class" of transformers, backed by torchvision; samples are compared with its output
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VideoProcessor(ImageProcessor):
+    """The processors of videos, and how a video is written in a prompt."""
+
+    prompt: str  # "module:class" of transformers, whose `replace_video_token` writes a video; ids are compared with it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +50,7 @@ class Family:
     # the tokens that begin and end a turn in the family's chat template
     turn_tokens: tuple[str, str] = ("<|im_start|>", "<|im_end|>")
     image_processor: ImageProcessor | None = None  # None for a text-only family
+    video_processor: VideoProcessor | None = None  # None for a family that reads no videos
     # raises InputError for settings that the family does not support yet and that its shape does not exclude
     check_settings: Callable[[TrainConfig, ParallelConfig], None] = lambda train, parallel: None
     # prefixes of the names of tensors that need not be computed; if they are not, they are neither trained nor counted,

@@ -180,7 +180,7 @@ def _as_trained(image: bytes, pixels: PixelConfig) -> tuple[bytes, int]:
     patches, grid = encode_image(image, pixels)
     patch = pixels.patch_format.patch_size
     side = patch * int(max(grid))
-    return patches_png(patches, grid, pixels.patch_format, side), patch * patch * int(grid[1] * grid[2])
+    return patches_png([patches], grid, pixels.patch_format, side), patch * patch * int(grid[1] * grid[2])
 
 
 def _yaml(directory: Path, task: LmmsEvalTask, subsets: list[tuple[str, str]]) -> str:

@@ -8,18 +8,25 @@ block if there is reasoning) are not trained on. An answer is trained on only if
 prompt; `cut` makes such conversations (see `reasoning.py`). A conversation with an unexpected encoding is left out with
 a reason.
 
-Text is rendered and tokenized with one placeholder per image, many conversations in one call, and the image tokens are
-inserted afterwards. The ids equal the ids of the text with every image token written out.
+Text is rendered and tokenized with one placeholder per image or video, many conversations in one call, and their tokens
+are inserted afterwards. The ids equal the ids of the text with every token written out.
+
+A video is written as transformers' processors write it since 5.10: inside the pair of vision tokens of the template,
+each temporal group has its time and a pair of its own.
+
+    <|vision_start|><0.3 seconds><|vision_start|><|video_pad|>..<|vision_end|><1.3 seconds>..<|vision_end|>
 """
 
+import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from dataset_builders.contracts.sample import IMAGE_SLOT, Message, SkipSample
+from dataset_builders.contracts.sample import IMAGE_SLOT, VIDEO_SLOT, Message, SkipSample
 from dataset_builders.errors import InputError
+from dataset_builders.videos.sampling import FramePlan
 from stages.shared.chat_format.config import LEARN_ALL, Learn
 from stages.shared.chat_format.reasoning import Conversation, cut_conversations, mismatch, read_format
 from stages.shared.chat_format.text import ChatText
@@ -28,7 +35,7 @@ from stages.shared.inputs.model_directory import ModelDirectory
 
 @dataclass(frozen=True, eq=False, slots=True)
 class TokenizedText:
-    """A conversation as tokens, one placeholder per image."""
+    """A conversation as tokens, one placeholder per image or video."""
 
     ids: np.ndarray  # (n,) int32
     mask: np.ndarray  # (n,) uint8, 1 where the token itself is trained on
@@ -46,6 +53,8 @@ class ChatEncoder(ChatText):
         super().__init__(model, learn, system_prompt)
         shape = model.shape
         self.image_token_id = shape.images.image_token_id if shape.images else -1
+        self.video_token_id = shape.images.video_token_id if shape.images else -1
+        self._times: dict[str, np.ndarray] = {}  # text of a time -> its ids
         self.vocab_size = shape.language.vocab_size  # rows of the embedding
         # Side of the block of patches that becomes one image token.
         self.merge_size = shape.vision.spatial_merge_size if shape.vision else 1
@@ -55,27 +64,30 @@ class ChatEncoder(ChatText):
         start_of_turn, self._end_of_turn = model.family.turn_tokens
         self.end_of_turn_id = self.added_tokens[self._end_of_turn]
         self._header = self.token_ids(f"{start_of_turn}assistant\n")
-        token = re.search(f"{IMAGE_SLOT}|{self._forbidden.pattern}", system_prompt or "")
+        token = re.search(f"{IMAGE_SLOT}|{VIDEO_SLOT}|{self._forbidden.pattern}", system_prompt or "")
         if token:
             raise InputError(f"the system prompt holds {token.group()}, a token of the chat's own; leave it out")
         self._try_template(f"{start_of_turn}assistant\n")
 
-    def encode(self, messages: Sequence[Message], grids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def encode(
+        self, messages: Sequence[Message], grids: np.ndarray, videos: Sequence[FramePlan] = ()
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Encode a whole conversation; SkipSample says why it cannot be encoded, or that nothing is to be trained on.
 
         Args:
-            messages: `IMAGE_SLOT` in a user's text marks the position of an image; answers are stripped of outer white
-                space.
+            messages: `IMAGE_SLOT` and `VIDEO_SLOT` in a user's text mark the positions of images and videos; answers
+                are stripped of outer white space.
             grids: (images, 3) int32, (t, h, w) in patches of each image, in order of the slots.
+            videos: the frames of each video, in order of the slots.
 
         Returns:
-            input_ids: (n,) int32, with all image tokens.
+            input_ids: (n,) int32, with all tokens of images and videos.
             loss_mask: (n,) uint8, 1 where the token itself is trained on.
         """
         (text,) = self.tokenize([messages])
         if isinstance(text, SkipSample):
             raise text
-        return self.splice(text, _patches(grids))
+        return self.splice(text, _patches(grids), videos)
 
     def cut(self, conversations: Sequence[Conversation]) -> list[list[Conversation]]:
         """Cut conversations so that training matches inference, each into one or more parts that start at its first
@@ -102,25 +114,50 @@ class ChatEncoder(ChatText):
                 texts[i] = skip
         return texts
 
-    def splice(self, text: TokenizedText, patches: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Insert the image tokens; return input_ids and loss_mask. See `encode`. `patches` are (images,) integers: the
-        number of patches of each image, before merging."""
-        repeats = self._repeats(text.ids, patches)
-        return np.repeat(text.ids, repeats), np.repeat(text.mask, repeats)
+    def splice(
+        self, text: TokenizedText, patches: np.ndarray, videos: Sequence[FramePlan] = ()
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Insert the tokens of images and videos; return input_ids and loss_mask. See `encode`. `patches` are (images,)
+        integers: the number of patches of each image, before merging."""
+        places, repeats = self._places(text.ids, patches, videos)
+        ids = np.repeat(text.ids, repeats)
+        ids[places] = self._video_ids(videos)
+        return ids, np.repeat(text.mask, repeats)
 
-    def encode_prompt(self, messages: Sequence[Message], grids: np.ndarray) -> np.ndarray:
+    def encode_prompt(
+        self, messages: Sequence[Message], grids: np.ndarray, videos: Sequence[FramePlan] = ()
+    ) -> np.ndarray:
         """Return (n,) int32: the ids of the prompt for the next answer. For arguments and errors, see `encode`."""
         ids = self.token_ids(self.render_one(messages, add_generation_prompt=True))
-        return np.repeat(ids, self._repeats(ids, _patches(grids)))
+        return self.splice(TokenizedText(ids, np.zeros(len(ids), np.uint8)), _patches(grids), videos)[0]
 
     def prompt_ids(self, messages: Sequence[Message], grids: np.ndarray) -> np.ndarray:
         """Return `encode_prompt` with one placeholder per image, for an engine that inserts the image tokens."""
         ids = self.token_ids(self.render_one(messages, add_generation_prompt=True))
-        self._repeats(ids, _patches(grids))  # for its check alone
+        self._places(ids, _patches(grids), ())  # for its check alone
         return ids
 
+    def video_prompt_digest(self) -> str:
+        """Return 64 hex digits: the SHA-256 of the prompt of a question about a small video. It tells apart the forms
+        in which programs write videos."""
+        side = self.model.shape.vision.patch_size * self.merge_size
+        video = FramePlan(
+            indices=(0, 1, 2),
+            seconds=(0.0, 0.5, 1.0),
+            times=(0.25, 1.0),
+            height=side,
+            width=2 * side,
+            patch_size=self.model.shape.vision.patch_size,
+        )
+        ids = self.encode_prompt([Message(role="user", text=f"{VIDEO_SLOT}What moves?")], np.zeros((0, 3)), [video])
+        return hashlib.sha256(self.decode(ids).encode()).hexdigest()
+
+    def count_video_tokens(self, video: FramePlan) -> int:
+        """Return the number of tokens that `splice` inserts for a video, in place of its placeholder."""
+        return len(self._video_ids([video]))
+
     def count_tokens(self, messages: Sequence[Message]) -> int:
-        """Return the number of tokens with one placeholder per image. Raises SkipSample as `encode`."""
+        """Return the number of tokens with one placeholder per image or video. Raises SkipSample as `encode`."""
         return len(self.token_ids(self.render_one(messages, add_generation_prompt=False)))
 
     def trained_text(self, answer: Message) -> str:
@@ -159,15 +196,37 @@ class ChatEncoder(ChatText):
             raise SkipSample("mask_span_mismatch", f"found {decoded[:60]!r} for the answer {text[:60]!r}")
         return 0
 
-    def _repeats(self, ids: np.ndarray, patches: np.ndarray) -> np.ndarray:
-        """Return (n,) int64: the number of the image's tokens at each image placeholder, elsewhere 1."""
-        places = np.flatnonzero(ids == self.image_token_id)
+    def _places(
+        self, ids: np.ndarray, patches: np.ndarray, videos: Sequence[FramePlan]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return where the tokens of videos go, (v,) bool of the ids after insertion, and (n,) int64, how often each id
+        is repeated: the number of tokens at each placeholder, elsewhere 1."""
+        of_images, of_videos = ids == self.image_token_id, ids == self.video_token_id
         starts = np.count_nonzero(ids == self.images.vision_start_token_id) if self.images else 0
-        if not len(places) == starts == len(patches):
-            raise SkipSample("image_count_mismatch", f"{len(places)} placeholders in the prompt, {len(patches)} images")
+        for kind, places, given in (("image", of_images, len(patches)), ("video", of_videos, len(videos))):
+            found = np.count_nonzero(places)
+            if found != given:
+                raise SkipSample(f"{kind}_count_mismatch", f"{found} placeholders in the prompt, {given} {kind}s")
+        if starts != len(patches) + len(videos):
+            detail = f"{starts} vision tokens in the prompt, {len(patches)} images, {len(videos)} videos"
+            raise SkipSample("image_count_mismatch", detail)
         repeats = np.ones(len(ids), np.int64)
-        repeats[places] = patches // self.merge_size**2
-        return repeats
+        repeats[of_images] = patches // self.merge_size**2
+        if videos:
+            repeats[of_videos] = [self.count_video_tokens(video) for video in videos]
+        return np.repeat(of_videos, repeats), repeats
+
+    def _video_ids(self, videos: Sequence[FramePlan]) -> np.ndarray:
+        """Return (v,) int32: the ids of videos, one after the other, each without the template's vision tokens."""
+        groups = [(_time_text(time), video.patches) for video in videos for time in video.times]
+        new = list({text: None for text, _ in groups if text not in self._times})
+        self._times |= zip(new, self.token_ids_of(new))
+        parts = [np.zeros(0, np.int32)]
+        for text, patches in groups:
+            tokens = np.full(patches // self.merge_size**2 + 2, self.video_token_id, np.int32)
+            tokens[[0, -1]] = self.images.vision_start_token_id, self.images.vision_end_token_id
+            parts += [self._times[text], tokens]
+        return np.concatenate(parts)
 
     def _try_template(self, header_text: str) -> None:
         """Detect how the template writes an answer's turn, and try it once."""
@@ -211,6 +270,10 @@ def split_turns(messages: Sequence[Message]) -> list[tuple[Message, ...]]:
             turns.append([])
         turns[-1].append(message)
     return [tuple(turn) for turn in turns]
+
+
+def _time_text(seconds: float) -> str:
+    return f"<{seconds:.1f} seconds>"
 
 
 def _patches(grids: np.ndarray) -> np.ndarray:

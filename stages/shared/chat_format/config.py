@@ -1,4 +1,4 @@
-"""The settings of the loss mask, and of boxes in texts."""
+"""The settings of the loss mask, of boxes in texts, and of the frames of videos."""
 
 from typing import Any, Literal
 
@@ -49,4 +49,23 @@ class BoxFormat(StrictModel):
     )
     order: Literal["given", "sorted"] = Field(
         default="given", description="boxes of a list: given, as in the data; sorted, by label, then y1, x1, y2, x2"
+    )
+
+
+class VideoFormat(StrictModel):
+    """The settings of the frames of videos; null: the model's own, from its video_preprocessor_config.json."""
+
+    fps: float | None = Field(default=None, gt=0, le=1000, description="frames a second that the model reads")
+    min_frames: int | None = Field(default=None, gt=0, le=10**6, description="frames of a short video, if it has them")
+    max_frames: int | None = Field(default=None, gt=0, le=10**6, description="frames of a long video")
+    min_pixels: int | None = Field(
+        default=None, gt=0, le=10**12, description="videos with fewer pixels, over all their frames, are scaled up"
+    )
+    max_pixels: int | None = Field(
+        default=None, gt=0, le=10**12, description="videos with more pixels, over all their frames, are scaled down"
+    )
+    cap_pixels_per_frame: bool | None = Field(
+        default=None,
+        description="true: a frame also has at most 768 tokens, as with qwen-vl-utils; false: as transformers 5.23 "
+        "does by itself",
     )

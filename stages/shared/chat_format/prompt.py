@@ -1,4 +1,4 @@
-"""The form of a prompt: the pixels of its images, its system prompt and its boxes, as a model directory keeps them."""
+"""The form of a prompt: pixels of images and videos, the system prompt and boxes, as a model directory keeps them."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,9 +10,10 @@ from dataset_builders.contracts.sample import Sample
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.contracts.tokenized import PixelConfig
 from dataset_builders.errors import InputError, plain_message
+from dataset_builders.videos.sampling import VideoConfig
 from stages.shared.chat_format.boxes import with_boxes_written
 from stages.shared.chat_format.config import BoxFormat
-from stages.shared.chat_format.images import load_image_config
+from stages.shared.chat_format.images import load_image_config, load_video_config
 from stages.shared.inputs.model_directory import ModelDirectory, read_json
 
 # Files of an exported directory: the system prompt and the form of boxes that the model was trained with.
@@ -25,6 +26,7 @@ class PromptFormat(StrictModel):
     pixels: PixelConfig
     system_prompt: str | None
     boxes: BoxFormat
+    videos: VideoConfig | None = None  # None: the directory has no settings of videos, and none can be asked about
 
     def with_boxes(self, sample: Sample) -> Sample:
         """Return the sample with its boxes in its texts."""
@@ -34,9 +36,9 @@ class PromptFormat(StrictModel):
 def read_prompt_format(model: ModelDirectory, tokenized: Mapping[str, Any] | None = None) -> PromptFormat:
     """Return the prompt format of a model directory, or of the export of a training that starts from it.
 
-    `tokenized` are the stats of the tokenized samples of that training. If a limit or the form of boxes is missing (no
-    sample has boxes), the directory's applies; if the system prompt is missing, there is none, even if the directory
-    has one. A directory without a form of boxes has the default one.
+    `tokenized` are the stats of the tokenized samples of that training. If a limit, the form of boxes or the settings
+    of videos are missing (no sample has any), the directory's apply; if the system prompt is missing, there is none,
+    even if the directory has one. A directory without a form of boxes has the default one.
     """
     stats = tokenized or {}
     boxes = BoxFormat.model_validate(stats["boxes"]) if stats.get("boxes") else read_box_format(model.path)
@@ -44,6 +46,7 @@ def read_prompt_format(model: ModelDirectory, tokenized: Mapping[str, Any] | Non
         pixels=load_image_config(model, stats.get("min_pixels"), stats.get("max_pixels")),
         system_prompt=read_system_prompt(model.path) if tokenized is None else stats.get("system_prompt") or None,
         boxes=boxes or BoxFormat(),
+        videos=VideoConfig.model_validate(stats["videos"]) if stats.get("videos") else load_video_config(model),
     )
 
 

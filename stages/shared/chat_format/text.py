@@ -7,12 +7,17 @@ from pathlib import Path
 import numpy as np
 import transformers
 
-from dataset_builders.contracts.sample import IMAGE_SLOT, Message, SkipSample
+from dataset_builders.contracts.sample import IMAGE_SLOT, VIDEO_SLOT, Message, SkipSample
 from dataset_builders.errors import InputError, one_line
 from stages.shared.chat_format.config import Learn
 from stages.shared.chat_format.reasoning import ReasoningFormat
 from stages.shared.chat_format.template import REASONING, Messages, chat_template, read_template
 from stages.shared.inputs.model_directory import ModelDirectory
+
+# Slot in a user's text -> the type of the part that the template gets in its place.
+_PARTS = {IMAGE_SLOT: "image", VIDEO_SLOT: "video"}
+_WITH_ARTICLE = {"image": "an image", "video": "a video"}
+_SLOTS = re.compile("|".join(_PARTS))
 
 
 class ChatText:
@@ -71,19 +76,23 @@ class ChatText:
         if token:
             raise SkipSample("special_token_in_text", f"{token.group()} in a {message.role} turn")
         if message.role != "user":
-            if IMAGE_SLOT in message.text or IMAGE_SLOT in message.reasoning:
-                raise SkipSample("special_token_in_text", f"{IMAGE_SLOT} in a {message.role} turn")
+            if slot := _SLOTS.search(message.text) or _SLOTS.search(message.reasoning):
+                raise SkipSample("special_token_in_text", f"{slot.group()} in a {message.role} turn")
             # A newline at the start of an answer would be merged with the header's newline into one token.
             return message.text.strip() if message.role == "assistant" else message.text
-        if IMAGE_SLOT not in message.text:
+        slots = [*_SLOTS.finditer(message.text)]
+        if not slots:
             return message.text
         if self.images is None:
-            raise SkipSample("image_count_mismatch", "an image for a text-only model")
+            kind = _PARTS[slots[0].group()]
+            raise SkipSample(f"{kind}_count_mismatch", f"{_WITH_ARTICLE[kind]} for a text-only model")
         content: list[dict[str, str]] = []
-        for i, text in enumerate(message.text.split(IMAGE_SLOT)):
-            content += [{"type": "image"}] if i else []
-            content += [{"type": "text", "text": text}] if text else []
-        return content
+        start = 0
+        for slot in slots:
+            content += [{"type": "text", "text": message.text[start : slot.start()]}] * (slot.start() > start)
+            content.append({"type": _PARTS[slot.group()]})
+            start = slot.end()
+        return content + [{"type": "text", "text": message.text[start:]}] * (start < len(message.text))
 
     def reasoning_of(self, message: Message) -> str:
         """Return the reasoning that the template is given before a message; empty if reasoning is not trained on."""
@@ -111,6 +120,11 @@ class ChatText:
         # A tokenizer may normalize a text first (NFC for Qwen), and the ids then decode to the normalized text.
         normalizer = self.tokenizer.backend_tokenizer.normalizer
         return normalizer.normalize_str(text) if normalizer else text
+
+
+def slots_of(messages: Sequence[Message]) -> list[str]:
+    """Return the slots of images and videos in a conversation's texts, in order."""
+    return [slot for message in messages for slot in _SLOTS.findall(message.text)]
 
 
 def load_tokenizer(hf_dir: Path) -> "transformers.PreTrainedTokenizerBase":

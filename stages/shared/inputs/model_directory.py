@@ -19,6 +19,7 @@ from dataset_builders.contracts.manifest import fingerprint
 from dataset_builders.errors import InputError, in_ascii, one_line
 from dataset_builders.storage.files import read_object, write_json
 from dataset_builders.storage.store import home_expanded, local_dir, location
+from dataset_builders.videos.decode import decoder
 from stages.shared.artifacts.artifact import Artifact, External, Input
 from stages.shared.artifacts.verify import check_written, digest_once, state_of
 from stages.shared.inputs.remote_code import check_remote_code
@@ -35,6 +36,9 @@ WEIGHTS_INDEX = "model.safetensors.index.json"
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json", "special_tokens_map.json")
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 PREPROCESSOR_CONFIG, PROCESSOR_CONFIG = "preprocessor_config.json", "processor_config.json"
+VIDEO_PREPROCESSOR_CONFIG = "video_preprocessor_config.json"
+# Field of processor_config.json -> the file that has the same settings alone.
+_ALONE = {"image_processor": PREPROCESSOR_CONFIG, "video_processor": VIDEO_PREPROCESSOR_CONFIG}
 GENERATION_CONFIG = "generation_config.json"
 _PROCESSOR_FILES = (*_TOKENIZER_FILES, *_TEMPLATE_FILES, "tokenizer_config.json")
 _MODEL_FILE_PATTERNS = ["*.json", "*.jinja", "*.txt", "*.safetensors"]
@@ -92,6 +96,7 @@ class ModelDirectory:
         shape: the sizes that config.json describes, without a training; see `ModelShape.for_training`.
         image_settings: file -> settings of the image processor in it; the file that transformers prefers comes first.
             Empty for a text-only model.
+        video_settings: the same of the video processor. Empty for a model that reads no videos, or a copy without them.
         code_sha256: the hash of code that `check_weights` allowed.
 
     Raises:
@@ -117,7 +122,8 @@ class ModelDirectory:
             raise InputError(
                 f"{path} has no tokenizer (tokenizer.json, or vocab.json with merges.txt); copy the model's"
             )
-        self.image_settings = read_image_settings(path)
+        self.image_settings = read_settings(path, "image_processor")
+        self.video_settings = read_settings(path, "video_processor")
         if self.family.image_processor is not None and not self.image_settings:
             raise InputError(f"{path} has no {PREPROCESSOR_CONFIG} (how pictures are scaled); copy the model's")
         tokenizer_config = path / "tokenizer_config.json"
@@ -221,21 +227,22 @@ def read_json(path: Path) -> dict[str, Any]:
     return read_object(path, "copy the model's own file again")
 
 
-def read_image_settings(path: Path) -> dict[Path, dict[str, Any]]:
-    """Return `ModelDirectory.image_settings` of a directory."""
-    whole, alone = path / PROCESSOR_CONFIG, path / PREPROCESSOR_CONFIG
-    nested = read_json(whole).get("image_processor") if whole.is_file() else None
+def read_settings(path: Path, processor: str) -> dict[Path, dict[str, Any]]:
+    """Return `ModelDirectory.image_settings` of a directory, or its video_settings. `processor` is the field of
+    processor_config.json: image_processor or video_processor."""
+    whole, alone = path / PROCESSOR_CONFIG, path / _ALONE[processor]
+    nested = read_json(whole).get(processor) if whole.is_file() else None
     if nested is not None and not isinstance(nested, dict):
-        raise InputError(f"{whole}: image_processor is not an object; copy the model's own file again")
+        raise InputError(f"{whole}: {processor} is not an object; copy the model's own file again")
     return ({} if nested is None else {whole: nested}) | ({alone: read_json(alone)} if alone.is_file() else {})
 
 
 def processor_input(model: ModelDirectory) -> External:
     """Return the input that determines tokens and pixels: tokenizer, template, preprocessor, and token ids."""
     path, config = model.path, model.config
-    # If both files have image settings, these are equal.
-    images = [file.name for file in [*model.image_settings][-1:]]
-    names = [name for name in _PROCESSOR_FILES if (path / name).is_file()] + images
+    # If both files have the settings, these are equal.
+    settings = [file.name for found in (model.image_settings, model.video_settings) for file in [*found][-1:]]
+    names = [name for name in _PROCESSOR_FILES if (path / name).is_file()] + list(dict.fromkeys(settings))
     states, digests = model.digests_of(["config.json", *names])
     identity = {
         "files": {name: digests[name] for name in names},
@@ -243,6 +250,8 @@ def processor_input(model: ModelDirectory) -> External:
         "model_type": config["model_type"],
         "vocab_size": model.shape.language.vocab_size,
     }
+    if model.video_settings:  # other versions of the decoder may give other pixels
+        identity["videos"] = decoder()
     return External(dir=path, name="processor", digest=fingerprint(identity), states=states, opened=model)
 
 

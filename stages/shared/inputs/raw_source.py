@@ -23,9 +23,9 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import get_session
 
 from dataset_builders.errors import InputError
-from dataset_builders.readers.image_refs import IMAGE_PATTERNS, may_be_image
+from dataset_builders.readers.image_refs import MEDIA_PATTERNS, may_be_image
 from dataset_builders.readers.parts import natural_order
-from dataset_builders.readers.source_files import IMAGE_SUFFIXES, SourceFile, list_files
+from dataset_builders.readers.source_files import MEDIA_SUFFIXES, SourceFile, list_files
 from dataset_builders.sources.registry import check_hub_subsets, get_builder
 from dataset_builders.storage.files import read_object, sha256_file, write_json
 from dataset_builders.storage.store import StorePath, check_reachable, is_local, location
@@ -89,7 +89,7 @@ def content_digest(source: Path, patterns: Sequence[str], memo: Path | None = No
 def _readable(source: StorePath, patterns: Sequence[str]) -> list[SourceFile]:
     """Return the files that the patterns match and, where rows may name images, all files that a row may name."""
     files = list_files(source, patterns)
-    if set(IMAGE_PATTERNS) <= set(patterns):
+    if set(MEDIA_PATTERNS) <= set(patterns):
         known, is_file = {file.name for file in files}, source.is_file()
         top = source.parent if is_file else source
         below = list_files(top, ("*", "**/*"), refuses_links_out=not is_file)  # files beside a file may be others'
@@ -107,7 +107,7 @@ def _digest(files: Iterable[tuple[str, str]]) -> str:
 def _has_rows(files: Sequence[SourceFile], builder: str) -> bool:
     if get_builder(builder).images_are_rows:
         return bool(files)
-    return any(not file.name.lower().endswith(IMAGE_SUFFIXES) for file in files)
+    return any(not file.name.lower().endswith(MEDIA_SUFFIXES) for file in files)
 
 
 def _download(name: str, subsets: Sequence[str], builder: str) -> Path:

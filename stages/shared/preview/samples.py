@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from dataset_builders.contracts.boxes import BOX_SLOT, BoxPlace
 from dataset_builders.contracts.manifest import ShardEntry
-from dataset_builders.contracts.sample import IMAGE_SLOT, Sample, SkipSample, from_fields, image_digests
+from dataset_builders.contracts.sample import IMAGE_SLOT, Sample, SkipSample, file_digests, from_fields
 from dataset_builders.contracts.shard_io import iter_records
 from dataset_builders.errors import InputError
 from dataset_builders.pictures.images import PILLOW_PIXEL_LIMIT, ImageLimits, check_image, preview_png
@@ -125,7 +125,7 @@ def _card(item: ShardSample) -> dict[str, Any]:
     images = f"{counted(len(sample.images), 'image')}, {show_value(size)} kB" if sample.images else "no image"
     split = [item.shard.split] if item.shard else []
     pictures = []
-    for place, (data, digest) in enumerate(zip(sample.images[:_SHOWN_IMAGES], image_digests(sample))):
+    for place, (data, digest) in enumerate(zip(sample.images[:_SHOWN_IMAGES], file_digests(sample))):
         picture = _describe_picture(data) | {"boxes": boxes_over(sample, place)}
         caption = f"image {place + 1}: {picture['words']}, {show_value(len(data) / 1000)} kB\nsha256 {digest[:16]}"
         pictures.append({**picture, "caption": caption})

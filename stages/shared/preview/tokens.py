@@ -1,9 +1,12 @@
-"""Tokenized samples on a page: every token, whether it is trained on, and each image with its patches."""
+"""Tokenized samples on a page: every token, whether it is trained on, each image with its patches, and a sheet of the
+frames of videos with the times that the model reads."""
 
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -36,13 +39,18 @@ from stages.shared.chat_format.images import patches_png
 from stages.shared.inputs.model_directory import ModelDirectory, processor_input
 from stages.shared.pages.drawn_boxes import BoxLayer, drawn_boxes
 from stages.shared.pages.page import render_part
+from stages.shared.pages.report import data_uri
 from stages.shared.pages.shown_numbers import counted, show_value
 from stages.shared.preview.samples import TINY_SIDE, evenly, in_turn, small_picture
 from trainer.contract.names import HF_EXPORT, RUN_JSON
 
 _OPENED_PARTITIONS = 4  # most partitions of a large index to open, evenly spread
-_SHOWN_TOKENS = 4000  # per sample, without image tokens
+_SHOWN_TOKENS = 4000  # per sample, without tokens of images and frames
 _SHOWN_IMAGES = 16
+_SHOWN_GROUPS = 64  # pairs of frames of videos
+_GROUP_SIDE = 224  # pixels of a pair of frames, at most
+_TIME = re.compile(r"<(\d+\.\d) seconds>")
+_TIME_TOKENS = 24  # more than a time and a vision token have
 _COARSE_GRID = 24  # patches per side; a finer grid has thinner lines
 _LONGEST_CHARACTER = 8  # most tokens that are decoded together until their bytes are whole characters
 _BROKEN = "\ufffd"
@@ -51,12 +59,13 @@ _NOT_DRAWN = "The boxes in the text are not drawn, since it does not say of whic
 
 @dataclass(frozen=True, slots=True)
 class TokenRun:
-    """Tokens of one kind from `start` to before `end`; an image has a number, from 1, and its size in tokens."""
+    """Tokens of one kind from `start` to before `end`; an image, or a temporal group of a video, has its size in tokens
+    and a name: image 1, or frames at 0.3 seconds."""
 
-    kind: Literal["given", "learnt", "image"]
+    kind: Literal["given", "learnt", "visual"]
     start: int
     end: int
-    number: int = 0
+    name: str = ""
     rows: int = 0
     columns: int = 0
 
@@ -157,7 +166,8 @@ def tokens_html(
     for row in choose_rows(tokenized.dir, count, key, shard):
         record = read_record(tokenized.dir / row["shard"], row["offset"], row["size"], checksum=row["checksum"])
         sample = decode_sample(row["key"], record, pixels)
-        cards.append(_card(row, sample, pixels, speller, stats.get("image_token_id", -1), boxes))
+        ids = (stats.get("image_token_id", -1), stats.get("video_token_id", -1))
+        cards.append(_card(row, sample, pixels, speller, ids, boxes))
     return render_part("tokens.html.j2", cards=cards, note=speller.note)
 
 
@@ -166,21 +176,23 @@ def _card(
     sample: TokenizedSample,
     pixels: PixelStore,
     speller: Speller,
-    image_token_id: int,
+    visual_ids: tuple[int, int],
     boxes: BoxFormat | None,
 ) -> dict[str, Any]:
     """Return the values of tokens.html.j2 for one sample."""
     figures = [row["split"], f"{row['num_tokens']:,} tokens", f"{row['num_loss_tokens']:,} learnt"]
     if row["num_images"]:
-        of_images = int((sample.input_ids == image_token_id).sum())
-        figures += [
-            f"{of_images:,} of images",
-            f"{row['num_patches']:,} patches",
-            counted(row["num_images"], "image"),
-        ]
+        groups = int(sample.is_video.sum())
+        kinds = ((visual_ids[0], "image", len(sample.is_video) - groups), (visual_ids[1], "frame pair", groups))
+        kinds = [(int((sample.input_ids == token).sum()), noun, count) for token, noun, count in kinds if count]
+        figures += [f"{tokens:,} of {noun}s" for tokens, noun, _ in kinds]
+        figures += [f"{row['num_patches']:,} patches"]
+        figures += [counted(count, noun) for _, noun, count in kinds]
     figures += [f"{show_value(row['size'] / 1000)} kB as {pixels.codec}"]
-    runs = list(token_runs(sample, image_token_id, pixels.config.patch_format.merge_size))
+    runs = list(token_runs(sample, visual_ids, pixels.config.patch_format.merge_size, speller))
     pictures = _pictures(sample, pixels.config.patch_format)
+    names = [run.name for run in runs if run.kind == "visual"]
+    groups = _groups(sample, pixels.config.patch_format, names)
     layers = [] if boxes is None else list(_box_layers(runs, sample.input_ids, speller))
     if layers and len(pictures) == 1:
         size = pictures[0]["width"], pictures[0]["height"]
@@ -189,8 +201,10 @@ def _card(
         "key": row["key"],
         "subset": row["subset"],
         "figures": figures,
-        "num_images": row["num_images"],
+        "num_images": int((~sample.is_video).sum()),
+        "num_groups": int(sample.is_video.sum()),
         "pictures": pictures,
+        "groups": groups,
         "not_drawn": _NOT_DRAWN if layers and len(pictures) > 1 else "",
         "runs": list(_spelt(runs, sample.input_ids, speller)),
     }
@@ -216,29 +230,40 @@ def _in_pixels(layer: BoxLayer, size: tuple[int, int], boxes: BoxFormat) -> BoxL
     return dataclasses.replace(layer, boxes=scaled)
 
 
-def token_runs(sample: TokenizedSample, image_token_id: int, merge_size: int) -> Iterator[TokenRun]:
-    """Yield all tokens of a sample as consecutive runs."""
-    kinds = np.where(sample.input_ids == image_token_id, 2, sample.loss_mask)
+def token_runs(
+    sample: TokenizedSample, visual_ids: tuple[int, int], merge_size: int, speller: Speller
+) -> Iterator[TokenRun]:
+    """Yield all tokens of a sample as consecutive runs. `visual_ids` are the ids of tokens of images and of videos."""
+    ids = sample.input_ids
+    kinds = np.where(np.isin(ids, visual_ids), 2, sample.loss_mask)
     starts = np.flatnonzero(np.diff(kinds, prepend=-1)).tolist()
-    images = enumerate((sample.image_grid_thw // [1, merge_size, merge_size]).tolist(), 1)
+    sizes = iter((sample.image_grid_thw // [1, merge_size, merge_size]).tolist())
+    images, groups = itertools.count(1), itertools.count(1)
     for start, end in zip(starts, [*starts[1:], len(kinds)]):
-        if kinds[start] == 2:
-            number, (_, rows, columns) = next(images)
-            yield TokenRun("image", start, end, number, rows, columns)
-        else:
+        if kinds[start] != 2:
             yield TokenRun("learnt" if kinds[start] else "given", start, end)
+            continue
+        _, rows, columns = next(sizes)
+        if ids[start] == visual_ids[0]:
+            name = f"image {next(images)}"
+        else:
+            number = next(groups)
+            before = speller.decode(ids[max(0, start - _TIME_TOKENS) : start]) if speller.decode else ""
+            times = _TIME.findall(before)
+            name = f"frames at {times[-1]} seconds" if times else f"frames {2 * number - 1} and {2 * number}"
+        yield TokenRun("visual", start, end, name, rows, columns)
 
 
 def _pictures(sample: TokenizedSample, patch_format: PatchFormat) -> list[dict[str, Any]]:
     size, merge = patch_format.patch_size, patch_format.merge_size
-    offsets = np.cumsum([0, *sample.image_grid_thw.prod(-1)])
     pictures = []
-    for grid, start, end in zip(sample.image_grid_thw[:_SHOWN_IMAGES], offsets, offsets[1:]):
-        time, rows, columns = (int(n) for n in grid)
+    images = [visual for visual, is_video in zip(sample.visuals(), sample.is_video) if not is_video]
+    for image in images[:_SHOWN_IMAGES]:
+        time, rows, columns = (int(n) for n in image.grid)
         is_tiny = max(rows, columns) * size <= TINY_SIDE
         pictures.append(
             {
-                "source": small_picture(functools.partial(patches_png, sample.patches[start:end], grid, patch_format)),
+                "source": small_picture(functools.partial(patches_png, [image.patches], image.grid, patch_format)),
                 "density": " fine" if max(rows, columns) > _COARSE_GRID else " tiny" if is_tiny else "",
                 "lines": _grid_lines(rows, columns, merge),
                 "boxes": None,
@@ -247,6 +272,16 @@ def _pictures(sample: TokenizedSample, patch_format: PatchFormat) -> list[dict[s
             }
         )
     return pictures
+
+
+def _groups(sample: TokenizedSample, patch_format: PatchFormat, names: Sequence[str]) -> list[dict[str, str]]:
+    """Return both frames of each temporal group as one picture, and its name. `names` are those of all visuals."""
+    visuals = zip(sample.visuals(), sample.is_video, names, strict=True)
+    groups = [(visual, name) for visual, is_video, name in visuals if is_video]
+    return [
+        {"source": data_uri(patches_png([*visual[1:]], visual.grid, patch_format, _GROUP_SIDE)), "name": name}
+        for visual, name in groups[:_SHOWN_GROUPS]
+    ]
 
 
 def _grid_lines(rows: int, columns: int, merge: int) -> dict[str, str]:
@@ -260,10 +295,10 @@ def _grid_lines(rows: int, columns: int, merge: int) -> dict[str, str]:
 
 
 def _spelt(runs: Sequence[TokenRun], ids: np.ndarray, speller: Speller) -> Iterator[TokenRun | dict[str, Any]]:
-    """Yield runs of images unchanged, and other runs with their tokens as text, up to _SHOWN_TOKENS tokens."""
+    """Yield runs of images and frames unchanged, other runs with their tokens as text, up to _SHOWN_TOKENS tokens."""
     room = _SHOWN_TOKENS
     for run in runs:
-        if run.kind == "image":
+        if run.kind == "visual":
             yield run
             continue
         shown = min(run.end, run.start + room)

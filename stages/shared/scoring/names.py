@@ -9,6 +9,7 @@ METRIC_NAMES = (
     *("exact_match", "vqa_em", "vqa_accuracy", "multiple_choice", "anls", "relaxed_accuracy", "denotation_accuracy"),
     *("cer", "wer", "cider", "bleu4", "rouge_l", "cord_nted", "cord_f1"),
     *("iou", "acc_iou50", "acc_iou50_95", "box_precision", "box_recall", "box_f1", "coco_map", "coco_map50"),
+    "temporal_iou",
 )
 
 OVERALL = "overall"  # name of the row for all subsets together

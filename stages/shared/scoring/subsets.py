@@ -43,12 +43,14 @@ from stages.shared.scoring.metrics.texts import (
     VQAAccuracy,
     VQAExactMatch,
 )
+from stages.shared.scoring.metrics.times import TemporalIoU
 from stages.shared.scoring.names import METRIC_NAMES, check_name, check_overrides
 
 _METRICS: tuple[type[Metric], ...] = (
     *(ExactMatch, VQAExactMatch, VQAAccuracy, MultipleChoice, ANLS, RelaxedAccuracy, TableExactMatch),
     *(CER, WER, Cider, Bleu, RougeL, CordTreeEdit, CordFieldF1),
     *(BoxIoU, BoxAccuracy, BoxAccuracies, BoxPrecision, BoxRecall, BoxF1, CocoMap, CocoMap50),
+    TemporalIoU,
 )
 METRICS: dict[str, Metric] = {metric.name: metric() for metric in _METRICS}
 assert tuple(METRICS) == METRIC_NAMES

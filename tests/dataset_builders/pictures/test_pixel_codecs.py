@@ -110,7 +110,7 @@ def test_a_spoilt_record_names_its_key(codec):
 def test_an_image_of_another_size_than_stored_is_no_silent_change():
     sample = _sample(IMAGES)
     fields = encode_sample(sample, "original", {**IMAGES, "2.png": make_image(200, 200)})
-    with pytest.raises(ValueError, match=r"a/00000000.*are stored"):
+    with pytest.raises(ValueError, match=r"a/00000000.*2.png has the grid.*is stored"):
         decode_sample(sample.key, fields, _store("original"))
 
 

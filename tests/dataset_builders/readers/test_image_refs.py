@@ -11,7 +11,6 @@ import pytest
 
 from dataset_builders.contracts.sample import SkipSample
 from dataset_builders.errors import InputError
-from dataset_builders.readers import image_refs
 from dataset_builders.readers.image_refs import ImageReader, check_image_root
 from dataset_builders.readers.parts import Part
 from dataset_builders.storage import row_objects
@@ -119,9 +118,11 @@ def test_a_pipe_is_no_file(source):
     assert refused(ImageReader(part_of(source)), "pipe.png").reason == "image_not_found"
 
 
-def test_a_file_of_absurd_size_is_not_read(source, monkeypatch):
-    monkeypatch.setattr(image_refs, "MAX_IMAGE_BYTES", len(ONE) - 1)
-    assert refused(ImageReader(part_of(source), "pics"), "1.png").reason == "bomb"
+def test_a_file_of_absurd_size_is_not_read(source):
+    reader = ImageReader(part_of(source), "pics")
+    assert reader.read("1.png", len(ONE)) == ONE
+    with pytest.raises(SkipSample, match="bomb: a file of"):
+        reader.read("1.png", len(ONE) - 1)
 
 
 def test_a_broken_disk_is_no_fault_of_the_row(source, monkeypatch):

@@ -276,7 +276,7 @@ def test_samples_of_text_alone_where_they_are_meant(tmp_path):
 
 
 def test_a_member_over_the_limit_is_not_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("dataset_builders.sources.webdataset_tars.MAX_IMAGE_BYTES", len(ONE) - 1)
+    monkeypatch.setattr("dataset_builders.readers.conversation.MAX_IMAGE_BYTES", len(ONE) - 1)
     assert reasons(read(tmp_path, [("1.png", ONE), ("1.txt", b"a")], **CAPTION)) == ["bomb"]
 
 

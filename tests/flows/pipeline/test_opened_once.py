@@ -34,7 +34,7 @@ def counts(monkeypatch) -> Counter[str]:
 
     counted(model_directory, "read_config", "config.json of")
     counted(model_directory, "stored_tensors", "headers of")
-    counted(model_directory, "read_image_settings", "image settings of")
+    counted(model_directory, "read_settings", "settings of")
     counted(model_directory, "digest_once", "digest of")
     counted(raw_source, "sha256_file", "raw digest of")
     counted(recipe, "_read", "recipe")

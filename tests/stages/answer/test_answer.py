@@ -150,7 +150,7 @@ def test_the_plan_knows_every_length_and_record(made):
 
 def _questions(lengths):
     return [
-        Question(f"a/{i:08d}", 0, 1, 0, n, "s", 0, 0, 0, "" if n else "decode_error") for i, n in enumerate(lengths)
+        Question(f"a/{i:08d}", 0, 1, 0, 0, n, "s", 0, 0, 0, "" if n else "decode_error") for i, n in enumerate(lengths)
     ]
 
 

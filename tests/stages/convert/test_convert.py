@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from pydantic import ValidationError
 
-from dataset_builders.contracts.sample import SKIP_REASONS, Sample, from_fields, image_digests
+from dataset_builders.contracts.sample import SKIP_REASONS, Sample, file_digests, from_fields
 from dataset_builders.contracts.shard_io import iter_records
 from dataset_builders.errors import InputError
 from dataset_builders.readers.parts import Part, SkippedRow
@@ -110,7 +110,7 @@ def test_manifest_counts(mixed):
 
 def test_no_picture_is_in_both_splits(mixed):
     train, heldout = (
-        {digest for sample in samples_of(mixed, split) for digest in image_digests(sample)}
+        {digest for sample in samples_of(mixed, split) for digest in file_digests(sample)}
         for split in ("train", "heldout")
     )
     assert train and heldout and not train & heldout
@@ -279,7 +279,7 @@ def test_pictures_are_listed_once_sorted_with_their_first_use(mixed):
     found = [line["sha256"].hex() for line in table]
     expected = {}
     for sample in sorted(all_samples(mixed), key=lambda s: s.key):
-        for name in image_digests(sample):
+        for name in file_digests(sample):
             expected.setdefault(name, sample.key)
     assert found == sorted(expected)
     held = {s.key for s in samples_of(mixed, "heldout")}

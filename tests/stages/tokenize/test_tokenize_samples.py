@@ -285,8 +285,8 @@ def test_the_index_is_partitioned_by_shards(samples, tokenized, tmp_path, monkey
     assert parted.manifest.stats == tokenized.manifest.stats
 
 
-def _other_ids(self, text, patches, splice=ChatEncoder.splice):
-    ids, mask = splice(self, text, patches)
+def _other_ids(self, text, patches, videos, splice=ChatEncoder.splice):
+    ids, mask = splice(self, text, patches, videos)
     return np.where(ids == ids[1], ids[2], ids), mask
 
 

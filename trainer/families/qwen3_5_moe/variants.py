@@ -13,7 +13,7 @@ from trainer.families.qwen3_vl.variants import VISION_400M, VISION_DIGITS
 
 
 def embedded_configs(settings: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, dict[str, Any]]:
-    """Return config.json and preprocessor_config.json."""
+    """Return config.json and the files of the processors."""
     configs = qwen3_5_configs(settings, ids)
     config, experts = configs["config.json"], settings["experts"]
     config["model_type"] = "qwen3_5_moe"

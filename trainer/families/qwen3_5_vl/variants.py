@@ -12,7 +12,7 @@ from trainer.families.qwen3_vl.variants import embedded_configs as qwen3_vl_conf
 
 
 def embedded_configs(settings: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, dict[str, Any]]:
-    """Return config.json and preprocessor_config.json; they equal a Qwen3-VL's except for the decoder."""
+    """Return config.json and the files of the processors; they equal a Qwen3-VL's except for the decoder."""
     configs = qwen3_vl_configs(settings, ids)
     config, delta = configs["config.json"], settings["delta"]
     pairs = int(settings["head_dim"] * settings["rotary_fraction"]) // 2

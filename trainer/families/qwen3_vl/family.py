@@ -24,7 +24,7 @@ from trainer.families.config_keys import (
     rotary_of,
 )
 from trainer.families.qwen3_vl.variants import VARIANTS, embedded_configs
-from trainer.model.family import Family, ImageProcessor
+from trainer.model.family import Family, ImageProcessor, VideoProcessor
 from trainer.model.layer import FeedForward, Layer
 from trainer.model.rules import Rule
 from trainer.model.shape import DecoderShape, ImageTokens, ModelShape, VisionShape
@@ -220,5 +220,10 @@ FAMILY = Family(
     image_processor=ImageProcessor(
         types=("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast"),
         reference="transformers.models.qwen2_vl.image_processing_qwen2_vl:Qwen2VLImageProcessor",
+    ),
+    video_processor=VideoProcessor(
+        types=("Qwen3VLVideoProcessor",),
+        prompt="transformers.models.qwen3_vl.processing_qwen3_vl:Qwen3VLProcessor",
+        reference="transformers.models.qwen3_vl.video_processing_qwen3_vl:Qwen3VLVideoProcessor",
     ),
 )

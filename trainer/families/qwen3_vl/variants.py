@@ -9,7 +9,7 @@ from typing import Any
 
 
 def embedded_configs(settings: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, dict[str, Any]]:
-    """Return config.json and preprocessor_config.json.
+    """Return config.json, preprocessor_config.json and video_preprocessor_config.json.
 
     Args:
         settings: sizes, see above.
@@ -69,7 +69,15 @@ def embedded_configs(settings: Mapping[str, Any], ids: Mapping[str, int]) -> dic
         "image_mean": [0.5, 0.5, 0.5],
         "image_std": [0.5, 0.5, 0.5],
     }
-    return {"config.json": config, "preprocessor_config.json": processor}
+    # A video has the pixels of 768 small images at most, as a published one of 768 frames has.
+    of_videos = {"shortest_edge": settings["min_pixels"], "longest_edge": 768 * settings["max_pixels"]}
+    videos = {key: value for key, value in processor.items() if key != "image_processor_type"}
+    videos |= {"video_processor_type": "Qwen3VLVideoProcessor", "size": of_videos}
+    return {
+        "config.json": config,
+        "preprocessor_config.json": processor,
+        "video_preprocessor_config.json": videos,
+    }
 
 
 _QWEN_PIXELS = {"min_pixels": 256 * 16**2, "max_pixels": 65_536 * 16**2}

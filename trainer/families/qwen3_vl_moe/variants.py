@@ -11,7 +11,7 @@ from trainer.families.qwen3_vl.variants import embedded_configs as qwen3_vl_conf
 
 
 def embedded_configs(settings: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, dict[str, Any]]:
-    """Return config.json and preprocessor_config.json."""
+    """Return config.json and the files of the processors."""
     configs = qwen3_vl_configs(settings, ids)
     config, experts = configs["config.json"], settings["experts"]
     config["model_type"] = "qwen3_vl_moe"

@@ -18,7 +18,7 @@ from dataset_builders.errors import InputError
 from dataset_builders.pictures.images import open_rgb
 from dataset_builders.pictures.pixels import encode_image, encode_rgb, pixel_values, smart_resize
 from stages.shared.chat_format.images import load_image_config, patches_png, write_pixel_limits
-from stages.shared.inputs.model_directory import ModelDirectory, processor_input, read_image_settings
+from stages.shared.inputs.model_directory import ModelDirectory, processor_input, read_settings
 from tests.golden.record_pixels import PIXELS_JSON
 from tests.helpers.pixels import NUM_IMAGES, image_config, pixel_cases, reference_digest
 from tests.helpers.samples import make_image
@@ -103,9 +103,9 @@ def test_the_preview_shows_the_scaled_picture():
     config = image_config()
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 96, 3)).astype(np.uint8))
     patches, grid = encode_rgb(np.array(image), config)
-    shown = Image.open(io.BytesIO(patches_png(patches, grid, config.patch_format, 160)))
+    shown = Image.open(io.BytesIO(patches_png([patches], grid, config.patch_format, 160)))
     assert np.array_equal(np.asarray(shown), np.asarray(image))
-    small = Image.open(io.BytesIO(patches_png(patches, grid, config.patch_format, 48)))
+    small = Image.open(io.BytesIO(patches_png([patches], grid, config.patch_format, 48)))
     assert small.size == (48, 32)
 
 
@@ -157,7 +157,7 @@ def test_pixel_limits_are_those_that_transformers_reads(tmp_path, where, monkeyp
             write_pixel_limits(hf_dir, None, 2 * expected[1])
             config = load_image_config(ModelDirectory(hf_dir))
             assert (config.min_pixels, config.max_pixels) == (expected[0], 2 * expected[1]), raw
-            (settings, *_) = read_image_settings(hf_dir).values()
+            (settings, *_) = read_settings(hf_dir, "image_processor").values()
             assert Qwen2VLImageProcessorPil(**settings).size.longest_edge == 2 * expected[1]
         else:
             refused += 1

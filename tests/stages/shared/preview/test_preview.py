@@ -13,7 +13,7 @@ from PIL import Image
 
 from dataset_builders.contracts.bins import read_bins
 from dataset_builders.contracts.manifest import MANIFEST, FileEntry, Manifest, Parent
-from dataset_builders.contracts.sample import IMAGE_SLOT, SPLITS, Message, Sample, image_digests
+from dataset_builders.contracts.sample import IMAGE_SLOT, SPLITS, Message, Sample, file_digests
 from dataset_builders.contracts.shard_io import read_record
 from dataset_builders.contracts.tokenized import read_pixel_store
 from dataset_builders.errors import InputError
@@ -119,7 +119,7 @@ def test_samples_stand_with_their_pictures_roles_and_slots(made):
         card = cards[key]
         assert card.attributes["data-group"] == sample.subset
         assert len(card.find("figure")) == len(sample.images)
-        for digest, image, caption in zip(image_digests(sample), sample.images, card.find("figcaption")):
+        for digest, image, caption in zip(file_digests(sample), sample.images, card.find("figcaption")):
             height, width = read_rgb(image).shape[:2]
             assert digest[:16] in caption.text and f"{width} x {height} px" in caption.text
         said = [(bubble.classes[1], bubble.find("div", "say")[0].text) for bubble in card.find("div", "msg")]

@@ -19,7 +19,8 @@ pytestmark = pytest.mark.promise(
 )
 
 GOLDEN = {path.stem: json.loads(path.read_text()) for path in sorted((Path(__file__).parent / "golden").glob("*.json"))}
-OTHER_TABLES = {"cider", "bleu4", "rouge_l", "cord_nted", "cord_f1"}  # of test_captions.py and test_cord.py
+# Of test_captions.py, test_cord.py and test_times.py.
+OTHER_TABLES = {"cider", "bleu4", "rouge_l", "cord_nted", "cord_f1", "temporal_iou"}
 OTHER_TABLES |= {name for name in METRICS if name.startswith(("iou", "acc_iou", "box_", "coco_"))}  # of test_boxes.py
 TOLERANCE = 1e-6
 of_any_number = pytest.mark.parametrize("name", sorted(GOLDEN.keys() - {"vqa_accuracy"}))  # of references
