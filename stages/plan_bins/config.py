@@ -42,7 +42,9 @@ class PlanBinsConfig(StrictModel):
 
     seq_len: int = Field(gt=0, le=2**24, description="tokens a bin holds")
     max_patches: int = Field(gt=0, le=2**26, description="vision patches a bin holds, before merging")
-    max_images: int | None = Field(default=None, gt=0, le=2**24, description="images a bin holds; null: any number")
+    max_images: int | None = Field(
+        default=None, gt=0, le=2**24, description="images and pairs of frames a bin holds; null: any number"
+    )
     pad_multiple: int = Field(gt=0, le=2**16, description="each sample's tokens are rounded up to a multiple of this")
     mixture: dict[str, SubsetMix] = Field(
         default={}, description="how much of each subset an epoch takes; a subset that is not named: all of it, once"
