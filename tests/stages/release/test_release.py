@@ -164,7 +164,7 @@ def test_what_the_card_says_of_torchvision_is_so(inputs, tmp_path):
     card = (hf_dir / "README.md").read_text()
     assert "`AutoProcessor` needs torchvision (`pip install torchvision`" in card
     assert "`AutoTokenizer` and `AutoImageProcessor` load without it" in card
-    with pytest.raises(ValueError, match="requires `torchvision`"):
+    with pytest.raises(ImportError, match="requires the Torchvision library"):
         AutoProcessor.from_pretrained(hf_dir, local_files_only=True)
     for auto in (AutoModelForImageTextToText, AutoTokenizer, AutoImageProcessor):
         auto.from_pretrained(hf_dir, local_files_only=True)

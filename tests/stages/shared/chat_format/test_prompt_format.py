@@ -99,8 +99,8 @@ def asked(monkeypatch):
     """Return the input of every generator: ids, grids and pixels of each prompt, in order when run with one thread."""
     seen, real = [], Generator.encode_prompt
 
-    def encode_prompt(self, messages, images):
-        prompt = real(self, messages, images)
+    def encode_prompt(self, messages, images, videos):
+        prompt = real(self, messages, images, videos)
         seen.append((prompt.input_ids.tolist(), images.grids.tolist(), [p.tobytes() for p in images.patches]))
         return prompt
 

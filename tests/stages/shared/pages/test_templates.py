@@ -37,11 +37,13 @@ def test_nothing_stands_unescaped(name):
 
 
 def test_what_is_put_in_is_escaped():
-    pieces = [{"image": None, "boxes": boxes, "text": HOSTILE} for boxes in ("", HOSTILE)]
+    named = [("", "", None), ("", HOSTILE, None), (HOSTILE, "", 0)]
+    pieces = [{"name": name, "boxes": boxes, "place": place, "text": HOSTILE} for name, boxes, place in named]
     message = {"kind": HOSTILE, "role": HOSTILE, "pieces": pieces}
     layer = BoxLayer(name=HOSTILE, kind="true", boxes=[Box(1, 2, 3, 4, HOSTILE)])
-    picture = {"source": "data:,", "is_tiny": False, "caption": HOSTILE, "boxes": drawn_boxes((9, 9), [layer])}
-    card = {"key": HOSTILE, "figures": [HOSTILE], "subset": HOSTILE, "pictures": [picture], "num_images": 1}
+    picture = {"source": "data:,", "is_tiny": False, "name": HOSTILE, "caption": HOSTILE}
+    picture["boxes"] = drawn_boxes((9, 9), [layer])
+    card = {"key": HOSTILE, "figures": [HOSTILE], "subset": HOSTILE, "pictures": [picture], "num_pictures": 1}
     parts = render_part("samples.html.j2", cards=[card | {"messages": [message]}])
     assert "<script" not in parts and "onload" in parts and not re.search(r"""["']\s*onload""", parts)
 
