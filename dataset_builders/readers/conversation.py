@@ -81,7 +81,7 @@ IMAGE_NAMES = (
 _IMAGE_WORDS = frozenset(("image", "images", "img", "imgs", "picture", "pictures", "pic", "pics", "photo", "photos"))
 _IMAGE_WORDS |= {"bild", "bilder", "foto", "fotos", "imagen", "imagenes"}
 _NOTHING = (None, "", [], {}, "[]")  # "[]": LLaMA-Factory's tools are a text
-_NO_PART = ("tools", "functions", *VIDEO_NAMES, "audios", "audio", "objects")  # of the model's input, when read
+_NO_PART = ("tools", "functions", "videos", "video", "audios", "audio", "objects")  # of the model's input, when read
 # Words of keys that say whether to train, by true or false.
 _OF_TRAINING = frozenset(
     ("train", "training", "trainable", "learn", "learnable", "loss", "weight", "supervise", "supervised")
@@ -405,6 +405,8 @@ def check_unread(row: Mapping[str, Any], read: Container[str], has_images: bool)
         # Where an image of the row is read, another key often names the same image.
         if not has_images and (plain in IMAGE_NAMES or (words & _IMAGE_WORDS and looks_like_image(value))):
             raise SkipSample("schema_error", f"the row has {name!r}, and no image is read; name it image, or remove it")
+        if not has_images and plain in VIDEO_NAMES and looks_like_video(value):
+            raise SkipSample("schema_error", f"the row has {name!r}, and no video is read; name it video, or remove it")
         if words & {"chosen", "rejected"} and not isinstance(value, bool):
             raise SkipSample(
                 "schema_error",
@@ -419,7 +421,7 @@ def check_unread(row: Mapping[str, Any], read: Container[str], has_images: bool)
 
 def is_watched(name: str) -> bool:
     """Whether `check_unread` may refuse a row for a key of this name."""
-    return name.lower() in (*IMAGE_NAMES, *_NO_PART, *SPLIT_NAMES) or bool(words_of_key(name) & _WATCHED)
+    return name.lower() in (*IMAGE_NAMES, *VIDEO_NAMES, *_NO_PART, *SPLIT_NAMES) or bool(words_of_key(name) & _WATCHED)
 
 
 def looks_like_image(value: Any) -> bool:

@@ -94,14 +94,17 @@ def videos_of(record: Mapping[str, Any], frame_rate: float | None) -> list[Video
         return None
     value = record[present[0]]
     # A list of pictures is one video, and any other list has one video in each item.
-    items = value if isinstance(value, list) and not _are_frames(value) else [value]
+    items = value if isinstance(value, list) and not _is_list_of_frames(value) else [value]
     return [video_ref(item, f"{present[0]}[{i}]", frame_rate) for i, item in enumerate(items)]
 
 
 def video_fields(record: Mapping[str, Any]) -> list[str]:
-    """Return the fields of VIDEO_NAMES that hold something: `video` or `videos`, else another."""
+    """Return the fields `video` and `videos` that hold something, else others of VIDEO_NAMES that hold a video: a
+    `movie` may be a title."""
     present = [field for field in VIDEO_NAMES if record.get(field) not in (None, "", [], {})]
-    return [field for field in present if field in ("video", "videos")] or present
+    certain = [field for field in present if field in ("video", "videos")]
+    held = {field: record[field] for field in present}
+    return certain or [name for name, value in held.items() if looks_like_video(value) or _is_list_of_frames(value)]
 
 
 def video_ref(value: Any, where: str, frame_rate: float | None, beside: Mapping[str, Any] | None = None) -> VideoRef:
@@ -165,7 +168,7 @@ def looks_like_video(value: Any) -> bool:
         return bool(value) and all(map(looks_like_video, value))
     if isinstance(value, Mapping):
         names = [value[name] for name in _FILE_NAMES if value.get(name) is not None]
-        return bool(names) and (looks_like_video(names[0]) or (isinstance(names[0], list) and _are_frames(names[0])))
+        return bool(names) and (looks_like_video(names[0]) or _is_list_of_frames(names[0]))
     if isinstance(value, bytes):
         return value[4:8] == b"ftyp" or value[:4] in (b"\x1a\x45\xdf\xa3", b"FLV\x01") or value[8:12] == b"AVI "
     return isinstance(value, str) and is_named(value, "data:video/", VIDEO_SUFFIXES)
@@ -177,7 +180,9 @@ def is_named(text: str, uri: str, suffixes: tuple[str, ...]) -> bool:
     return plain.startswith(uri) or plain.rpartition(".")[2] in suffixes
 
 
-def _are_frames(values: list[Any]) -> bool:
+def _is_list_of_frames(values: Any) -> bool:
+    if not isinstance(values, list):
+        return False
     names = [item.get("path") or item.get("url") if isinstance(item, dict) else item for item in values]
     are_named = (isinstance(name, str) and is_named(name, "data:image/", IMAGE_SUFFIXES) for name in names)
     return bool(names) and all(are_named)

@@ -171,6 +171,26 @@ def test_rows_of_ms_swift(tmp_path):
     assert reasons(bad) == ["video_count_mismatch", "image_count_mismatch", "special_token_in_text", "schema_error"]
 
 
+def test_other_names_of_the_field_count_where_they_hold_a_video(tmp_path):
+    rows = [
+        asked("What?", clip="clips/1.mp4"),
+        asked("What?", clips=[{"frames": NAMES, "fps": 2}]),
+        asked("What?", movie="Metropolis", clip=""),
+        asked("What?", video_path="clips/1.mp4", clip="clips/2.webm"),
+        asked("What?", video="clips/1.mp4", video_path="clips/1.mp4"),
+    ]
+    one, frames, title, two, named = read_rows(tmp_path, "openai_messages", rows)
+    assert one.videos[0].data == named.videos[0].data == CLIP and frames.videos[0].frames == FRAMES
+    assert title.videos == () and turns(title)[0] == ("user", "What?")
+    assert two.reason == "schema_error" and "which are the row's videos?" in two.detail
+
+
+def test_a_video_that_no_option_reads_leaves_the_row_of_a_table_out(tmp_path):
+    rows = [{"clip": "clips/1.mp4", "q": "a?", "a": "b"}, {"clip": "an old one", "q": "a?", "a": "b"}]
+    items = read_rows(tmp_path, "table", rows, image=None, question="q", answer="a")
+    assert reasons(items) == ["schema_error", None] and "'clip', and no video is read" in items[0].detail
+
+
 def test_rows_of_llava(tmp_path):
     def row(text, **fields):
         said = [{"from": "human", "value": text}, {"from": "gpt", "value": "It moves."}]
