@@ -132,7 +132,7 @@ class Recorder:
             self.writer.commit("train")
             self.writer = ShardWriter(self._directory, NAME)
         (text,) = self.chat.tokenize([sample.messages])
-        kept, tokenized = tokenize_shard.tokenize_sample(sample, text, self.chat, self.pixels, TOKENIZE)
+        kept, tokenized, _ = tokenize_shard.tokenize_sample(sample, text, self.chat, self.pixels, TOKENIZE)
         self.writer.write(sample.key, encode_sample(tokenized, self.pixels.codec, {"0.jpg": kept.images[0]}))
 
 

@@ -191,7 +191,7 @@ def tokenized(chat: ChatEncoder, max_seq_len: int, is_cut: bool) -> TokenizedSam
     settings = TokenizeConfig(max_seq_len=10_000 if is_cut else max_seq_len, **limits)
     (text,) = chat.tokenize([sample.messages])
     try:
-        _, whole = tokenize_sample(sample, text, chat, PixelStore(config=config, codec="u8"), settings)
+        _, whole, _ = tokenize_sample(sample, text, chat, PixelStore(config=config, codec="u8"), settings)
     except SkipSample as skip:
         assert skip.reason == "over_length"
         return None

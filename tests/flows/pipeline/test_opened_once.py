@@ -27,7 +27,7 @@ def counts(monkeypatch) -> Counter[str]:
         function = getattr(module, name)
 
         def call(path: Path, *args: object) -> object:
-            read[f"{label} {Path(path).name}"] += 1
+            read[" ".join([label, Path(path).name, *(str(arg) for arg in args if label == "settings of")])] += 1
             return function(path, *args)
 
         monkeypatch.setattr(module, name, call)

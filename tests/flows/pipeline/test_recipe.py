@@ -93,7 +93,10 @@ def test_a_recipe_of_a_gpu_fits_it_by_estimate(name):
         ("plan_bins.mixture={charts: {repeat: 2}}", "; did you mean plan_bins.mixture.charts.repeats?"),
         ("execution.profile.first=3", "; did you mean execution.profile.first_step?"),
         ("model.source=x", "unknown key model.source; `source` belongs to `data`"),
-        ("max_pixls=64", "unknown key max_pixls; did you mean `max_pixels` of `model` or `tokenize`?"),
+        (
+            "max_pixls=64",
+            "unknown key max_pixls; did you mean `max_pixels` of `model` or `tokenize` or `tokenize.videos`?",
+        ),
         ("train.data=x", "unknown key train.data; `data` belongs to the top of a recipe"),
         ("zzz=1", "unknown key zzz; known here: name, data, model"),
     ],

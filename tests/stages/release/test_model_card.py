@@ -269,3 +269,11 @@ def test_the_card_tells_how_vllm_serves_the_adapter_with_what_was_trained():
     assert "vllm serve" not in model_card(facts(pixels=size)) and "vllm serve" not in model_card(
         facts(adapter=adapter | {"kind": "dora"}, pixels=size)
     )
+
+
+def test_the_card_says_how_videos_are_read_and_which_form_of_the_prompt_was_trained():
+    videos = {"fps": 2.0, "min_frames": 4, "max_frames": 64, "min_pixels": 4096, "max_pixels": 2_000_000}
+    card = model_card(facts(videos=videos | {"prompt": "ab" * 32}))
+    assert "at 2 frames a second, 4 to 64 frames, of 4,096 to 2,000,000 pixels over all frames" in card
+    assert "since 5.10" in card and f"SHA-256 `{'ab' * 32}`" in card
+    assert "frames a second" not in model_card(facts())
