@@ -30,6 +30,8 @@ the images of that field in order:
     {"messages": [{"role": "user", "content": "Is <image> a cat?"}, {"role": "assistant", "content": "Yes"}],
      "images": ["pictures/1.png"]}
 
+A video is a content part or an item of `videos`, in one of the forms of `video_refs.py`, and `<video>` marks it.
+
 The role `developer` is read as `system`. Parts of a text are joined without a separator. An answer with weight 0
 (ms-swift: loss false, and other marks, see conversation.py) is context and is not trained on. An answer's reasoning is
 in `reasoning_content` (or `reasoning`), or in a block `<think>...</think>` at the start of its text. Texts are
@@ -37,8 +39,8 @@ stripped, and CRLF becomes LF. An image is a data URI, a path relative to the fi
 address (see image_refs.py). Of other fields, those that would change what is trained leave the row out
 (conversation.py).
 
-Left out: a line that is not JSON (json_parse_error); fields of another type, an image in an answer, tools, videos or
-audio in the row (schema_error); tool calls, tool and function roles, an answer that follows no question, a system
+Left out: a line that is not JSON (json_parse_error); fields of another type, an image in an answer, tools or audio in
+the row (schema_error); tool calls, tool and function roles, an answer that follows no question, a system
 message that is not first, no answer at the end (bad_role); a literal `<image>` that is not a mark
 (special_token_in_text); a missing image (image_not_found); and all that Sample.check refuses.
 
@@ -57,7 +59,8 @@ becomes
         user "<image>\\nWhat are the colors of the bus?", assistant "White and red."))
 
 `image`, or `images` as in LLaMA-Factory, is an image or a list of images. An image is a path relative to the file or to
-`image_root`, a data URI, or an object's address (see image_refs.py). Slots are at the marks; in a row with images and
+`image_root`, a data URI, or an object's address (see image_refs.py). `video` or `videos` name videos in the same way
+(video_refs.py); in a row with videos and without images, `<image>` marks a video. Slots are at the marks; in a row
 without marks, the slots come first. A `system` field, or a first turn from system, is the system message. The role
 `user` is read like `human`, and `assistant`, `chatgpt` and `model` like `gpt`. The key is the row's number, so an `id`
 may occur twice. Texts are stripped, and CRLF becomes LF.
