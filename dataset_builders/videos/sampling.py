@@ -18,11 +18,10 @@ from pydantic import Field
 
 from dataset_builders.contracts.sample import SkipSample, Video
 from dataset_builders.contracts.strict import StrictModel
-from dataset_builders.contracts.tokenized import PatchFormat
+from dataset_builders.contracts.tokenized import GROUP_FRAMES, PatchFormat
 from dataset_builders.pictures.images import MAX_ASPECT
 from dataset_builders.videos.decode import probe
 
-GROUP = 2  # frames of a group: the temporal patch size of every family
 # Containers round times to a tick: 1 ms in WebM and Matroska. The first frame's time is rounded too.
 _TICK = 0.001
 
@@ -80,8 +79,8 @@ def choose_frames(times: Sequence[float], config: VideoConfig) -> np.ndarray:
 
 def group_times(times: Sequence[float]) -> list[float]:
     """Return the seconds of each group, the mean of its two frames. `times` are (m,) seconds of the chosen frames."""
-    pairs = [*times, times[-1]] if len(times) % GROUP else times
-    return [(first + second) / 2 for first, second in zip(pairs[::GROUP], pairs[1::GROUP])]
+    pairs = [*times, times[-1]] if len(times) % GROUP_FRAMES else times
+    return [(first + second) / 2 for first, second in zip(pairs[::GROUP_FRAMES], pairs[1::GROUP_FRAMES])]
 
 
 def time_text(seconds: float) -> str:
@@ -91,7 +90,7 @@ def time_text(seconds: float) -> str:
 
 def resized_frame(num_frames: int, height: int, width: int, config: VideoConfig) -> tuple[int, int]:
     """Return the (height, width) that every frame is resized to. Raises SkipSample above 200 to 1."""
-    num_frames = max(num_frames, GROUP)  # transformers refuses a single frame; it is read twice
+    num_frames = max(num_frames, GROUP_FRAMES)  # transformers refuses a single frame; it is read twice
     factor, max_pixels = config.factor, config.max_pixels
     if config.cap_pixels_per_frame:
         share = min(config.max_video_tokens * factor**2, max_pixels // num_frames)
@@ -103,7 +102,7 @@ def resized_frame(num_frames: int, height: int, width: int, config: VideoConfig)
         raise SkipSample("aspect", f"frames of {width} x {height} pixels, over {MAX_ASPECT} to 1")
     # Python's round takes a half to the even multiple: 5 frames count as 4, and 7 as 8.
     new_height, new_width, counted = (
-        round(size / unit) * unit for size, unit in ((height, factor), (width, factor), (num_frames, GROUP))
+        round(size / unit) * unit for size, unit in ((height, factor), (width, factor), (num_frames, GROUP_FRAMES))
     )
     pixels = num_frames * height * width
     if counted * new_height * new_width > max_pixels:

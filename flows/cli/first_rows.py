@@ -15,6 +15,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from dataset_builders.contracts.sample import IMAGE_SLOT, VIDEO_SLOT, Sample, file_digests
+from dataset_builders.contracts.tokenized import GROUP_FRAMES
 from dataset_builders.errors import InputError, printable
 from dataset_builders.pictures.images import ImageLimits, read_rgb
 from dataset_builders.recognise.columns import CLASSIFY, CLASSIFY_VIDEO
@@ -22,7 +23,7 @@ from dataset_builders.recognise.layouts import unread
 from dataset_builders.recognise.recognise import Reading, Recognised, Survey, Trial, survey, try_reading
 from dataset_builders.storage.store import StorePath, free_bytes, is_local
 from dataset_builders.videos.decode import read_frames
-from dataset_builders.videos.sampling import GROUP, FramePlan, plan_frames, time_text
+from dataset_builders.videos.sampling import FramePlan, plan_frames, time_text
 from flows.cli.fit import FEW_STEPS, written
 from flows.cli.terminal import bytes_text
 from flows.pipeline.config import PipelineConfig
@@ -103,7 +104,7 @@ def plan_rows(config: PipelineConfig, reading: SourceReading, source: StorePath,
     train = 1 - (trial.heldout / trial.rows if trial.splits else convert.heldout_fraction)
     size = sum(len(file) for sample in trial.samples for file in sample.files) * share
     area = sum(_areas(config, trial.sizes, model))
-    area += sum(GROUP * len(video.times) * video.height * video.width for video in videos)
+    area += sum(GROUP_FRAMES * len(video.times) * video.height * video.width for video in videos)
     stored = size if config.tokenize.codec == "original" else 3 * area * share
     bins = sum(kept) * share * train / (config.plan_bins.seq_len * _FULL)
     warnings = [*anomalies(source, found, trial, convert), *_few_steps(config, bins)]

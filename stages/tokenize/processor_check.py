@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 
 from dataset_builders.contracts.sample import IMAGE_SLOT, VIDEO_SLOT, Message, Sample, SkipSample, Video
-from dataset_builders.contracts.tokenized import PatchFormat, PixelConfig, TokenizedSample, Visual
+from dataset_builders.contracts.tokenized import GROUP_FRAMES, PatchFormat, PixelConfig, TokenizedSample, Visual
 from dataset_builders.pictures.images import open_rgb
 from dataset_builders.pictures.pixels import encode_frames, encode_rgb, pixel_values
 from dataset_builders.videos.decode import read_frames
-from dataset_builders.videos.sampling import GROUP, FramePlan, VideoConfig
+from dataset_builders.videos.sampling import FramePlan, VideoConfig
 from stages.shared.chat_format.chat import ChatEncoder, trained_answers
 from stages.shared.chat_format.template import REASONING, Messages
 from stages.shared.chat_format.video_reference import VideoReference, video_reference
@@ -176,7 +176,7 @@ def _content(message: Message) -> str | list[dict[str, str]]:
 
 def _group_values(group: Visual, patch_format: PatchFormat) -> np.ndarray:
     """Return transformers' pixel values of a temporal group, (h*w, 3 * 2 * patch_size^2) float32."""
-    shape = (len(group.patches), 3, GROUP, -1)
+    shape = (len(group.patches), 3, GROUP_FRAMES, -1)
     first, later = (pixel_values(patches, patch_format).reshape(shape) for patches in group[1:])
     return np.stack([first[:, :, 0], later[:, :, 0]], 2).reshape(len(group.patches), -1)
 

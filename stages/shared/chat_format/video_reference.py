@@ -15,8 +15,9 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.video_utils import VideoMetadata
 
 from dataset_builders.contracts.sample import Video
+from dataset_builders.contracts.tokenized import GROUP_FRAMES
 from dataset_builders.videos.decode import probe
-from dataset_builders.videos.sampling import GROUP, FramePlan, VideoConfig, constant_rate
+from dataset_builders.videos.sampling import FramePlan, VideoConfig, constant_rate
 from stages.shared.chat_format.text import load_tokenizer
 from stages.shared.inputs.model_directory import ModelDirectory
 
@@ -63,8 +64,8 @@ class VideoReference:
             first = round(facts.times[0] * rate)  # in the file, of which only a part may be shown
             metadata.frames_indices = [first + index for index in indices]
         if len(indices) == 1:  # transformers refuses a single frame; it is read twice
-            metadata.frames_indices = metadata.frames_indices * GROUP
-        count, groups = len(metadata.frames_indices), -(-len(metadata.frames_indices) // GROUP)
+            metadata.frames_indices = metadata.frames_indices * GROUP_FRAMES
+        count, groups = len(metadata.frames_indices), -(-len(metadata.frames_indices) // GROUP_FRAMES)
         # Only the number of patches can be asked for, not the grid: that of frames that are one patch wider differs.
         patches = processor.get_num_of_video_patches(count, facts.height, facts.width)
         if patches != groups * plan.patches:
@@ -78,7 +79,9 @@ class VideoReference:
     def pixels(self, frames: np.ndarray, read: ReadVideo) -> tuple[np.ndarray, list[int]]:
         """Return pixel_values_videos, (P, 3 * 2 * patch_size^2) float32, and the grid of decoded frames, (n, height,
         width, 3) uint8. Needs torchvision."""
-        planes = torch.from_numpy(np.repeat(frames, GROUP, 0) if len(frames) == 1 else frames).permute(0, 3, 1, 2)
+        planes = torch.from_numpy(np.repeat(frames, GROUP_FRAMES, 0) if len(frames) == 1 else frames).permute(
+            0, 3, 1, 2
+        )
         out = self._processor([planes], video_metadata=[read.metadata], do_sample_frames=False, return_tensors="pt")
         return out["pixel_values_videos"].numpy(), out["video_grid_thw"][0].tolist()
 
