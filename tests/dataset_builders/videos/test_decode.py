@@ -184,6 +184,7 @@ def test_an_endless_decode_is_ended_and_the_next_file_is_read(new_decoder, monke
     monkeypatch.setattr(decode, "CPU_SECONDS", 0.1)
     skip = refused(data)
     assert skip.reason == "bomb" and "over 0.1 s of CPU" in skip.detail, skip
+    monkeypatch.undo()
     assert numbers(Video(data=numbered_clip(3))) == [0, 1, 2]
 
 
