@@ -39,6 +39,8 @@ _CHARS_PER_TOKEN = 2.0  # for a tokenizer that is still to be trained on these t
 _TURN_TOKENS = 5  # <|im_start|>, the role, two line ends, <|im_end|>
 _VISION_TOKENS = 2  # one before and one after an image or a group of frames
 _SLOTS = re.compile(f"{IMAGE_SLOT}|{VIDEO_SLOT}")
+# Names of columns of times: of the part that is shown, or times that are asked for.
+_CUTS = re.compile(r"^((video|clip)[_ ])?(start|begin|end|stop)([_ ]?(time|s|sec|secs|seconds?|timestamp|ts))?$")
 _FULL = 0.97  # share of a bin's tokens that packing fills
 
 SHOWN = 3
@@ -224,6 +226,13 @@ def anomalies(source: StorePath, found: Survey, trial: Trial, convert: ConvertCo
     if trial.reading.unused:
         what = "columns" if trial.reading.builder == "table" else "fields"
         yield f"{what} that are not used: {', '.join(trial.reading.unused)}"
+    cuts = [name for name in trial.reading.unused if _CUTS.search(name.lower())]
+    if cuts and any(sample.videos for sample in trial.samples):
+        way_out = {
+            "table": "set options.video_start and video_end",
+            "webdataset_tars": "give the parts as files of their own",
+        }.get(trial.reading.builder, 'write each video as {"path": ..., "start": ..., "end": ...}')
+        yield f"whole videos are shown: if {' and '.join(map(repr, cuts))} cut them, {way_out}"
     if trial.not_read:
         yield f"not read within the rows: {', '.join(f'{number:,} {what}' for what, number in trial.not_read.items())}"
     if trial.turned:

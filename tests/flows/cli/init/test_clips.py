@@ -98,3 +98,12 @@ def test_a_table_of_frames_without_a_rate_is_told(tmp_path, capsys):
     path.write_bytes(json_lines([row | {"video": row["video"]["frames"]} for row in rows]))
     status = main(["init", str(tmp_path / "data"), "--out", str(tmp_path / "my.yaml"), "--root", str(tmp_path)])
     assert status == 2 and "12 of 12 rows are no_times" in capsys.readouterr().err
+
+
+def test_columns_that_may_cut_the_clips_are_told(clips, tmp_path, capsys):
+    table(tmp_path / "data", clips)
+    path = tmp_path / "data/rows.csv"
+    path.write_text(path.read_text().replace("clip_start", "start"))
+    assert main(["init", str(tmp_path / "data"), "--out", str(tmp_path / "my.yaml"), "--root", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "look at: whole videos are shown: if 'start' cut them, set options.video_start and video_end" in said
