@@ -346,13 +346,13 @@ def _lengths(
     texts = [[m.reasoning + _SLOTS.sub("", m.text) for m in sample.messages] for sample in map(written, samples)]
     clips = iter(videos)
     shown = [[clip for _, clip in zip(sample.videos, clips)] for sample in samples]
-    texts = [own + [time_text(time) for clip in of for time in clip.times] for own, of in zip(texts, shown)]
+    times = [[time_text(time) for clip in of for time in clip.times] for of in shown]
     file = None if model is None else opened_model(model).path / "tokenizer.json"
     if file is not None and file.is_file():
         tokenizer = Tokenizer.from_file(str(file))
-        counts = [sum(len(one.ids) for one in tokenizer.encode_batch(turns)) for turns in texts]
-    else:
-        counts = [sum(map(len, turns)) / _CHARS_PER_TOKEN for turns in texts]
+        counts = [sum(len(one.ids) for one in tokenizer.encode_batch(own + of)) for own, of in zip(texts, times)]
+    else:  # it is trained on the texts alone, so each character of a time is a token
+        counts = [sum(map(len, own)) / _CHARS_PER_TOKEN + sum(map(len, of)) for own, of in zip(texts, times)]
     areas, factor = iter(_areas(config, sizes, model)), _pixel_limits(config, model)[2]
     return [
         count
