@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from dataset_builders.videos.sampling import resized_frame
 from flows.cli.main import main
 from flows.pipeline.recipe import load_recipe
+from stages.shared.chat_format.images import embedded_video_config
+from stages.shared.inputs.config import EmbeddedModelConfig
 from tests.helpers.clips import numbered_clip, numbered_pngs
 from tests.helpers.json_rows import json_lines, write_file
 
@@ -107,3 +110,12 @@ def test_columns_that_may_cut_the_clips_are_told(clips, tmp_path, capsys):
     assert main(["init", str(tmp_path / "data"), "--out", str(tmp_path / "my.yaml"), "--root", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "look at: whole videos are shown: if 'start' cut them, set options.video_start and video_end" in said
+
+
+def test_frames_keep_the_size_that_they_are_rounded_to(tmp_path):
+    clips = [numbered_clip(20 + n, size=(48, 64)) for n in range(ROWS)]  # 48 is rounded to 64
+    captions(tmp_path / "data", clips)
+    assert main(["init", str(tmp_path / "data"), "--out", str(tmp_path / "my.yaml"), "--root", str(tmp_path)]) == 0
+    videos = load_recipe(str(tmp_path / "my.yaml")).config.tokenize.videos
+    config = embedded_video_config(EmbeddedModelConfig(min_pixels=1024, max_pixels=9216, seed=0), videos)
+    assert resized_frame(videos.max_frames, 48, 64, config) == (64, 64)
