@@ -70,6 +70,8 @@ def find_columns(rows: Sequence[Mapping[str, Any]]) -> Columns | str:
     if image is None and not images and video is None:
         image = _first_of([name for name in IMAGE_NAMES if name not in ("file_name", "filename")], names)
         images = [image] if image else []
+        video = None if image else _first_of(("video", "videos"), names)
+        videos = [video] if video else []
     times = {} if video is None else {option: _first_of(known, names) for option, known in _TIMES.items()}
     times = {option: name for option, name in times.items() if name is not None}
     others = {*images, *videos, *times.values()}

@@ -119,3 +119,17 @@ def test_frames_keep_the_size_that_they_are_rounded_to(tmp_path):
     videos = load_recipe(str(tmp_path / "my.yaml")).config.tokenize.videos
     config = embedded_video_config(EmbeddedModelConfig(min_pixels=1024, max_pixels=9216, seed=0), videos)
     assert resized_frame(videos.max_frames, 48, 64, config) == (64, 64)
+
+
+@pytest.mark.parametrize(
+    "name, why",
+    [
+        ("https://www.youtube.com/watch?v=abc", "addresses of the web are not fetched"),
+        ("0", "write the name with its suffix"),
+    ],
+)
+def test_a_column_of_videos_that_cannot_be_read_says_why(name, why, tmp_path, capsys):
+    write_file(tmp_path / "data/rows.csv", f"video,question,answer\n{name},What?,It\n{name},Where?,There\n".encode())
+    assert main(["init", str(tmp_path / "data"), "--root", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "2 of 2 rows are image_not_found as table" in said and why in said
