@@ -18,7 +18,7 @@ from dataset_builders.contracts.sample import IMAGE_SLOT, VIDEO_SLOT, Sample, fi
 from dataset_builders.contracts.tokenized import GROUP_FRAMES
 from dataset_builders.errors import InputError, printable
 from dataset_builders.pictures.images import ImageLimits, read_rgb
-from dataset_builders.recognise.columns import CLASSIFY, CLASSIFY_VIDEO
+from dataset_builders.recognise.columns import CLASSIFY, CLASSIFY_SHOWN, CLASSIFY_VIDEO
 from dataset_builders.recognise.layouts import unread
 from dataset_builders.recognise.recognise import Reading, Recognised, Survey, Trial, survey, try_reading
 from dataset_builders.storage.store import StorePath, free_bytes, is_local
@@ -247,7 +247,7 @@ def anomalies(source: StorePath, found: Survey, trial: Trial, convert: ConvertCo
         names = ", ".join(found.others[:_FEW]) + (" ..." if len(found.others) > _FEW else "")
         yield f"files that are not read: {names}"
     answers = Counter(written(sample).messages[-1].text for sample in trial.samples)
-    is_class = str(trial.reading.options.get("question")).endswith((CLASSIFY, CLASSIFY_VIDEO))
+    is_class = str(trial.reading.options.get("question")).endswith((CLASSIFY, CLASSIFY_SHOWN, CLASSIFY_VIDEO))
     if is_class and all(text.isdigit() for text in answers):
         yield "the answers are the numbers of classes; write the names in their place, or the model learns numbers"
     text, times = answers.most_common(1)[0]

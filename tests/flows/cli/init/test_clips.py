@@ -121,6 +121,14 @@ def test_frames_keep_the_size_that_they_are_rounded_to(tmp_path):
     assert resized_frame(videos.max_frames, 48, 64, config) == (64, 64)
 
 
+def test_images_among_clips_are_not_asked_about_as_videos(clips, tmp_path, capsys):
+    classes(tmp_path / "data", clips)
+    for n, picture in enumerate(numbered_pngs(4)):
+        write_file(tmp_path / f"data/left/{n}.png", picture)
+    assert main(["init", str(tmp_path / "data"), "--out", str(tmp_path / "my.yaml"), "--root", str(tmp_path)]) == 0
+    assert load_recipe(str(tmp_path / "my.yaml")).config.convert.options["question"] == "What is shown?"
+
+
 @pytest.mark.parametrize(
     "name, why",
     [
