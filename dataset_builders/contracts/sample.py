@@ -133,9 +133,11 @@ class Video:
         return self.frames or (self.data,)
 
     def check(self) -> None:
-        """Raise SkipSample for times that are no times, or without frames or their times."""
-        if bool(self.frames) == bool(self.data):
-            raise SkipSample("no_frames", "a video has a file or a list of frames, and this one has neither or both")
+        """Raise SkipSample for times that are no times, or without a file, frames or their times."""
+        if not self.frames and not self.data:
+            raise SkipSample("empty", "a video has zero bytes")
+        if self.frames and self.data:
+            raise SkipSample("no_frames", "a video has a file or a list of frames, and this one has both")
         if len(self.timestamps) != len(self.frames):
             detail = f"{len(self.frames)} frames and {len(self.timestamps)} timestamps; give fps, or one for each frame"
             raise SkipSample("no_times", detail)

@@ -97,6 +97,8 @@ class ImageReader:
             raise _missing(ref, "its suffix is of no image or video")
         if scheme is None:
             return self.read_path(ref, max_bytes)
+        if ref[:8].lower() == "file:///":  # as Qwen's tools write a path: as it is, without escapes
+            return self.read_path(ref[7:], max_bytes)
         if len(scheme[1]) == 1:
             raise _missing(ref, "a path on a drive of Windows; name the image by its path below the data: images/1.jpg")
         if scheme[1].lower() in ("http", "https"):

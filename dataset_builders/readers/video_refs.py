@@ -42,6 +42,7 @@ SAMPLING = (
     *("nframes", "num_frames", "min_frames", "max_frames", "min_pixels", "max_pixels", "total_pixels"),
     *("resized_height", "resized_width", "do_sample_frames", "detail"),
 )
+_FRAMES = tuple(suffix for suffix in IMAGE_SUFFIXES if suffix != "gif")
 _KEYS = (*_FILE_NAMES, *_RATES, *_STARTS, *_ENDS, "timestamps", *SAMPLING)
 
 
@@ -68,14 +69,15 @@ class VideoRef:
     end: float | None = None
 
     def video(self, read: Read) -> Video:
-        """Return the video with the bytes of its files; SkipSample if one cannot be read."""
+        """Return the video with the bytes of its files; SkipSample if one cannot be read, and as `Video.check`."""
         limit = MAX_VIDEO_BYTES if self.is_file else MAX_IMAGE_BYTES
         files = tuple(file if isinstance(file, bytes) else read(file, limit) for file in self.files)
         if self.is_file:
-            if not files[0]:
-                raise SkipSample("empty", "a video has zero bytes")
-            return Video(data=files[0], start=self.start, end=self.end)
-        return Video(frames=files, timestamps=self.timestamps)
+            video = Video(data=files[0], start=self.start, end=self.end)
+        else:
+            video = Video(frames=files, timestamps=self.timestamps)
+        video.check()
+        return video
 
     def check(self) -> Video:
         """Return the video with files of one byte: all that is known of it before a file is read."""
@@ -156,7 +158,7 @@ def _shown(frames: tuple[str | bytes, ...], about: Mapping[str, Any], where: str
     rates = [about[name] for name in reversed(_RATES) if about.get(name) is not None]
     rate = rates[0] if rates else frame_rate
     if not _is_number(rate) or not 0 < rate < float("inf"):
-        said = "no fps and no timestamps" if rate is None else f"fps {str(rate)[:40]}"
+        said = "no fps and no timestamps" if rate is None else f"fps {rate!r:.40}"
         raise SkipSample("no_times", f"{where} is a list of frames with {said}; set options.frame_rate if all have one")
     first = start or 0.0
     return VideoRef(frames, False, tuple(first + number / rate for number in range(len(frames))))
@@ -184,7 +186,8 @@ def _is_list_of_frames(values: Any) -> bool:
     if not isinstance(values, list):
         return False
     names = [item.get("path") or item.get("url") if isinstance(item, dict) else item for item in values]
-    are_named = (isinstance(name, str) and is_named(name, "data:image/", IMAGE_SUFFIXES) for name in names)
+    # A GIF in a list of videos has its own frames and times.
+    are_named = (isinstance(name, str) and is_named(name, "data:image/", _FRAMES) for name in names)
     return bool(names) and all(are_named)
 
 

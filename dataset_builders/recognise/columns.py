@@ -15,6 +15,7 @@ from dataset_builders.readers.video_refs import VIDEO_NAMES, looks_like_video
 READ = "Read the text in the image."
 DESCRIBE, CLASSIFY = "Describe the image.", "What is in the image?"
 DESCRIBE_VIDEO, CLASSIFY_VIDEO = "Describe the video.", "What is in the video?"
+DESCRIBE_SHOWN, CLASSIFY_SHOWN = "Describe what is shown.", "What is shown?"
 
 # Column names that datasets use, the most specific ones first; German, French and Spanish ones last, without accents.
 _IMAGES = (*IMAGE_NAMES, "path", "file", "datei", "dateiname", "archivo", "fichier")
@@ -70,6 +71,8 @@ def find_columns(rows: Sequence[Mapping[str, Any]]) -> Columns | str:
     if image is None and not images and video is None:
         image = _first_of([name for name in IMAGE_NAMES if name not in ("file_name", "filename")], names)
         images = [image] if image else []
+        video = None if image else _first_of(("video", "videos"), names)
+        videos = [video] if video else []
     times = {} if video is None else {option: _first_of(known, names) for option, known in _TIMES.items()}
     times = {option: name for option, name in times.items() if name is not None}
     others = {*images, *videos, *times.values()}
@@ -166,8 +169,9 @@ def _choices(rows: Sequence[Mapping[str, Any]], answers: Sequence[Any]) -> list[
 
 
 def asked_of(what: str) -> tuple[str, str]:
-    """Return the questions for a caption and for a class of an image or a video."""
-    return (DESCRIBE, CLASSIFY) if what == "image" else (DESCRIBE_VIDEO, CLASSIFY_VIDEO)
+    """Return the questions for a caption and for a class of an image, a video, or rows that show one or the other."""
+    videos = (DESCRIBE_SHOWN, CLASSIFY_SHOWN) if what == "images and clips" else (DESCRIBE_VIDEO, CLASSIFY_VIDEO)
+    return (DESCRIBE, CLASSIFY) if what in ("image", "images") else videos
 
 
 def _question_for(answer: str, what: str) -> str:

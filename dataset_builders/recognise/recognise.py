@@ -462,7 +462,7 @@ def _image_readings(images: Sequence[str], texts: Sequence[str]) -> Iterator[Rea
     stems = {_stem(name) for name in images}
     clips = sum(_suffix(name) in VIDEO_SUFFIXES for name in images)
     what = "images" if not clips else "clips" if clips == len(images) else "images and clips"
-    describe, classify = asked_of("video" if clips > len(images) / 2 else "image")
+    describe, classify = asked_of(what)
     splits = split_names(dict.fromkeys(name.partition("/")[0] for name in images if "/" in name))
     for suffix in CAPTION_SUFFIXES:
         paired = sum(_stem(name) in stems for name in texts if _suffix(name) == suffix)

@@ -386,7 +386,9 @@ def _videos(record: Record, reader: ImageReader, options: TableOptions) -> tuple
             try:
                 times[field] = float(text)
             except ValueError:
-                raise SkipSample("schema_error", f"{column} is {text[:40]!r}, no number of seconds") from None
+                times[field] = math.nan
+            if not 0 <= times[field] < math.inf:
+                raise SkipSample("schema_error", f"{column} is {text[:40]!r}, no number of seconds from 0 on")
     if times and not all(ref.is_file for ref in refs):
         raise SkipSample("schema_error", f"{options.video} is a list of frames, which start and end do not cut")
     return tuple(dataclasses.replace(ref, **times).video(reader.read) for ref in refs)

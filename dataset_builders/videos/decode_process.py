@@ -63,10 +63,14 @@ def main() -> None:
                 outcome = dict(zip(("reason", "detail"), refused.args))
             except (MemoryError, av.error.MemoryError):
                 outcome = {"reason": "bomb", "detail": f"decoding needs over {settings['memory'] >> 20} MiB of memory"}
+            except av.error.FFmpegError as error:
+                cause = error.log[2].strip() if error.log else ""
+                text = f"{error.strerror} ({cause})" if cause else error.strerror
+                text = "no video format that is read here" if "whitelist" in cause else " ".join(text.split())[:200]
+                outcome = {"reason": "decode_error", "detail": text}
             except Exception as error:  # hostile bytes make a demuxer or decoder raise nearly any exception
                 text = f"{type(error).__name__}: {' '.join(str(error).split())}"
-                text = "no video format that is read here" if "whitelist" in text else text[:200]
-                outcome = {"reason": "decode_error", "detail": text}
+                outcome = {"reason": "decode_error", "detail": text[:200]}
         if outcome.get("reason") in ("decode_error", "no_frames") and _is_cut(data, printed):
             outcome["reason"] = "truncated_image"
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -1,4 +1,4 @@
-"""`athanor ask MODEL PICTURE "question"`: an exported model answers; the image is preprocessed as in training.
+"""`athanor ask MODEL PICTURE "question"`: an exported model answers; an image or a video is read as in training.
 `athanor chat MODEL [MODEL2]`: a page on this machine to ask one model about images, or two beside each other.
 
 Gradio draws the page. It listens on loopback only, behind the guard of `athanor up` with a password of its own. Answers

@@ -18,7 +18,7 @@ from dataset_builders.contracts.sample import IMAGE_SLOT, VIDEO_SLOT, Sample, fi
 from dataset_builders.contracts.tokenized import GROUP_FRAMES
 from dataset_builders.errors import InputError, printable
 from dataset_builders.pictures.images import ImageLimits, read_rgb
-from dataset_builders.recognise.columns import CLASSIFY, CLASSIFY_VIDEO
+from dataset_builders.recognise.columns import CLASSIFY, CLASSIFY_SHOWN, CLASSIFY_VIDEO
 from dataset_builders.recognise.layouts import unread
 from dataset_builders.recognise.recognise import Reading, Recognised, Survey, Trial, survey, try_reading
 from dataset_builders.storage.store import StorePath, free_bytes, is_local
@@ -39,6 +39,8 @@ _CHARS_PER_TOKEN = 2.0  # for a tokenizer that is still to be trained on these t
 _TURN_TOKENS = 5  # <|im_start|>, the role, two line ends, <|im_end|>
 _VISION_TOKENS = 2  # one before and one after an image or a group of frames
 _SLOTS = re.compile(f"{IMAGE_SLOT}|{VIDEO_SLOT}")
+# Names of columns of times: of the part that is shown, or times that are asked for.
+_CUTS = re.compile(r"^((video|clip)[_ ])?(start|begin|end|stop)([_ ]?(time|s|sec|secs|seconds?|timestamp|ts))?$")
 _FULL = 0.97  # share of a bin's tokens that packing fills
 
 SHOWN = 3
@@ -224,6 +226,13 @@ def anomalies(source: StorePath, found: Survey, trial: Trial, convert: ConvertCo
     if trial.reading.unused:
         what = "columns" if trial.reading.builder == "table" else "fields"
         yield f"{what} that are not used: {', '.join(trial.reading.unused)}"
+    cuts = [name for name in trial.reading.unused if _CUTS.search(name.lower())]
+    if cuts and any(sample.videos for sample in trial.samples):
+        way_out = {
+            "table": "set options.video_start and video_end",
+            "webdataset_tars": "give the parts as files of their own",
+        }.get(trial.reading.builder, 'write each video as {"path": ..., "start": ..., "end": ...}')
+        yield f"whole videos are shown: if {' and '.join(map(repr, cuts))} cut them, {way_out}"
     if trial.not_read:
         yield f"not read within the rows: {', '.join(f'{number:,} {what}' for what, number in trial.not_read.items())}"
     if trial.turned:
@@ -238,7 +247,7 @@ def anomalies(source: StorePath, found: Survey, trial: Trial, convert: ConvertCo
         names = ", ".join(found.others[:_FEW]) + (" ..." if len(found.others) > _FEW else "")
         yield f"files that are not read: {names}"
     answers = Counter(written(sample).messages[-1].text for sample in trial.samples)
-    is_class = str(trial.reading.options.get("question")).endswith((CLASSIFY, CLASSIFY_VIDEO))
+    is_class = str(trial.reading.options.get("question")).endswith((CLASSIFY, CLASSIFY_SHOWN, CLASSIFY_VIDEO))
     if is_class and all(text.isdigit() for text in answers):
         yield "the answers are the numbers of classes; write the names in their place, or the model learns numbers"
     text, times = answers.most_common(1)[0]
@@ -337,13 +346,13 @@ def _lengths(
     texts = [[m.reasoning + _SLOTS.sub("", m.text) for m in sample.messages] for sample in map(written, samples)]
     clips = iter(videos)
     shown = [[clip for _, clip in zip(sample.videos, clips)] for sample in samples]
-    texts = [own + [time_text(time) for clip in of for time in clip.times] for own, of in zip(texts, shown)]
+    times = [[time_text(time) for clip in of for time in clip.times] for of in shown]
     file = None if model is None else opened_model(model).path / "tokenizer.json"
     if file is not None and file.is_file():
         tokenizer = Tokenizer.from_file(str(file))
-        counts = [sum(len(one.ids) for one in tokenizer.encode_batch(turns)) for turns in texts]
-    else:
-        counts = [sum(map(len, turns)) / _CHARS_PER_TOKEN for turns in texts]
+        counts = [sum(len(one.ids) for one in tokenizer.encode_batch(own + of)) for own, of in zip(texts, times)]
+    else:  # it is trained on the texts alone, so each character of a time is a token
+        counts = [sum(map(len, own)) / _CHARS_PER_TOKEN + sum(map(len, of)) for own, of in zip(texts, times)]
     areas, factor = iter(_areas(config, sizes, model)), _pixel_limits(config, model)[2]
     return [
         count

@@ -30,7 +30,8 @@ _HUB = {
     **{f"Qwen/Qwen3.5-{size}": f"qwen3_5_{size.lower()}" for size in ("2B", "4B", "9B", "27B")},
 }
 _DEFAULTS = tuple(f"Qwen/Qwen3-VL-{size}-Instruct" for size in ("8B", "4B", "2B"))
-_IMAGE_TOKEN = 32 * 32  # pixels
+_TOKEN_SIDE = 32  # pixels
+_IMAGE_TOKEN = _TOKEN_SIDE**2
 _BOX_CHARS_PER_TOKEN = 1.5  # of coordinates: Qwen's tokenizers have a token for each digit
 _MAX_PIXELS = 1_048_576
 _TINY_PIXELS = 65_536  # for the model of random weights, which trains on a CPU
@@ -223,7 +224,9 @@ def _videos(trial: Trial, most_frames: int, most_pixels: int) -> Mapping[str, fl
         return {}
     frames = max(4, min(most_frames, max(_frames(video, {"fps": _VIDEO_FPS}) for video in trial.videos)))
     frames += frames % 2
-    area = min(most_pixels, max(video.height * video.width for video in trial.videos))
+    # Both sides are rounded to image tokens before the area is compared with its limit.
+    sides = [[max(1, round(side / _TOKEN_SIDE)) for side in (video.height, video.width)] for video in trial.videos]
+    area = min(most_pixels, max(map(math.prod, sides)) * _IMAGE_TOKEN)
     return {"fps": _VIDEO_FPS, "max_frames": frames, "max_pixels": frames * -(-area // _IMAGE_TOKEN) * _IMAGE_TOKEN}
 
 

@@ -193,7 +193,8 @@ def next_commands(result: dict[str, Any], plan: Plan, arguments: Sequence[str]) 
             when = ", at the same server" if command else ""
             text = f"compare it with the newest other run on the same data{when}"
             commands.append((text, result["compare_url"]))
-    commands.append(("ask the model about an image", ask))
+    without = "ask the model (write the file of an image or a video in place of -, if the question is about one)"
+    commands.append(("ask the model about an image" if picture else without, ask))
     lower = f"--set train.optim.lr={plan.config.train.optim.lr / 2:g}"  # the last --set of a field counts
     change = " ".join([f"{athanor} run", *map(shlex.quote, arguments), f"--root {quoted(root)}", lower])
     commands.append(("change one setting; only the stages that depend on it run again", change))

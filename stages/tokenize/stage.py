@@ -174,7 +174,7 @@ def write_tokenize_report(
         "samples": {split: splits[split]["num_samples"] for split in splits},
         "tokens": total["num_tokens"],
         "loss_tokens": total["num_loss_tokens"],
-        "images": total["num_images"],
+        "images_and_frame_pairs" if stats.get("videos") else "images": total["num_images"],
         "patches": total["num_patches"],
         "pixels": f"{pixels.codec}, {pixels.config.min_pixels} to {pixels.config.max_pixels} an image",
         "left_out": len(left_out),

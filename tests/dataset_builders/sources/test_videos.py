@@ -28,6 +28,7 @@ def read_rows(tmp_path, builder, rows, **options):
     write_file(tmp_path / "s.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
     write_file(tmp_path / "clips/1.mp4", CLIP)
     write_file(tmp_path / "clips/2.webm", OTHER)
+    write_file(tmp_path / "clips/empty.mp4", b"")
     for number, frame in enumerate(FRAMES):
         write_file(tmp_path / f"frames/{number}.png", frame)
     return read_source(builder, tmp_path, **options)
@@ -82,9 +83,23 @@ def test_every_form_of_a_video(name, tmp_path):
     assert video_of(tmp_path, value) == expected
 
 
+def test_a_path_as_qwens_tools_write_it(tmp_path):
+    assert video_of(tmp_path, f"file://{tmp_path}/clips/1.mp4") == Video(data=CLIP)
+    reason, detail = video_of(tmp_path, "file:///etc/hostname.mp4")
+    assert reason == "image_not_found" and "/etc/hostname.mp4" in detail
+
+
+def test_a_gif_in_a_list_of_videos_is_a_file(tmp_path):
+    write_file(tmp_path / "clips/3.gif", OTHER)  # what the file holds is seen later
+    rows = [asked("<video>What?", videos=["clips/3.gif"])]
+    (sample,) = read_rows(tmp_path, "openai_messages", rows)
+    assert sample.videos == (Video(data=OTHER),)
+
+
 REFUSED = {
     "frames without a rate": (NAMES, "no_times", "options.frame_rate"),
     "frames at 0 a second": ({"frames": NAMES, "fps": 0}, "no_times", "fps 0"),
+    "a rate that is a text": ({"frames": NAMES, "fps": "2"}, "no_times", "fps '2'"),
     "fewer times than frames": ({"frames": NAMES, "timestamps": [0, 1]}, "no_times", "3 frames and 2 timestamps"),
     "times that do not rise": ({"frames": NAMES, "timestamps": [0, 2, 1]}, "no_times", "must rise"),
     "times that are no numbers": ({"frames": NAMES, "timestamps": ["0", "1", "2"]}, "schema_error", "timestamps"),
@@ -99,6 +114,7 @@ REFUSED = {
     "a path out of the source": ("../1.mp4", "image_not_found", ""),
     "an address of the web": ("https://example.org/1.mp4", "image_not_found", "not fetched"),
     "a missing frame": ({"frames": [*NAMES, "frames/9.png"], "fps": 2}, "image_not_found", "frames/9.png"),
+    "an empty file": ("clips/empty.mp4", "empty", "zero bytes"),
     "a number": (7, "schema_error", "a number where a file's name"),
 }
 
@@ -238,12 +254,15 @@ def test_a_table_of_clips(tmp_path):
 
 
 def test_a_csv_of_clips(tmp_path):
-    write_file(tmp_path / "t.csv", b"clip,q,a,from\nclips/1.mp4,What?,left,0.08\nclips/1.mp4,What?,left,soon\n")
+    rows = [b"clips/1.mp4,What?,left,%s\n" % start for start in (b"0.08", b"soon", b"-1", b"nan")]
+    write_file(tmp_path / "t.csv", b"clip,q,a,from\n" + b"".join(rows))
     write_file(tmp_path / "clips/1.mp4", CLIP)
     options = {"image": None, "video": "clip", "question": "<video>Say: {q}", "answer": "a", "video_start": "from"}
-    one, bad = read_source("table", tmp_path, **options)
+    one, *bad = read_source("table", tmp_path, **options)
     assert one.videos == (Video(data=CLIP, start=0.08),) and turns(one)[0] == ("user", "<video>Say: What?")
-    assert bad.reason == "schema_error" and "no number of seconds" in bad.detail
+    starts = ["from is 'soon', no number of seconds from 0 on", "from is '-1', no number", "from is 'nan', no number"]
+    assert len(bad) == 3 and all(each.reason == "schema_error" for each in bad)
+    assert all(start in each.detail for each, start in zip(bad, starts)), bad
 
 
 def test_clips_in_tars(tmp_path):
@@ -279,9 +298,12 @@ def test_a_folder_of_clips_with_captions(tmp_path):
     write_file(tmp_path / "val/2.txt", b"See <video>.")
     write_file(tmp_path / "val/3.png", FRAMES[0])
     write_file(tmp_path / "val/3.txt", b"It rests.")
+    write_file(tmp_path / "val/4.mp4", b"")
+    write_file(tmp_path / "val/4.txt", b"It is empty.")
     options = {"answer": "text_file", "question": "<image>What?"}
-    clip, bad, picture = read_source("image_folder", tmp_path, **options)
+    clip, bad, picture, empty = read_source("image_folder", tmp_path, **options)
     assert clip.videos == (Video(data=CLIP),) and turns(clip) == [("user", "<video>What?"), ("assistant", "It moves.")]
+    assert empty.reason == "empty" and "val/4.mp4" in empty.detail
     assert bad.reason == "special_token_in_text" and picture.images == FRAMES[:1] and picture.videos == ()
 
 

@@ -105,7 +105,7 @@ def test_a_list_of_frames_has_the_times_that_it_was_given():
 @pytest.mark.parametrize(
     "video, reason",
     [
-        (Video(), "no_frames"),
+        (Video(), "empty"),
         (Video(data=b"x", frames=(b"y",)), "no_frames"),
         (Video(frames=numbered_pngs(3)), "no_times"),
         (Video(frames=numbered_pngs(3), timestamps=(0, 1)), "no_times"),
@@ -142,7 +142,7 @@ def test_a_file_with_damaged_frames_is_refused():
 @pytest.mark.parametrize(
     "data, reason, detail",
     [
-        (b"abc" * 1000, "decode_error", "Invalid data"),
+        (b"abc" * 1000, "decode_error", "3000 bytes: Invalid data found when processing input"),
         (pixels_png(np.zeros((9, 9), np.uint8)), "decode_error", "no video format"),
         (b"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nfile:///etc/passwd\n", "decode_error", ""),
         (b"ffconcat version 1.0\nfile '/etc/passwd'\n", "decode_error", "no video format"),

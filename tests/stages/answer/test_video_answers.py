@@ -12,6 +12,7 @@ import stages.answer.stage as answer_stage
 from dataset_builders.contracts.sample import IMAGE_SLOT, VIDEO_SLOT, Message, Sample, Video
 from dataset_builders.errors import InputError
 from dataset_builders.videos.decode import read_frames
+from stages.answer.ask import ask
 from stages.answer.config import AnswerConfig
 from stages.answer.engine import EngineSettings, Request
 from stages.answer.heldout import ANSWERS_JSONL
@@ -140,3 +141,26 @@ def test_pixels_of_both_frames_are_those_of_the_processor(generator):
     for place, patches in enumerate((first, later)):
         alone = generator.decoder.pixel_values(torch.from_numpy(patches)).reshape(6, 3, 2, 256)
         assert torch.equal(values[:, :, place], alone[:, :, 0])
+
+
+@pytest.mark.promise(
+    "`athanor ask` and the page of `athanor chat` give the answer that the evaluation scores; the page opens only with "
+    "its password."
+)
+def test_a_video_is_asked_as_the_stage_asks_it(tmp_path, model):
+    clip = numbered_clip(50)
+    (tmp_path / "clip.MP4").write_bytes(clip)
+    (tmp_path / "empty.mp4").write_bytes(b"")
+    (tmp_path / "cut.mp4").write_bytes(clip[:-200])
+    generator = Generator(model)
+    message = Message(role="user", text=f"{VIDEO_SLOT}What moves?")
+    prompt = generator.encode_prompt(
+        [message], generator.encode_images([]), generator.encode_videos([Video(data=clip)])
+    )
+    wanted = generator.generate([prompt], 9)[0].text.strip()
+    assert ask(model.path, tmp_path / "clip.MP4", "What moves?", max_new_tokens=9) == wanted
+    assert ask(model.path, None, "What moves?", max_new_tokens=9) != wanted
+    with pytest.raises(InputError, match=r"empty\.mp4 cannot be used \(empty"):
+        ask(model.path, tmp_path / "empty.mp4", "What moves?")
+    with pytest.raises(InputError, match=r"cut\.mp4 cannot be used \(truncated_image"):
+        ask(model.path, tmp_path / "cut.mp4", "What moves?")

@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from dataset_builders.videos.sampling import resized_frame
 from flows.cli.main import main
 from flows.pipeline.recipe import load_recipe
+from stages.shared.chat_format.images import embedded_video_config
+from stages.shared.inputs.config import EmbeddedModelConfig
 from tests.helpers.clips import numbered_clip, numbered_pngs
 from tests.helpers.json_rows import json_lines, write_file
 
@@ -98,3 +101,43 @@ def test_a_table_of_frames_without_a_rate_is_told(tmp_path, capsys):
     path.write_bytes(json_lines([row | {"video": row["video"]["frames"]} for row in rows]))
     status = main(["init", str(tmp_path / "data"), "--out", str(tmp_path / "my.yaml"), "--root", str(tmp_path)])
     assert status == 2 and "12 of 12 rows are no_times" in capsys.readouterr().err
+
+
+def test_columns_that_may_cut_the_clips_are_told(clips, tmp_path, capsys):
+    table(tmp_path / "data", clips)
+    path = tmp_path / "data/rows.csv"
+    path.write_text(path.read_text().replace("clip_start", "start"))
+    assert main(["init", str(tmp_path / "data"), "--out", str(tmp_path / "my.yaml"), "--root", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "look at: whole videos are shown: if 'start' cut them, set options.video_start and video_end" in said
+
+
+def test_frames_keep_the_size_that_they_are_rounded_to(tmp_path):
+    clips = [numbered_clip(20 + n, size=(48, 64)) for n in range(ROWS)]  # 48 is rounded to 64
+    captions(tmp_path / "data", clips)
+    assert main(["init", str(tmp_path / "data"), "--out", str(tmp_path / "my.yaml"), "--root", str(tmp_path)]) == 0
+    videos = load_recipe(str(tmp_path / "my.yaml")).config.tokenize.videos
+    config = embedded_video_config(EmbeddedModelConfig(min_pixels=1024, max_pixels=9216, seed=0), videos)
+    assert resized_frame(videos.max_frames, 48, 64, config) == (64, 64)
+
+
+def test_images_among_clips_are_not_asked_about_as_videos(clips, tmp_path, capsys):
+    classes(tmp_path / "data", clips)
+    for n, picture in enumerate(numbered_pngs(4)):
+        write_file(tmp_path / f"data/left/{n}.png", picture)
+    assert main(["init", str(tmp_path / "data"), "--out", str(tmp_path / "my.yaml"), "--root", str(tmp_path)]) == 0
+    assert load_recipe(str(tmp_path / "my.yaml")).config.convert.options["question"] == "What is shown?"
+
+
+@pytest.mark.parametrize(
+    "name, why",
+    [
+        ("https://www.youtube.com/watch?v=abc", "addresses of the web are not fetched"),
+        ("0", "write the name with its suffix"),
+    ],
+)
+def test_a_column_of_videos_that_cannot_be_read_says_why(name, why, tmp_path, capsys):
+    write_file(tmp_path / "data/rows.csv", f"video,question,answer\n{name},What?,It\n{name},Where?,There\n".encode())
+    assert main(["init", str(tmp_path / "data"), "--root", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "2 of 2 rows are image_not_found as table" in said and why in said

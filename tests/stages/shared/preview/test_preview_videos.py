@@ -1,5 +1,7 @@
 """The page of tokenized videos: a sheet of frame pairs with the times that the model reads."""
 
+import json
+
 import pytest
 
 from dataset_builders.contracts.sample import IMAGE_SLOT, VIDEO_SLOT, Video
@@ -38,6 +40,8 @@ def test_each_pair_of_frames_has_its_time_in_the_sheet_and_in_the_tokens(tokeniz
         f"{name}: 3 x 2 = 6 tokens" for name in names[2:]
     ]
     assert "24 of frame pairs" in page.text and "4 frame pairs" in page.text and "1 image" in page.text
+    summary = json.loads((tokenized.dir / "report.json").read_text())["summary"]
+    assert (summary["images_and_frame_pairs"], summary["videos"][:2]) == (5, "2,") and "images" not in summary
 
 
 def test_without_a_tokenizer_pairs_are_numbered(tokenized):
