@@ -40,7 +40,7 @@ from dataset_builders.videos.sampling import resized_frame
 from stages.convert.stage import STAGE, ConvertConfig
 from stages.embedded_data.moves import ROW_SCHEMA
 from stages.shared.artifacts.artifact import External
-from stages.shared.artifacts.run_stage import run_stage
+from stages.shared.artifacts.workers import StageResources
 from stages.shared.chat_format.config import VideoFormat
 from stages.shared.chat_format.images import load_image_config, load_video_config
 from stages.shared.inputs.model_directory import ModelDirectory
@@ -154,9 +154,12 @@ class Work:
         return made(size=size, **own, **self.videos.patch_format.model_dump())
 
     def convert(self, decode_check: str) -> None:
-        config = ConvertConfig(**CONVERT, decode_check=decode_check)
-        made = run_stage(STAGE, config, {"raw": External(self.root / "raw", "raw", "0" * 16)}, self.root / "out")
-        assert made.artifact.manifest.num_samples == len(self.paths), made.artifact.manifest.stats
+        """Run the stage without its page, which draws twelve contact sheets, whatever the number of clips."""
+        inputs = {"raw": External(self.root / "raw", "raw", "0" * 16)}
+        made = STAGE.run(
+            ConvertConfig(**CONVERT, decode_check=decode_check), inputs, self.root / "out", StageResources()
+        )
+        assert sum(shard.num_samples for shard in made.shards) == len(self.paths), made.skips
         shutil.rmtree(self.root / "out")
 
     def tokenize(self) -> None:
