@@ -26,7 +26,8 @@ from dataset_builders.pictures.images import PILLOW_PIXEL_LIMIT, ImageLimits, ch
 
 CPU_SECONDS = 600  # for a file; an hour of 640 x 360 pixels takes some 100 s
 MEMORY = 2 << 30  # bytes, in addition to those of the process at its start and of the file
-_FILES_OF_A_PROCESS = 64  # what a decoder leaks ends with its process
+_FILES_OF_A_PROCESS = 512  # what a decoder leaks ends with its process
+_END_SECONDS = 0.2  # then a process that should end is killed
 _PROGRAM = Path(__file__).with_name("decode_process.py")
 
 
@@ -205,9 +206,9 @@ class _Decoders:
 def _end(process: subprocess.Popen[bytes]) -> int:
     """End the process, and return its exit status: its own, if it ended before."""
     process.stdout.close()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        return process.wait(timeout=0.2)  # a process that died by itself has its own status
-    process.kill()
     with contextlib.suppress(BrokenPipeError):
-        process.stdin.close()
+        process.stdin.close()  # one that waits for a file ends at once
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.wait(timeout=_END_SECONDS)  # a process that died by itself has its own status
+    process.kill()
     return process.wait()

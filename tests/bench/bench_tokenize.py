@@ -31,7 +31,6 @@ from dataset_builders.records.pixel_codecs import decode_sample, encode_sample
 from stages.shared.artifacts.artifact import Artifact
 from stages.shared.chat_format.chat import ChatEncoder
 from stages.shared.inputs.model_directory import ModelDirectory
-from stages.tokenize import shard as tokenize_shard
 from stages.tokenize.config import TokenizeConfig
 from tests.bench.command import bench_folder, make_parser, table_head, table_row
 from tests.helpers.samples import make_samples_artifact, turns
@@ -39,6 +38,7 @@ from tests.helpers.torchvision_reference import image_processor, torchvision_ver
 
 TORCHVISION = torchvision_version()  # repaired if it does not load by itself, before transformers' models import it
 
+from stages.tokenize import shard as tokenize_shard  # noqa: E402
 from tests.helpers.tiny_model import tiny_hf_dir  # noqa: E402
 
 # The values in the preprocessor_config.json of Qwen3-VL.

@@ -8,10 +8,10 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def memory(field: str = "VmHWM") -> int:
-    """Return the bytes of this process, by default at its peak; VmRSS is the present. The peak of getrusage would
+def memory(field: str = "VmHWM", process: int | str = "self") -> int:
+    """Return the bytes of a process, by default at its peak; VmRSS is the present. The peak of getrusage would
     include the parent's memory."""
-    return 1024 * int(Path("/proc/self/status").read_text().partition(f"{field}:")[2].split()[0])
+    return 1024 * int(Path(f"/proc/{process}/status").read_text().partition(f"{field}:")[2].split()[0])
 
 
 def alone(function: Callable[..., T], *args: object) -> tuple[T, int, int]:

@@ -208,6 +208,17 @@ def test_a_killed_decoder_leaves_one_video_out(new_decoder):
     assert numbers(Video(data=numbered_clip(3))) == [0, 1, 2]
 
 
+def test_a_decoder_ends_by_itself_after_its_files(new_decoder, monkeypatch):
+    monkeypatch.setattr(decode, "_FILES_OF_A_PROCESS", 2)
+    monkeypatch.setattr(decode, "_END_SECONDS", 20)
+    new_decoder()
+    video, waiting = Video(data=numbered_clip(3)), decode._decoders(os.getpid())._waiting
+    probe(video)
+    ((process, _, _),) = waiting
+    probe(video)
+    assert waiting == [] and process.returncode == 0  # not killed
+
+
 def test_two_videos_that_are_read_by_turns_do_not_mix():
     one, two = (iter_frames(Video(data=numbered_clip(9, first=first)), range(9)) for first in (0, 500))
     found = [(number_of(a), number_of(b)) for a, b in zip(one, two, strict=True)]
