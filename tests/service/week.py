@@ -108,7 +108,9 @@ class Week:
         return [run for run in runs if datetime.fromisoformat(run["expected_start_time"]) <= self.now()]
 
     def has_ended(self) -> bool:
-        return all(run["state_type"] in ENDED for run in self.nights())
+        with contextlib.suppress(OSError):  # the server was killed a moment ago
+            return all(run["state_type"] in ENDED for run in self.nights())
+        return False
 
 
 def disturb(week: Week, minutes: float) -> None:
