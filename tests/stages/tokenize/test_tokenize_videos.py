@@ -1,5 +1,6 @@
 """tokenize, videos: the frames, times, ids, grids and patches of clips of every rate, beside images and text."""
 
+import dataclasses
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -18,7 +19,9 @@ from stages.shared.artifacts.run_stage import run_stage
 from stages.shared.chat_format.chat import ChatEncoder
 from stages.shared.chat_format.config import VideoFormat
 from stages.shared.chat_format.images import load_video_config
+from stages.shared.chat_format.video_reference import VideoReference
 from stages.shared.inputs.model_directory import ModelDirectory, processor_input
+from stages.tokenize import processor_check
 from stages.tokenize import shard as tokenize_shard
 from stages.tokenize.stage import STAGE, TokenizeConfig
 from tests.helpers.clips import HEIGHT, NTSC, WIDTH, number_of, numbered_clip, numbered_pngs
@@ -186,3 +189,44 @@ def test_videos_and_images_in_one_conversation_in_their_order(tmp_path, codec):
     assert numbers_in(stored) == [(0, 16), (33, 49), (0, 1)]
     text = text_of(stored)
     assert f"and {group_text(0.32, 1.64)}{group_text(0.25)}. What moves?" in text
+
+
+def test_a_large_video_is_checked_frame_by_frame(tmp_path, monkeypatch):
+    asked = []
+
+    def folder(name: str) -> Path:
+        (tmp_path / name).mkdir()
+        return tmp_path / name
+
+    def pixels(self, frames, read):
+        asked.append(len(frames))
+        raise AssertionError("all frames at once")
+
+    monkeypatch.setattr(processor_check, "torchvision_version", lambda: "0")
+    monkeypatch.setattr(processor_check, "_image_processor", lambda *_: None)
+    monkeypatch.setattr(VideoReference, "pixels", pixels)
+    samples = [sample_of(0, Video(data=numbered_clip(30, 30)))]
+    with pytest.raises(AssertionError, match="all frames at once"):
+        tokenize(samples, folder("small"))
+    monkeypatch.setattr(processor_check, "_MOST_BYTES", 2 * 3 * HEIGHT * WIDTH - 1)
+    monkeypatch.setattr(tokenize_shard, "tokenize_sample", changed := Changed(tokenize_shard.tokenize_sample))
+    tokenize(samples, folder("large"))
+    changed.one_bit = True
+    with pytest.raises(AssertionError, match="group 0 is not what PyAV decodes"):
+        tokenize(samples, folder("changed"))
+    assert len(asked) == 1
+
+
+class Changed:
+    """A function that makes a tokenized sample, of which one bit of the second frame can be changed."""
+
+    def __init__(self, make) -> None:
+        self._make, self.one_bit = make, False
+
+    def __call__(self, *arguments):
+        sample, tokenized, *rest = self._make(*arguments)
+        if self.one_bit:
+            later = tokenized.later_patches.copy()
+            later[0, 0] ^= 1
+            tokenized = dataclasses.replace(tokenized, later_patches=later)
+        return sample, tokenized, *rest
