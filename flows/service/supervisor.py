@@ -7,6 +7,7 @@ What a killed process left in Prefect and MLflow, the worker settles (`reconcile
 """
 
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -230,8 +232,21 @@ class StatusLines:
             self.say(line)
 
     def say(self, text: str) -> None:
-        """Print any other line."""
-        print(text, flush=True)
+        """Print any other line; a full disk may lose it."""
+        with on_a_full_disk():
+            print(text, flush=True)
+
+
+@contextlib.contextmanager
+def on_a_full_disk(otherwise: Callable[[], None] | None = None) -> Iterator[None]:
+    """Give up what is done inside where the disk is full, and call `otherwise`: a service outlives a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        if otherwise is not None:
+            otherwise()
 
 
 class StartFailed(Exception):
@@ -270,24 +285,37 @@ class Supervisor:
         for program in self.programs.values():
             if program.process is None:
                 if time.monotonic() >= program.next_at:
-                    self._start(program)
+                    with on_a_full_disk(partial(self._wait_for_room, program)):
+                        self._start(program)
             elif (status := program.process.poll()) is not None:
                 self._died(program, f"died (signal {-status})" if status < 0 else f"died (status {status})")
             elif not program.is_ready:
                 self._ask(program)
             else:
-                trim_log(program.log_path)
+                with on_a_full_disk():
+                    trim_log(program.log_path)
                 if time.monotonic() >= program.next_at:
                     self._check(program)
 
     def _start(self, program: Program) -> None:
         program.started, program.since = time.time(), time.monotonic()
         program.process = start_process(program.command, program.environment, program.log_path)
-        program.starts += 1
         born = psutil.Process(program.process.pid).create_time()
         owner = Owner(pid=program.process.pid, pid_started=born, host=socket.gethostname())
-        write_json(program.log_path.with_suffix(".pid"), owner.model_dump())  # for `end_leftovers`
+        try:
+            write_json(program.log_path.with_suffix(".pid"), owner.model_dump())  # for `end_leftovers`
+        except OSError:
+            program.process.kill()
+            program.process.wait()
+            program.process = None
+            raise
+        program.starts += 1
         self.lines.show(program.name, "starting", program.address)
+
+    def _wait_for_room(self, program: Program) -> None:
+        program.next_at = time.monotonic() + MAX_BACKOFF_SECONDS
+        how_often = f"tries again every {MAX_BACKOFF_SECONDS:.0f} s"
+        self.lines.show(program.name, "waiting", f"the disk of {program.log_path} is full; {how_often}")
 
     def _ask(self, program: Program) -> None:
         """Check whether a starting program answers now."""

@@ -1,5 +1,6 @@
 """The supervisor, with small programs instead of servers: it starts them in order, restarts dead ones, and ends all."""
 
+import errno
 import json
 import logging
 import os
@@ -11,7 +12,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -88,6 +91,49 @@ def test_a_dead_one_is_started_again_and_that_is_told(make, lines):
     assert watcher.programs["mlflow"].process.pid != old.pid
     assert "mlflow waiting died (signal 9); starts again" in lines.said
     assert lines.said[-1] == "mlflow ready http://here started again"
+
+
+@pytest.mark.parametrize("step", ["start_process", "write_json"])
+def test_a_full_disk_is_outlived(make, lines, monkeypatch, step):
+    monkeypatch.setattr(supervised, "MAX_BACKOFF_SECONDS", 0.5)
+    watcher = Supervisor([make("worker"), make("mlflow")], lines)
+    run(watcher, lambda: watcher.is_ready("worker", "mlflow"))
+    worker = watcher.programs["worker"]
+    is_full, usual = [True], getattr(supervised, step)
+
+    def or_no_space(*arguments):
+        if is_full[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return usual(*arguments)
+
+    def no_space(path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(supervised, step, or_no_space)
+    monkeypatch.setattr(supervised, "trim_log", no_space)
+    worker.process.kill()
+    worker.process.wait()
+    worker.log_path.write_text("")
+    told = f"worker waiting the disk of {worker.log_path} is full; tries again every 0 s"
+    run(watcher, lambda: told in lines.said)
+    assert worker.process is None and watcher.is_ready("mlflow")
+    is_full[0] = False
+    run(watcher, lambda: watcher.is_ready("worker", "mlflow"))
+    assert worker.starts == 2
+    assert len(processes_with("IN_TEST", str(worker.log_path.parent))) == 2
+
+
+def test_a_line_that_finds_no_room_is_lost_and_a_closed_terminal_is_not_hidden(monkeypatch):
+    for number in (errno.ENOSPC, errno.EDQUOT):
+        monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=partial(fail, number), flush=lambda: None))
+        StatusLines().say("ready")
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=partial(fail, errno.EPIPE), flush=lambda: None))
+    with pytest.raises(BrokenPipeError):
+        StatusLines().say("ready")
+
+
+def fail(number: int, text: str) -> None:
+    raise OSError(number, os.strerror(number))
 
 
 def test_one_that_dies_again_and_again_is_started_less_and_less_often(make, lines, monkeypatch):
