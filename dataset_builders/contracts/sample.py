@@ -254,11 +254,8 @@ def _check_boxes(message: Message, num_images: int) -> None:
 def to_fields(sample: Sample, digests: Sequence[str] | None = None) -> dict[str, bytes]:
     """Return field name -> bytes. A field name is the member's name without the key and the dot after it. A caller that
     has `file_digests(sample)` gives them."""
-    digests = file_digests(sample) if digests is None else digests
-    names = [f"{i}.{_extension(image)}" for i, image in enumerate(sample.images)]
-    for i, video in enumerate(sample.videos):
-        names += [f"video{i}.{f'{j:05d}.' if video.frames else ''}{_extension(f)}" for j, f in enumerate(video.files)]
-    files = [{"name": name, "sha256": digest} for name, digest in zip(names, digests, strict=True)]
+    digests, named = file_digests(sample) if digests is None else digests, named_files(sample)
+    files = [{"name": name, "sha256": digest} for name, digest in zip(named, digests, strict=True)]
     messages: list[dict[str, object]] = []
     for message in sample.messages:
         messages.append({"role": message.role, "text": message.text})
@@ -276,10 +273,24 @@ def to_fields(sample: Sample, digests: Sequence[str] | None = None) -> dict[str,
         "digest": sample.digest(digests),
     }
     if sample.videos:
-        rest = iter(files[len(sample.images) :])
-        record["videos"] = [_times_of(video) | {"files": [next(rest) for _ in video.files]} for video in sample.videos]
+        record["videos"] = video_records(sample, files)
     text = json.dumps(record, ensure_ascii=False, sort_keys=True)
-    return {"json": text.encode(), **dict(zip(names, sample.files))}
+    return {"json": text.encode(), **named}
+
+
+def named_files(sample: Sample) -> dict[str, bytes]:
+    """Return field name -> bytes of each of `sample.files`, in order."""
+    names = [f"{i}.{_extension(image)}" for i, image in enumerate(sample.images)]
+    for i, video in enumerate(sample.videos):
+        names += [f"video{i}.{f'{j:05d}.' if video.frames else ''}{_extension(f)}" for j, f in enumerate(video.files)]
+    return dict(zip(names, sample.files, strict=True))
+
+
+def video_records(sample: Sample, files: Sequence[Mapping[str, str]]) -> list[dict[str, object]]:
+    """Return the record of each video, for `video_of`. `files` are what is known of each of `sample.files`, its field
+    name among it."""
+    rest = iter(files[len(sample.images) :])
+    return [_times_of(video) | {"files": [next(rest) for _ in video.files]} for video in sample.videos]
 
 
 def from_fields(key: str, fields: Mapping[str, bytes | memoryview]) -> Sample:

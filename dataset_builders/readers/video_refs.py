@@ -160,8 +160,13 @@ def _shown(frames: tuple[str | bytes, ...], about: Mapping[str, Any], where: str
     if not _is_number(rate) or not 0 < rate < float("inf"):
         said = "no fps and no timestamps" if rate is None else f"fps {rate!r:.40}"
         raise SkipSample("no_times", f"{where} is a list of frames with {said}; set options.frame_rate if all have one")
-    first = start or 0.0
-    return VideoRef(frames, False, tuple(first + number / rate for number in range(len(frames))))
+    # Frames without timestamps are those of the part that begins at `start`, and nothing is cut.
+    times = tuple((start or 0.0) + number / rate for number in range(len(frames)))
+    if end is not None and times[-1] > end:
+        span = f"from {times[0]:g} s to {times[-1]:g} s"
+        detail = f"{len(frames)} frames at fps {rate:g} go {span}, and end is {end:g} s"
+        raise SkipSample("no_times", f"{where}: {detail}; give timestamps")
+    return VideoRef(frames, False, times)
 
 
 def looks_like_video(value: Any) -> bool:

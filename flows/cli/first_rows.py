@@ -233,6 +233,12 @@ def anomalies(source: StorePath, found: Survey, trial: Trial, convert: ConvertCo
             "webdataset_tars": "give the parts as files of their own",
         }.get(trial.reading.builder, 'write each video as {"path": ..., "start": ..., "end": ...}')
         yield f"whole videos are shown: if {' and '.join(map(repr, cuts))} cut them, {way_out}"
+    if trial.reading.builder == "image_folder" and (clips := _folders_of_frames(found.images)):
+        frames = '{"frames": [...], "fps": ...}'
+        yield (
+            f"{_counted(len(clips), 'folder')} of numbered images, as {clips[0]}: each image is a sample of its own; "
+            f"if they are frames of videos, write a row for each folder with its video as {frames}"
+        )
     if trial.not_read:
         yield f"not read within the rows: {', '.join(f'{number:,} {what}' for what, number in trial.not_read.items())}"
     if trial.turned:
@@ -258,6 +264,18 @@ def anomalies(source: StorePath, found: Survey, trial: Trial, convert: ConvertCo
 def is_colourful() -> bool:
     """Whether output goes to a terminal that is wide enough for an image."""
     return sys.stdout.isatty() and shutil.get_terminal_size().columns >= 2 * _SIDE
+
+
+def _folders_of_frames(names: Sequence[str]) -> list[str]:
+    """Return the folders within folders, class/clip, whose images are numbered without a gap, as frames are, if most
+    images are in such folders."""
+    numbers: dict[str, list[int]] = {}
+    for name in names:
+        folder, _, file = name.rpartition("/")
+        if "/" in folder and (number := re.fullmatch(r"\D*(\d+)\.\w+", file)):
+            numbers.setdefault(folder, []).append(int(number[1]))
+    clips = {folder: own for folder, own in numbers.items() if len(own) > 3 and max(own) - min(own) == len({*own}) - 1}
+    return list(clips) if sum(map(len, clips.values())) > len(names) / 2 else []
 
 
 def check_images(trial: Trial, shape: ModelShape, model: object, limit: float) -> None:

@@ -3,7 +3,6 @@
 import bisect
 import contextlib
 import dataclasses
-import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -21,8 +20,9 @@ from dataset_builders.contracts.sample import (
     Sample,
     SkipSample,
     from_fields,
-    to_fields,
+    named_files,
     turn_key,
+    video_records,
     whole_key,
 )
 from dataset_builders.contracts.shard_io import RecordRange, ShardWriter, finished_shard, iter_records
@@ -207,8 +207,8 @@ def _originals(
     """Return what `encode_sample` takes for codec original: the sample's files, and the record of each video."""
     if task.pixels.codec != "original":
         return {}, []
-    files = to_fields(sample)
-    videos = json.loads(files.pop("json")).get("videos", [])
+    files = named_files(sample)
+    videos = video_records(sample, [{"name": name} for name in files])
     return files, [video | {"indices": plan.indices} for video, plan in zip(videos, plans, strict=True)]
 
 

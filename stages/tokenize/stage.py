@@ -195,7 +195,7 @@ def write_tokenize_report(
     if boxes := stats.get("boxes"):
         how = ", ".join(boxes[name] for name in ("convention", "form"))
         summary["boxes"] = f"in {stats['boxed']:,} conversations: {how}, in the {boxes['order']} order"
-    against = checked["pixels_against"].partition(";")[0]
+    against = checked["pixels_against"].partition(";")[0] + (", of videos PyAV's" if stats.get("videos") else "")
     summary["checked"] = f"{counted(checked['samples'], 'sample')}, with transformers' tokenizer and {against}"
     step = -(-total["num_samples"] // _COUNTED_SAMPLES) or 1
     lengths = {"num_tokens": [], "num_loss_tokens": [], "num_patches": []}

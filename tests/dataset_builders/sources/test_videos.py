@@ -99,6 +99,11 @@ def test_a_gif_in_a_list_of_videos_is_a_file(tmp_path):
 REFUSED = {
     "frames without a rate": (NAMES, "no_times", "options.frame_rate"),
     "frames at 0 a second": ({"frames": NAMES, "fps": 0}, "no_times", "fps 0"),
+    "an end before the last frame": (
+        {"frames": NAMES, "fps": 1, "start": 2, "end": 3},
+        "no_times",
+        "from 2 s to 4 s, and end is 3 s; give timestamps",
+    ),
     "a rate that is a text": ({"frames": NAMES, "fps": "2"}, "no_times", "fps '2'"),
     "fewer times than frames": ({"frames": NAMES, "timestamps": [0, 1]}, "no_times", "3 frames and 2 timestamps"),
     "times that do not rise": ({"frames": NAMES, "timestamps": [0, 2, 1]}, "no_times", "must rise"),

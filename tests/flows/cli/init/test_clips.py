@@ -103,6 +103,20 @@ def test_a_table_of_frames_without_a_rate_is_told(tmp_path, capsys):
     assert status == 2 and "12 of 12 rows are no_times" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "is_told"),
+    [("left/{clip}/frame_{n:03d}.png", True), ("{clip}/{n}.png", False), ("a/{clip}/{n}9.png", False)],
+)
+def test_folders_of_frames_are_told(name, is_told, tmp_path, capsys):
+    for number, frame in enumerate(numbered_pngs(24)):
+        write_file(tmp_path / "data" / name.format(clip=f"clip{number // 6}", n=number % 6), frame)
+    main(["init", str(tmp_path / "data"), "--out", str(tmp_path / "recipe.yaml")])
+    told = (
+        "4 folders of numbered images, as left/clip0: each image is a sample of its own; if they are frames of videos"
+    )
+    assert (told in capsys.readouterr().out) == is_told
+
+
 def test_columns_that_may_cut_the_clips_are_told(clips, tmp_path, capsys):
     table(tmp_path / "data", clips)
     path = tmp_path / "data/rows.csv"
