@@ -21,7 +21,7 @@ def trial(*numbers: int) -> Trial:
     """Return a trial of samples with these numbers of boxes, each of them elsewhere."""
     boxes = [[Box(i, i, i + 100 + n // 2, i + 100 + n // 2, "cat") for i in range(n)] for n in numbers]
     samples = [boxed_sample(f"boxed/{i:08d}", *each) for i, each in enumerate(boxes)]
-    reading = SimpleNamespace(options={}, unused=())
+    reading = SimpleNamespace(builder="table", options={}, unused=())
     return Trial(reading, samples=samples, sizes=[SIZE] * len(samples), rows=len(samples), tried=len(samples))
 
 
